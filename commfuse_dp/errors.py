@@ -1,0 +1,53 @@
+"""Errors a user can meet. Each says what was given, what is allowed and how to fix it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Where(NamedTuple):
+    """The place in a step that a wait belongs to; every error of a wait carries one."""
+
+    layer: str = "?"
+    step: int = -1
+    slice: str = "?"
+    nbytes: int = 0
+
+    def __str__(self) -> str:
+        return f"layer {self.layer!r}, step {self.step}, slice {self.slice}, {self.nbytes} bytes"
+
+
+class CommFuseError(RuntimeError):
+    """Base of all errors raised by commfuse_dp."""
+
+
+class ConfigError(CommFuseError, ValueError):
+    """A setting that cannot be met: key, value, what is allowed, the fix."""
+
+
+class MismatchError(CommFuseError):
+    """Ranks were started with different models, layouts or configurations."""
+
+
+class TransportError(CommFuseError):
+    """A transport could not be set up or broke; the message names the reason and the fix."""
+
+
+class PeerLostError(TransportError):
+    """A peer died or left in the middle of a step. `peer` is its rank in the group."""
+
+    def __init__(self, message: str, *, rank: int, peer: int, where: Where | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.peer = peer
+        self.where = where
+
+
+class DeadlineError(TransportError, TimeoutError):
+    """A wait passed its deadline. `peer` is the rank waited for, or -1 when several were."""
+
+    def __init__(self, message: str, *, rank: int, peer: int, where: Where | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.peer = peer
+        self.where = where

@@ -1,0 +1,211 @@
+"""What every transport offers: published windows that peers pull from, and credit-bounded messages.
+
+Two families stand behind one interface, so that engine and collectives are written once:
+
+* one-sided (`inproc`, `shm`, `tcp`): *publish once, pull at will*. A rank publishes its shards under an epoch; peers pull
+  slices whenever they need them, in any order, without the owner's compute taking part.
+* two-sided (`p2p` over torch.distributed, later MPI and NCCL): `TwoSidedTransport` below, made to look one-sided by
+  `paired.PairedTransport`, which pairs every pull with the mirrored send of the same exchange (all ranks must then pull
+  in the same order, as SPMD programs do).
+
+Life of one transport, on every rank alike:
+
+    transport = open_transport(...)                 collective
+    transport.expose(sizes)                         collective, once: who publishes how many bytes under which key
+    each epoch (one epoch = one version of the parameters):
+        transport.wait_finished(epoch - 1)          all peers have stopped reading the previous version
+        for key: pack transport.segment(key); transport.publish(key, epoch)
+        ... pull(owner, key, epoch) ... reserve / send / receive / release ...
+        transport.finish(epoch)                     this rank will read no more of `epoch`
+    transport.close()
+
+[Note: Who may block]
+Only the wait functions block, each with a deadline, and each calls `progress` while it waits. `try_reserve` never blocks:
+a caller that finds no credit must first consume what others sent to it (else two ranks can wait for each other for ever).
+
+[Note: Buffers]
+A tensor returned by `pull(...).wait()` or `receive` may alias a peer's memory (shm, inproc). It is valid until
+`finish(epoch)` for a pull into no buffer (or for as long as the caller keeps its own `out`), and until `release` for a
+message. It must never be written to.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from commfuse_dp.errors import DeadlineError, Where
+from commfuse_dp.probe import Probe
+
+# Collective object exchange used only while a transport is set up: every rank gives one picklable object and gets all of
+# them in rank order (for example a wrapper of torch.distributed.all_gather_object).
+ExchangeFn = Callable[[Any], "list[Any]"]
+
+NOWHERE = Where()
+
+
+class Tag(NamedTuple):
+    """Identity of a message between a pair of ranks: four integers in 0 .. 2**31-1; unique among messages in flight."""
+
+    channel: int  # who uses it: see the constants below
+    key: int = 0  # unit (layer) or call number
+    seq: int = 0  # epoch, round or step
+    part: int = 0  # slice
+
+
+CHANNEL_PARAM, CHANNEL_GRAD, CHANNEL_COLLECTIVE, CHANNEL_REPLICA = 1, 2, 3, 4
+
+
+class Transfer(ABC):
+    """A pull under way."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """True once `wait` would not block. Never blocks. Raises if the peer is lost."""
+
+    @abstractmethod
+    def wait(self, where: Where = NOWHERE) -> torch.Tensor:
+        """The bytes (uint8, 1-D, contiguous), readable. Raises DeadlineError or PeerLostError."""
+
+
+class Transport(ABC):
+    """One rank's end. Not thread-safe towards its user: one thread calls it (I/O threads of its own are its own affair)."""
+
+    name: ClassVar[str]
+    in_place: ClassVar[bool]  # pulled slices are read where the owner published them: no window buffers are needed
+
+    def __init__(self, rank: int, world_size: int, *, deadline_s: float, probe: Probe | None = None) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.deadline_s = deadline_s
+        self.probe = probe if probe is not None else Probe()
+
+    # ---- windows: published parameters -------------------------------------------------------------------------------
+    @abstractmethod
+    def expose(self, sizes: Sequence[Sequence[int]]) -> None:
+        """Collective, once. `sizes[key][rank]` = bytes that `rank` publishes under `key` (0 is allowed: a short shard).
+
+        Raises TransportError when the memory cannot be had (how much was asked for, how much there is, the fix).
+        """
+
+    @abstractmethod
+    def segment(self, key: int) -> torch.Tensor:
+        """This rank's published bytes under `key`: uint8, 1-D, 64-byte aligned, writable until `publish`."""
+
+    @abstractmethod
+    def publish(self, key: int, epoch: int) -> None:
+        """Make the segment's bytes readable to all peers as version `epoch` (> 0, rising by one)."""
+
+    @abstractmethod
+    def pull(
+        self, owner: int, key: int, epoch: int, *, start: int = 0, nbytes: int | None = None, out: torch.Tensor | None = None
+    ) -> Transfer:
+        """Start to fetch bytes [start, start + nbytes) of `owner`'s segment `key`; never blocks.
+
+        `out`: uint8 buffer of nbytes that receives them; must be None if `in_place`, must be given otherwise.
+        May be called before the owner has published `epoch`: the transfer then completes after it has.
+        """
+
+    @abstractmethod
+    def finish(self, epoch: int) -> None:
+        """Tell all peers that this rank reads nothing of `epoch` any more (call once, all pulls waited for). Never blocks."""
+
+    @abstractmethod
+    def wait_finished(self, epoch: int, where: Where = NOWHERE) -> None:
+        """Block until every peer has finished `epoch`: own segments may be rewritten. At once for epoch <= 0."""
+
+    # ---- messages: gradients and collectives -------------------------------------------------------------------------
+    @property
+    @abstractmethod
+    def message_limit(self) -> int:
+        """Largest message in bytes."""
+
+    @abstractmethod
+    def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor | None:
+        """A writable uint8 buffer of nbytes (64-byte aligned) for one message to `dst`, or None: no credit just now.
+
+        For shm it lies in the owner's inbox, so that what is computed into it needs no further copy.
+        Raises ValueError if nbytes > message_limit.
+        """
+
+    @abstractmethod
+    def send(self, dst: int, tag: Tag, buffer: torch.Tensor) -> None:
+        """Hand over a buffer got from `try_reserve(dst, ...)`; it must not be touched afterwards. Never blocks."""
+
+    def expect(self, src: int, tag: Tag, nbytes: int) -> None:
+        """Announce a message so that a two-sided transport posts the receive early. One-sided transports need no announcement."""
+
+    @abstractmethod
+    def arrived(self, src: int, tag: Tag) -> bool:
+        """True if `receive` would not block. Never blocks. Raises if the peer is lost."""
+
+    @abstractmethod
+    def receive(self, src: int, tag: Tag, where: Where = NOWHERE) -> torch.Tensor:
+        """The message's bytes (uint8, read only, until `release`)."""
+
+    @abstractmethod
+    def release(self, src: int, tag: Tag) -> None:
+        """Give the message's slot back to its sender (credit)."""
+
+    # ---- progress and end --------------------------------------------------------------------------------------------
+    @abstractmethod
+    def progress(self, timeout_s: float = 0.0) -> None:
+        """Take in what peers have sent; block at most timeout_s, less when something happens. Raises PeerLostError."""
+
+    def wait_until(self, ready: Callable[[], bool], *, peer: int, where: Where, doing: str) -> None:
+        """Block until ready(), with progress and the deadline. `doing` completes "rank 1 waits for ..." in the error."""
+        if ready():
+            return
+        limit = time.monotonic() + self.deadline_s
+        while not ready():
+            left = limit - time.monotonic()
+            if left <= 0:
+                who = f"rank {peer}" if peer >= 0 else "its peers"
+                raise DeadlineError(
+                    f"rank {self.rank} waited {self.deadline_s:g} s for {who}: {doing} ({where}; transport {self.name}). "
+                    f"Either {who} is stuck or much slower, or it runs another program: look at its log first. "
+                    "If the step is really that slow, raise deadline_s.",
+                    rank=self.rank,
+                    peer=peer,
+                    where=where,
+                )
+            self.progress(min(left, 1.0))
+
+    @abstractmethod
+    def close(self) -> None:
+        """Say goodbye to the peers and free everything. Safe to call twice, and after an error."""
+
+
+class Handle(ABC):
+    """A two-sided send or receive under way."""
+
+    @abstractmethod
+    def done(self) -> bool: ...
+
+    @abstractmethod
+    def wait(self, where: Where = NOWHERE) -> None: ...
+
+
+class TwoSidedTransport(ABC):
+    """Plain asynchronous sends and receives; `lane` 0 carries parameters, lane 1 gradients (communicators of their own)."""
+
+    name: ClassVar[str]
+
+    def __init__(self, rank: int, world_size: int, *, deadline_s: float, probe: Probe | None = None) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.deadline_s = deadline_s
+        self.probe = probe if probe is not None else Probe()
+
+    @abstractmethod
+    def isend(self, buffer: torch.Tensor, dst: int, *, lane: int, tag: int) -> Handle: ...
+
+    @abstractmethod
+    def irecv(self, buffer: torch.Tensor, src: int, *, lane: int, tag: int) -> Handle: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
