@@ -1,0 +1,59 @@
+"""Control messages of the one-sided protocol: their kinds and their bytes.
+
+Every message is one fixed little-endian header of 40 bytes: the kind, four 32-bit fields a..d, two 64-bit fields x, y.
+
+| kind    | a       | b     | c       | d    | x      | y      | then follow                                  |
+|---------|---------|-------|---------|------|--------|--------|----------------------------------------------|
+| PUBLISH | key     | epoch |         |      |        |        |                                              |
+| FINISH  |         | epoch |         |      |        |        |                                              |
+| DEPOSIT | channel | key   | seq     | part | offset | nbytes | y bytes, unless memory is directly mapped    |
+| CREDIT  |         |       |         |      | offset |        |                                              |
+| PULL    | key     | epoch | request |      | start  | nbytes |                                              |
+| DATA    |         |       | request |      |        | nbytes | y bytes                                      |
+| ABORT   | culprit |       |         |      |        | length | y bytes of UTF-8 text                        |
+| GOODBYE |         |       |         |      |        |        |                                              |
+
+PULL and DATA occur only where peers cannot map each other's memory.
+"""
+
+from __future__ import annotations
+
+import struct
+
+HEADER = struct.Struct("<5I4xQQ")
+HEADER_BYTES = HEADER.size
+
+PUBLISH, FINISH, DEPOSIT, CREDIT, PULL, DATA, ABORT, GOODBYE = range(8)
+KIND_NAMES = ("publish", "finish", "deposit", "credit", "pull", "data", "abort", "goodbye")
+
+MAX_TEXT = 2000  # longest reason of an ABORT, in bytes
+
+
+def pack(kind: int, a: int = 0, b: int = 0, c: int = 0, d: int = 0, x: int = 0, y: int = 0) -> bytes:
+    """One header. Raises ValueError if a field does not fit (32 bits for a..d, 64 for x and y, none negative)."""
+    try:
+        return HEADER.pack(kind, a, b, c, d, x, y)
+    except struct.error as error:
+        raise ValueError(
+            f"{KIND_NAMES[kind]} message with fields {(a, b, c, d, x, y)}: keys, epochs and tags must be integers in "
+            f"0 .. 2**31-1 ({error})"
+        ) from None
+
+
+def pack_abort(culprit: int, reason: str) -> bytes:
+    text = reason.encode()[:MAX_TEXT].decode(errors="ignore").encode()  # never cut a character in two
+    return pack(ABORT, culprit, y=len(text)) + text
+
+
+def kind_of(message: bytes | bytearray | memoryview) -> int:
+    return int.from_bytes(message[:4], "little")
+
+
+def text_bytes(header: bytes | bytearray | memoryview) -> int:
+    """Bytes of text that belong to the message itself and are handed to the receiver together with the header."""
+    return HEADER.unpack_from(header)[6] if kind_of(header) == ABORT else 0
+
+
+def payload_bytes(header: bytes | bytearray | memoryview) -> int:
+    """Bytes that follow on the wire for the receiver's `landing` (only where memory is not directly mapped)."""
+    return HEADER.unpack_from(header)[6] if kind_of(header) in (DEPOSIT, DATA) else 0
