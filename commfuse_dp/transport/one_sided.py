@@ -599,6 +599,6 @@ def check_same_sizes(sizes: Sequence[Sequence[int]], everyone: Sequence[Sequence
             keys = [k for k in range(max(len(mine), len(other))) if mine[k : k + 1] != other[k : k + 1]]
             k = keys[0]
             raise MismatchError(
-                f"ranks expose different windows: key {k} has sizes {mine[k : k + 1]} here and {other[k : k + 1]} on rank {rank} "
-                f"({len(mine)} and {len(other)} keys). All ranks must wrap the same model with the same configuration."
+                f"ranks expose different windows: key {k} has sizes {mine[k : k + 1]} here and {other[k : k + 1]} on rank "
+                f"{rank} ({len(mine)} and {len(other)} keys). All ranks must wrap the same model with the same configuration."
             )

@@ -1,0 +1,315 @@
+"""A full mesh of UNIX-domain stream sockets between the ranks of one host, and the control channel over it.
+
+[Note: No names]
+The listening sockets live in the abstract namespace (leading NUL): there is no file to leave behind, whatever kills a
+rank. The address carries a random token; a peer is accepted only if the kernel says that it runs under the same user
+(SO_PEERCRED) and if it knows this rank's token, which travels through `exchange` only.
+
+[Note: Death]
+The kernel closes the sockets of a process that dies, by whatever signal, so its peers read end-of-file at once. A child
+made by fork (a DataLoader worker) would keep a copy of the sockets open and hide the death of its parent: the copies are
+closed in the child right after the fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+import weakref
+
+import torch
+
+from commfuse_dp.errors import DeadlineError, TransportError
+from commfuse_dp.transport import messages as msg
+from commfuse_dp.transport.base import ExchangeFn
+from commfuse_dp.transport.one_sided import Channel, Receiver
+
+_HELLO = struct.Struct("<32sI")  # token of the listener, rank of the caller
+_UCRED = struct.Struct("3i")  # pid, uid, gid
+_HELLO_DEADLINE_S = 5.0  # a stranger of the same user that connects and says nothing is dropped after this
+
+
+class Mesh:
+    """One connected stream socket to every peer. `sockets[peer]`, `pids[peer]`."""
+
+    def __init__(self) -> None:
+        self.sockets: dict[int, socket.socket] = {}
+        self.pids: dict[int, int] = {}
+
+    def close(self) -> None:
+        for sock in self.sockets.values():
+            sock.close()
+        self.sockets.clear()
+
+
+def _credentials(sock: socket.socket) -> tuple[int, int]:
+    """Process id and user id of the other end, as the kernel knows them."""
+    pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return pid, uid
+
+
+def _receive_exactly(sock: socket.socket, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        more = sock.recv(nbytes - len(data))
+        if not more:
+            raise ConnectionError("closed before its hello was complete")
+        data += more
+    return data
+
+
+def connect_mesh(rank: int, world_size: int, exchange: ExchangeFn, deadline_s: float) -> Mesh:
+    """Collective: connect every pair of ranks.
+
+    Raises TransportError on all ranks if one of them cannot connect, DeadlineError if one is late.
+    """
+    mesh = Mesh()
+    if world_size == 1:
+        exchange(None)
+        return mesh
+    token = secrets.token_hex(16).encode()
+    error: str | None = None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        address = b"\0commfuse-" + secrets.token_hex(16).encode()
+        try:
+            listener.bind(address)
+            listener.listen(world_size)
+        except OSError as failure:
+            error = f"rank {rank} cannot listen on an abstract UNIX-domain socket: {failure}"
+        cards = exchange((address, token, error))
+        agree([card[2] for card in cards])
+        try:
+            # A connection is complete once it stands in the listener's queue: no rank waits for another one's accept.
+            for peer in range(rank):
+                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                mesh.sockets[peer] = sock
+                sock.settimeout(deadline_s)
+                sock.connect(cards[peer][0])
+                mesh.pids[peer], uid = _credentials(sock)
+                if uid != os.getuid():
+                    raise PermissionError(f"the listener of rank {peer} runs under user {uid}, this rank under {os.getuid()}")
+                sock.sendall(_HELLO.pack(cards[peer][1], rank))
+            _accept_all(rank, world_size, listener, token, mesh, deadline_s)
+        except OSError as failure:
+            error = f"rank {rank} cannot connect to its peers on this host: {failure}"
+        except DeadlineError:
+            mesh.close()
+            raise
+    try:
+        agree(exchange(error))
+    except BaseException:
+        mesh.close()
+        raise
+    return mesh
+
+
+def _accept_all(rank: int, world_size: int, listener: socket.socket, token: bytes, mesh: Mesh, deadline_s: float) -> None:
+    limit = time.monotonic() + deadline_s
+    while missing := set(range(rank + 1, world_size)) - set(mesh.sockets):
+        listener.settimeout(max(limit - time.monotonic(), 0.001))
+        try:
+            sock, _ = listener.accept()
+        except TimeoutError:
+            raise DeadlineError(
+                f"rank {rank} waited {deadline_s:g} s for ranks {sorted(missing)} to connect to it on this host; "
+                "look at their logs",
+                rank=rank,
+                peer=min(missing),
+            ) from None
+        try:
+            pid, uid = _credentials(sock)
+            if uid != os.getuid():
+                raise ConnectionError("another user")
+            sock.settimeout(_HELLO_DEADLINE_S)
+            given, peer = _HELLO.unpack(_receive_exactly(sock, _HELLO.size))
+            if not hmac.compare_digest(given, token) or peer not in missing:
+                raise ConnectionError("not a rank of this group")
+        except OSError:  # a stranger: it does not hinder the ranks
+            sock.close()
+            continue
+        mesh.sockets[peer], mesh.pids[peer] = sock, pid
+
+
+def agree(errors: list[str | None]) -> None:
+    """Raise TransportError if any rank reports an error; called with the same list on all ranks."""
+    reported = [error for error in errors if error is not None]
+    if reported:
+        raise TransportError("; ".join(reported))
+
+
+def pass_descriptor(rank: int, world_size: int, exchange: ExchangeFn, fd: int, deadline_s: float) -> dict[int, int]:
+    """Collective: give `fd` to every peer; returns the peers' descriptors, which the caller must close.
+
+    Over sockets of its own, so that descriptors never mix with control messages already under way.
+    """
+    received: dict[int, int] = {}
+    error: str | None = None
+    mesh = connect_mesh(rank, world_size, exchange, deadline_s)
+    try:
+        for sock in mesh.sockets.values():
+            sock.settimeout(deadline_s)
+            socket.send_fds(sock, [b"f"], [fd])
+        for peer, sock in mesh.sockets.items():
+            _, fds, _, _ = socket.recv_fds(sock, 1, 1)
+            if len(fds) != 1:
+                raise OSError(f"nothing came from rank {peer}; is the limit of open files (ulimit -n) reached?")
+            received[peer] = fds[0]
+    except OSError as failure:
+        error = f"rank {rank} cannot exchange shared memory with its peers: {failure}"
+    finally:
+        mesh.close()
+    try:
+        agree(exchange(error))
+    except BaseException:
+        for got in received.values():
+            os.close(got)
+        raise
+    return received
+
+
+_open_channels: weakref.WeakSet[SocketChannel] = weakref.WeakSet()
+
+
+class SocketChannel(Channel):
+    """Control messages over a mesh. The user's thread does everything, inside `post` and `poll`: there is no other thread.
+
+    Sockets are non-blocking; what does not fit is queued per peer and sent by later calls, in order. A waiting rank
+    sleeps in epoll: no core is spun.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._receiver: Receiver | None = None
+        self._queued: dict[int, bytearray] = {}
+        self._partial: dict[int, bytes] = {}
+        self._peer_of: dict[int, int] = {}
+        self._closed = False
+        self._epoll = select.epoll()
+        for peer, sock in mesh.sockets.items():
+            sock.setblocking(False)
+            self._queued[peer] = bytearray()
+            self._partial[peer] = b""
+            self._peer_of[sock.fileno()] = peer
+            self._epoll.register(sock.fileno(), select.EPOLLIN)
+        _open_channels.add(self)
+
+    def start(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+
+    def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None) -> None:
+        sock = self._mesh.sockets.get(dst)
+        if sock is None:  # lost: poll has reported it
+            return
+        queue = self._queued[dst]
+        if queue:
+            queue += message
+            return
+        sent = self._try_send(sock, message)
+        if sent < len(message):
+            queue += message[sent:]
+            self._epoll.modify(sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
+
+    def poll(self, timeout_s: float) -> None:
+        for fd, events in self._epoll.poll(timeout_s):
+            peer = self._peer_of.get(fd)
+            if peer is None:
+                continue
+            if events & select.EPOLLOUT:
+                self._send_queued(peer)
+            if events & ~select.EPOLLOUT:
+                self._take_in(peer)
+
+    def flush(self, timeout_s: float) -> bool:
+        limit = time.monotonic() + timeout_s
+        while any(self._queued.values()):
+            left = limit - time.monotonic()
+            if left <= 0:
+                return False
+            self.poll(left)
+        return True
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._epoll.close()
+            self._mesh.close()
+
+    def describe(self, peer: int) -> str:
+        return f"rank {peer} (pid {self._mesh.pids.get(peer, '?')})"
+
+    @staticmethod
+    def _try_send(sock: socket.socket, data: bytes | bytearray) -> int:
+        """Bytes taken over. All of them if the peer is gone: nothing is to be sent again, and reading reports the end."""
+        try:
+            return sock.send(data)
+        except BlockingIOError:
+            return 0
+        except (BrokenPipeError, ConnectionResetError):
+            return len(data)
+
+    def _send_queued(self, peer: int) -> None:
+        queue = self._queued[peer]
+        sock = self._mesh.sockets[peer]
+        if queue:
+            del queue[: self._try_send(sock, queue)]
+        if not queue:
+            self._epoll.modify(sock.fileno(), select.EPOLLIN)
+
+    def _take_in(self, peer: int) -> None:
+        assert self._receiver is not None
+        try:
+            data = self._mesh.sockets[peer].recv(1 << 16)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self._end(peer)
+            return
+        if self._partial[peer]:
+            data = self._partial[peer] + data
+        at = 0
+        while len(data) - at >= msg.HEADER_BYTES:
+            end = at + msg.HEADER_BYTES
+            end += msg.text_bytes(data[at:end])
+            if end > len(data):
+                break
+            self._receiver.handle(peer, data[at:end])
+            at = end
+        self._partial[peer] = data[at:]
+
+    def _end(self, peer: int) -> None:
+        assert self._receiver is not None
+        sock = self._mesh.sockets.pop(peer)
+        self._epoll.unregister(sock.fileno())
+        del self._peer_of[sock.fileno()]
+        self._queued[peer].clear()
+        sock.close()
+        self._receiver.lost(
+            peer,
+            "its connection ended without a goodbye, so the process died or left in the middle of a step (killed, out of "
+            "memory, crashed): look at its log and at the kernel's (dmesg)",
+        )
+
+    def drop_copies(self) -> None:
+        """In a child made by fork: close the copies of the sockets without a word to the peers."""
+        self._closed = True
+        for sock in self._mesh.sockets.values():
+            with contextlib.suppress(OSError):
+                sock.close()
+        self._epoll.close()  # the set itself belongs to the parent, which keeps it: only this descriptor goes
+
+
+def _after_fork_in_child() -> None:
+    for channel in list(_open_channels):
+        if not channel._closed:
+            channel.drop_copies()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

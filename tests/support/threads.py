@@ -1,0 +1,71 @@
+"""Ranks as threads of one process: quick, and every exception comes back with the rank that raised it first."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+ExchangeFn = Callable[[Any], "list[Any]"]
+
+
+class Gathering:
+    """A collective object exchange built on a barrier. After `fail`, nobody waits in it any more."""
+
+    def __init__(self, world_size: int, timeout_s: float) -> None:
+        self._slots: list[Any] = [None] * world_size
+        self._barrier = threading.Barrier(world_size)
+        self._timeout_s = timeout_s
+
+    def of(self, rank: int) -> ExchangeFn:
+        def exchange(item: Any) -> list[Any]:
+            self._slots[rank] = item
+            self._barrier.wait(self._timeout_s)
+            everyone = list(self._slots)
+            self._barrier.wait(self._timeout_s)
+            return everyone
+
+        return exchange
+
+    def fail(self) -> None:
+        self._barrier.abort()
+
+
+def run_ranks(world_size: int, body: Callable[[int, ExchangeFn], T], *, timeout_s: float = 60.0) -> list[T]:
+    """Run body(rank, exchange) in a thread per rank; the results in rank order.
+
+    If ranks raise, the first exception in time is raised again here, with its rank and the others' exceptions as notes.
+    """
+    gathering = Gathering(world_size, timeout_s)
+    results: list[Any] = [None] * world_size
+    errors: list[tuple[float, int, BaseException]] = []
+
+    def main(rank: int) -> None:
+        try:
+            results[rank] = body(rank, gathering.of(rank))
+        except BaseException as error:
+            errors.append((time.monotonic(), rank, error))
+            gathering.fail()
+
+    threads = [threading.Thread(target=main, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    limit = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(limit - time.monotonic(), 0.0))
+    stuck = [thread.name for thread in threads if thread.is_alive()]
+    if errors:
+        errors.sort(key=lambda entry: entry[0])
+        _, rank, first = errors[0]
+        notes = [f"raised first, by rank {rank} of {world_size}"]
+        notes += [f"then rank {other} raised {type(error).__name__}: {error}" for _, other, error in errors[1:]]
+        notes += [f"still running: {stuck}"] if stuck else []
+        if hasattr(first, "add_note"):
+            for note in notes:
+                first.add_note(note)
+        raise first
+    if stuck:
+        raise TimeoutError(f"{stuck} of {world_size} ranks did not end within {timeout_s} s")
+    return results
