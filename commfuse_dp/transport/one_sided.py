@@ -1,6 +1,6 @@
 """The one-sided protocol, once for all transports that speak it: `inproc`, `shm` and `tcp`.
 
-What differs between them stands behind two abstractions:
+What differs between them stands behind two abstractions (parts.py):
 
 * `Channel`: small control messages (messages.py), first in first out per pair of ranks, never blocking, never lost.
 * `Memory`: how the bytes of a peer become readable and writable. Directly mapped (`in_place`: inproc, shm), a pull is a
@@ -26,10 +26,12 @@ with an I/O thread can wait on it in `poll`. `Channel.post` is called with the l
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
 import threading
-from abc import ABC, abstractmethod
+import weakref
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 import torch
 
@@ -37,79 +39,22 @@ from commfuse_dp.errors import MismatchError, PeerLostError, TransportError, Whe
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport import messages as msg
 from commfuse_dp.transport.base import CHANNEL_PARAM, NOWHERE, Tag, Transfer, Transport
+from commfuse_dp.transport.parts import Channel, Memory, Receiver
+from commfuse_dp.transport.pulls import Fetch, OwnCopy, View
 from commfuse_dp.transport.ring import Ring
 
 CLOSE_FLUSH_S = 5.0  # longest time that close() gives the channel to hand over what is queued
 
 
-class Receiver(ABC):
-    """The side of the protocol that a channel delivers to."""
-
-    @abstractmethod
-    def handle(self, src: int, message: bytes) -> None:
-        """One message of `src` has arrived (header, text of an ABORT; a payload, if any, is already in its landing)."""
-
-    @abstractmethod
-    def landing(self, src: int, header: bytes) -> torch.Tensor | None:
-        """Where the payload that follows `header` must be written, before `handle`; None: read it and throw it away."""
-
-    @abstractmethod
-    def lost(self, src: int, reason: str) -> None:
-        """The connection to `src` has ended. Harmless if `src` has said goodbye before."""
+_open_transports: weakref.WeakSet[OneSidedTransport] = weakref.WeakSet()
 
 
-class Channel(ABC):
-    """Control messages to all peers."""
-
-    @abstractmethod
-    def start(self, receiver: Receiver) -> None:
-        """Deliver to `receiver` from now on."""
-
-    @abstractmethod
-    def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None) -> None:
-        """Queue a message, and the uint8 payload that follows it; never blocks, never raises for a peer that is gone."""
-
-    @abstractmethod
-    def poll(self, timeout_s: float) -> None:
-        """Deliver what has come; wait at most timeout_s for the first. Sends what is still queued."""
-
-    @abstractmethod
-    def flush(self, timeout_s: float) -> bool:
-        """Send what is queued, for at most timeout_s. True if nothing is left."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free everything. Safe to call twice."""
-
-    def describe(self, peer: int) -> str:
-        """How to find the peer, for errors: a process id or an address."""
-        return f"rank {peer}"
-
-
-class Memory(ABC):
-    """The bytes behind windows and inboxes. All tensors are uint8, 1-D, contiguous and start 64-byte aligned."""
-
-    in_place: ClassVar[bool]
-
-    @abstractmethod
-    def expose(self, sizes: Sequence[Sequence[int]]) -> None:
-        """Collective: make the segments. sizes[key][rank] in bytes. Raises TransportError on all ranks if one cannot."""
-
-    @abstractmethod
-    def segment(self, owner: int, key: int) -> torch.Tensor:
-        """The whole segment. Peers' only if in_place. Cheap: called for every pull."""
-
-    @abstractmethod
-    def outgoing(self, dst: int) -> torch.Tensor:
-        """The ring that this rank fills for `dst`: the inbox itself if in_place, else its staging."""
-
-    @abstractmethod
-    def incoming(self, src: int) -> torch.Tensor:
-        """The inbox ring of this rank that `src` fills."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Let go of everything; what tensors still alias stays mapped until they die. Safe to call twice."""
+@atexit.register
+def _close_all() -> None:
+    """A program that ends without close() still says goodbye: its peers may not need it any more."""
+    for transport in list(_open_transports):
+        with contextlib.suppress(Exception):
+            transport.close()
 
 
 class OneSidedTransport(Transport, Receiver):
@@ -140,7 +85,7 @@ class OneSidedTransport(Transport, Receiver):
         self._outbox = {dst: Ring(memory.outgoing(dst).numel()) for dst in self._peers}
         self._inbox: dict[tuple[int, Tag], tuple[int, int]] = {}
         self._pulls_waiting: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}  # (key, epoch) -> requests
-        self._fetches: dict[int, _Fetch] = {}
+        self._fetches: dict[int, Fetch] = {}
         self._last_request = 0
         self._departed: set[int] = set()
         self._failure: tuple[int, str] | None = None  # (culprit or -1, reason)
@@ -153,7 +98,10 @@ class OneSidedTransport(Transport, Receiver):
             self._on_pull,
             self._on_data,
         )
+        self._pid = os.getpid()
+        self._views: dict[tuple[int, int, int, int], torch.Tensor] = {}  # made once: pulls are the same in every step
         channel.start(self)
+        _open_transports.add(self)
 
     # ---- windows -----------------------------------------------------------------------------------------------------
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
@@ -206,13 +154,13 @@ class OneSidedTransport(Transport, Receiver):
         if self._memory.in_place:
             if out is not None:
                 raise ValueError(f"pull: transport {self.name} reads in place: out must be None")
-            return _View(self, owner, key, epoch, start, nbytes)
+            return View(self, owner, key, epoch, start, nbytes)
         if out is None or out.dtype != torch.uint8 or out.dim() != 1 or out.numel() != nbytes or not out.is_contiguous():
             given = "None" if out is None else f"{out.dtype} of shape {tuple(out.shape)}"
             raise ValueError(f"pull: transport {self.name} needs out = contiguous uint8 of {nbytes} bytes; {given} was given")
         if owner == self.rank:
-            return _OwnCopy(self, owner, key, epoch, start, nbytes, out)
-        fetch = _Fetch(self, owner, key, epoch, out)
+            return OwnCopy(self, owner, key, epoch, start, nbytes, out)
+        fetch = Fetch(self, owner, key, epoch, out)
         with self._lock:
             self._last_request = request = (self._last_request + 1) % (1 << 32)
             self._fetches[request] = fetch
@@ -265,7 +213,7 @@ class OneSidedTransport(Transport, Receiver):
     def send(self, dst: int, tag: Tag, buffer: torch.Tensor) -> None:
         self._check_open()
         ring = self._ring(dst)
-        offset = buffer.storage_offset() * buffer.element_size()
+        offset = int(buffer.storage_offset()) * buffer.element_size()
         nbytes = buffer.numel() * buffer.element_size()
         base = self._memory.outgoing(dst)
         if buffer.untyped_storage().data_ptr() != base.untyped_storage().data_ptr() or not ring.holds(offset):
@@ -340,11 +288,13 @@ class OneSidedTransport(Transport, Receiver):
             return
         self._closed = True
         try:
-            self._post_all(msg.pack(msg.GOODBYE))
-            self._channel.flush(min(CLOSE_FLUSH_S, self.deadline_s))
+            if os.getpid() == self._pid:  # a copy made by fork has no right to speak for its parent
+                self._post_all(msg.pack(msg.GOODBYE))
+                self._channel.flush(min(CLOSE_FLUSH_S, self.deadline_s))
         finally:
             self._channel.close()
             self._memory.close()
+            self._views.clear()
 
     # ---- receiver ----------------------------------------------------------------------------------------------------
     def handle(self, src: int, message: bytes) -> None:
@@ -375,10 +325,7 @@ class OneSidedTransport(Transport, Receiver):
             if src in self._departed or self._closed:
                 return
             if self._failure is None:
-                notice = msg.pack_abort(src, reason)
-                for peer in self._peers:
-                    if peer != src:
-                        self._channel.post(peer, notice)
+                self._tell_others(src, reason)
             self._fail(src, reason)
             self.changed.notify_all()
 
@@ -475,119 +422,23 @@ class OneSidedTransport(Transport, Receiver):
         return PeerLostError(f"rank {self.rank} lost {who} (transport {self.name}): {reason}.", rank=self.rank, peer=culprit)
 
     def _gone(self, peer: int, what: str, where: Where | None = None) -> PeerLostError:
-        return PeerLostError(
-            f"rank {self.rank}: {self._channel.describe(peer)} has closed its transport {self.name}; {what}. "
-            "It ended early: look at its log first.",
-            rank=self.rank,
-            peer=peer,
-            where=where,
-        )
+        """The error of a wait for a peer that has said goodbye. The program has failed: the other peers are told, too."""
+        text = f"{self._channel.describe(peer)} has closed its transport {self.name}; {what}. It ended early: look at its log"
+        with self._lock:
+            if self._failure is None:
+                self._failure = (peer, text)
+                self._tell_others(peer, text)
+        return PeerLostError(f"rank {self.rank}: {text}.", rank=self.rank, peer=peer, where=where)
+
+    def _tell_others(self, culprit: int, reason: str) -> None:
+        notice = msg.pack_abort(culprit, reason)
+        for peer in self._peers:
+            if peer != culprit and peer not in self._departed:
+                self._channel.post(peer, notice)
 
     def _check_open(self) -> None:
         if self._closed:
             raise TransportError(f"transport {self.name} of rank {self.rank} is closed")
-
-
-class _Pull(Transfer):
-    """What the three kinds of pull share."""
-
-    __slots__ = ("_counted", "_epoch", "_key", "_owner", "_transport")
-
-    def __init__(self, transport: OneSidedTransport, owner: int, key: int, epoch: int) -> None:
-        self._transport = transport
-        self._owner = owner
-        self._key = key
-        self._epoch = epoch
-        self._counted = False
-
-    @abstractmethod
-    def _ready(self) -> bool: ...
-
-    @abstractmethod
-    def _bytes(self) -> torch.Tensor: ...
-
-    def _published(self) -> bool:
-        epoch = self._transport._published[self._owner].get(self._key, 0)
-        if epoch > self._epoch:
-            raise TransportError(
-                f"pull of key {self._key} of rank {self._owner}, epoch {self._epoch}: it was replaced by epoch {epoch} "
-                "meanwhile; a rank must wait for its pulls before it calls finish(epoch)"
-            )
-        return epoch == self._epoch
-
-    def done(self) -> bool:
-        if self._ready():
-            return True
-        self._transport.progress()
-        if self._ready():
-            return True
-        if self._owner in self._transport._departed and not self._ready():
-            raise self._transport._gone(self._owner, f"it has not published key {self._key} for epoch {self._epoch}")
-        return False
-
-    def wait(self, where: Where = NOWHERE) -> torch.Tensor:
-        if not self._ready():
-            doing = f"to publish key {self._key} for epoch {self._epoch}"
-            self._transport.wait_until(self._ready, peer=self._owner, where=where, doing=doing)
-        return self._bytes()
-
-
-class _View(_Pull):
-    """Read in place, where the owner published."""
-
-    __slots__ = ("_nbytes", "_start")
-
-    def __init__(self, transport: OneSidedTransport, owner: int, key: int, epoch: int, start: int, nbytes: int) -> None:
-        super().__init__(transport, owner, key, epoch)
-        self._start = start
-        self._nbytes = nbytes
-
-    def _ready(self) -> bool:
-        return self._published()
-
-    def _bytes(self) -> torch.Tensor:
-        transport = self._transport
-        if not self._counted and self._owner != transport.rank:
-            self._counted = True
-            transport.probe.counters.param_bytes_received += self._nbytes
-        whole = transport._memory.segment(self._owner, self._key)
-        return whole if self._nbytes == whole.numel() else whole.narrow(0, self._start, self._nbytes)
-
-
-class _OwnCopy(_View):
-    """This rank's own bytes, copied once into `out` (memory that is not read in place)."""
-
-    __slots__ = ("_copied", "_out")
-
-    def __init__(
-        self, transport: OneSidedTransport, owner: int, key: int, epoch: int, start: int, nbytes: int, out: torch.Tensor
-    ) -> None:
-        super().__init__(transport, owner, key, epoch, start, nbytes)
-        self._out = out
-        self._copied = False
-
-    def _bytes(self) -> torch.Tensor:
-        if not self._copied:
-            self._out.copy_(super()._bytes())
-            self._copied = True
-        return self._out
-
-
-class _Fetch(_Pull):
-    """Bytes of a peer that come over the wire into `out`; `complete` is set by the receiver."""
-
-    __slots__ = ("complete", "out")
-
-    def __init__(self, transport: OneSidedTransport, owner: int, key: int, epoch: int, out: torch.Tensor) -> None:
-        super().__init__(transport, owner, key, epoch)
-        self.out = out
-        self.complete = False
-
-    def _ready(self) -> bool:
-        return self.complete
-
-    def _bytes(self) -> torch.Tensor:
-        return self.out
 
 
 def check_same_sizes(sizes: Sequence[Sequence[int]], everyone: Sequence[Sequence[Sequence[int]]]) -> None:

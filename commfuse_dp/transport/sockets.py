@@ -13,7 +13,6 @@ closed in the child right after the fork.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import os
 import secrets
@@ -28,7 +27,7 @@ import torch
 from commfuse_dp.errors import DeadlineError, TransportError
 from commfuse_dp.transport import messages as msg
 from commfuse_dp.transport.base import ExchangeFn
-from commfuse_dp.transport.one_sided import Channel, Receiver
+from commfuse_dp.transport.parts import Channel, Receiver
 
 _HELLO = struct.Struct("<32sI")  # token of the listener, rank of the caller
 _UCRED = struct.Struct("3i")  # pid, uid, gid
@@ -204,7 +203,7 @@ class SocketChannel(Channel):
 
     def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None) -> None:
         sock = self._mesh.sockets.get(dst)
-        if sock is None:  # lost: poll has reported it
+        if sock is None:  # lost, which poll has reported, or closed
             return
         queue = self._queued[dst]
         if queue:
@@ -216,6 +215,8 @@ class SocketChannel(Channel):
             self._epoll.modify(sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
 
     def poll(self, timeout_s: float) -> None:
+        if self._closed:
+            return
         for fd, events in self._epoll.poll(timeout_s):
             peer = self._peer_of.get(fd)
             if peer is None:
@@ -300,9 +301,7 @@ class SocketChannel(Channel):
     def drop_copies(self) -> None:
         """In a child made by fork: close the copies of the sockets without a word to the peers."""
         self._closed = True
-        for sock in self._mesh.sockets.values():
-            with contextlib.suppress(OSError):
-                sock.close()
+        self._mesh.close()
         self._epoll.close()  # the set itself belongs to the parent, which keeps it: only this descriptor goes
 
 

@@ -1,0 +1,79 @@
+"""What the one-sided protocol is built on: a control channel and a memory. Each native transport supplies both."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+
+class Receiver(ABC):
+    """The side of the protocol that a channel delivers to."""
+
+    @abstractmethod
+    def handle(self, src: int, message: bytes) -> None:
+        """One message of `src` has arrived (header, text of an ABORT; a payload, if any, is already in its landing)."""
+
+    @abstractmethod
+    def landing(self, src: int, header: bytes) -> torch.Tensor | None:
+        """Where the payload that follows `header` must be written, before `handle`; None: read it and throw it away."""
+
+    @abstractmethod
+    def lost(self, src: int, reason: str) -> None:
+        """The connection to `src` has ended. Harmless if `src` has said goodbye before."""
+
+
+class Channel(ABC):
+    """Control messages to all peers."""
+
+    @abstractmethod
+    def start(self, receiver: Receiver) -> None:
+        """Deliver to `receiver` from now on."""
+
+    @abstractmethod
+    def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None) -> None:
+        """Queue a message, and the uint8 payload that follows it; never blocks, never raises for a peer that is gone."""
+
+    @abstractmethod
+    def poll(self, timeout_s: float) -> None:
+        """Deliver what has come; wait at most timeout_s for the first. Sends what is still queued."""
+
+    @abstractmethod
+    def flush(self, timeout_s: float) -> bool:
+        """Send what is queued, for at most timeout_s. True if nothing is left."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything. Safe to call twice."""
+
+    def describe(self, peer: int) -> str:
+        """How to find the peer, for errors: a process id or an address."""
+        return f"rank {peer}"
+
+
+class Memory(ABC):
+    """The bytes behind windows and inboxes. All tensors are uint8, 1-D, contiguous and start 64-byte aligned."""
+
+    in_place: ClassVar[bool]
+
+    @abstractmethod
+    def expose(self, sizes: Sequence[Sequence[int]]) -> None:
+        """Collective: make the segments. sizes[key][rank] in bytes. Raises TransportError on all ranks if one cannot."""
+
+    @abstractmethod
+    def segment(self, owner: int, key: int) -> torch.Tensor:
+        """The whole segment. Peers' only if in_place. Cheap: called for every pull."""
+
+    @abstractmethod
+    def outgoing(self, dst: int) -> torch.Tensor:
+        """The ring that this rank fills for `dst`: the inbox itself if in_place, else its staging."""
+
+    @abstractmethod
+    def incoming(self, src: int) -> torch.Tensor:
+        """The inbox ring of this rank that `src` fills."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything; what tensors still alias stays mapped until they die. Safe to call twice."""

@@ -1,0 +1,111 @@
+"""Choose and open the transport of a group of ranks.
+
+[Note: What counts as one host]
+Ranks can share memory if they meet on an abstract UNIX-domain socket, run under one user and on one kernel. So the
+identity of a "host" is the boot id of the kernel, the network namespace (abstract sockets belong to it) and the user id:
+ranks in two network namespaces of one machine count as two hosts, as two containers do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from commfuse_dp.errors import ConfigError, MismatchError, TransportError
+from commfuse_dp.probe import Probe
+from commfuse_dp.transport.base import ExchangeFn, Transport
+
+Kind = Literal["auto", "shm", "tcp", "p2p"]
+KINDS = ("auto", "shm", "tcp", "p2p")
+
+
+def host_identity() -> str:
+    """Equal on two ranks exactly if they can share memory by transport 'shm'."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        network = os.stat("/proc/self/ns/net").st_ino
+    except OSError:  # not Linux: 'shm' is not available, every process stands alone
+        return f"pid-{os.getpid()}-{os.uname().nodename}"
+    return f"{boot}/{network}/{os.getuid()}"
+
+
+def exchange_of(group: dist.ProcessGroup | None) -> ExchangeFn:
+    """Collective exchange of one object per rank over `group`; without torch.distributed there is one rank."""
+    if not dist.is_initialized():
+        return lambda item: [item]
+
+    def exchange(item: Any) -> list[Any]:
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, item, group=group)
+        return everyone
+
+    return exchange
+
+
+def choose(kind: str, hosts: list[str], device: torch.device) -> tuple[str, str]:
+    """(transport, reason) for ranks on `hosts` (identities in rank order).
+
+    Raises TransportError for a request that cannot be met.
+    """
+    count = len(set(hosts))
+    places = "one rank" if len(hosts) == 1 else f"{len(hosts)} ranks on one host"
+    if count > 1:
+        places = f"{len(hosts)} ranks on {count} hosts"
+    if kind == "auto":
+        if device.type != "cpu":
+            return "p2p", f"auto: parameters are on {device.type}, which torch.distributed moves ({places})"
+        return ("shm", f"auto: {places} can share memory") if count == 1 else ("tcp", f"auto: {places}, parameters on CPU")
+    if kind in ("shm", "tcp") and device.type != "cpu":
+        raise TransportError(f"transport {kind!r} moves CPU memory, but the parameters are on {device}; use 'p2p' or 'auto'")
+    if kind == "shm" and count > 1:
+        raise TransportError(
+            f"transport 'shm' was asked for, but the group has {places} (counting network namespaces and users apart), "
+            "which cannot share memory; use 'tcp', 'p2p' or 'auto'"
+        )
+    return kind, f"asked for by the configuration ({places})"
+
+
+def open_transport(
+    kind: Kind,
+    *,
+    group: dist.ProcessGroup | None,
+    inbox_bytes: int,
+    deadline_s: float,
+    probe: Probe | None,
+    device: torch.device,
+) -> tuple[Transport, str]:
+    """Collective over `group` (None: the default group, or one rank without torch.distributed).
+
+    Returns the transport and why it was chosen. Raises ConfigError for an unknown kind, TransportError if a request cannot
+    be met, MismatchError on all ranks if they ask for different kinds, devices or inbox sizes.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"transport={kind!r}: {', '.join(KINDS)} are allowed")
+    exchange = exchange_of(group)
+    wishes = exchange((host_identity(), kind, device.type, inbox_bytes))
+    for position, what in ((1, "transports"), (2, "devices"), (3, "inbox_bytes")):
+        asked = [wish[position] for wish in wishes]
+        if len(set(asked)) > 1:
+            raise MismatchError(
+                f"ranks ask for different {what} (in rank order): {asked}; all ranks need the same configuration"
+            )
+    chosen, reason = choose(kind, [wish[0] for wish in wishes], device)
+    world_size = len(wishes)
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    if chosen == "shm":
+        from commfuse_dp.transport.shm import ShmTransport
+
+        return ShmTransport(rank, world_size, exchange, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe), reason
+    if chosen == "tcp":
+        tcp = importlib.import_module("commfuse_dp.transport.tcp")
+        transport = tcp.TcpTransport(rank, world_size, exchange, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe)
+        return transport, reason
+    if not dist.is_initialized():
+        raise TransportError("transport 'p2p' needs torch.distributed: call init_process_group first, or start with torchrun")
+    paired = importlib.import_module("commfuse_dp.transport.paired")
+    return paired.open_p2p(group, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe), reason
