@@ -16,7 +16,9 @@ from collections.abc import Sequence
 
 import torch
 
-BLOCK_ELEMENTS = 1 << 16  # 256 KiB in float32: accumulator and one partial fit in a second-level cache
+# 1 MiB in float32. Smaller blocks lost more to the calls than they gained in the cache (one core, 2.4 M and 16.8 M elements,
+# N = 2 and 4: blocks of 64 Ki elements took 1.3-1.8 times as long); none at all was 1.2 times slower at 16.8 M, N = 4.
+BLOCK_ELEMENTS = 1 << 18
 
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 
@@ -71,15 +73,15 @@ def sum_in_rank_order(
     if numel <= BLOCK_ELEMENTS:
         _fold(flat_out, flat, switch, wide, divisor, scratch)
         return out
-    for start in range(0, numel, BLOCK_ELEMENTS):
-        stop = min(start + BLOCK_ELEMENTS, numel)
-        _fold(flat_out[start:stop], [partial[start:stop] for partial in flat], switch, wide, divisor, scratch)
+    blocks = zip(*(partial.split(BLOCK_ELEMENTS) for partial in flat), strict=True)
+    for out_block, partial_blocks in zip(flat_out.split(BLOCK_ELEMENTS), blocks, strict=True):
+        _fold(out_block, partial_blocks, switch, wide, divisor, scratch)
     return out
 
 
 def _fold(
     out: torch.Tensor,
-    partials: list[torch.Tensor],
+    partials: Sequence[torch.Tensor],
     switch: int,
     wide: torch.dtype,
     divisor: float | None,

@@ -24,7 +24,7 @@ def fold(partials: list[torch.Tensor], out_dtype: torch.dtype, divisor: float | 
     return total.to(out_dtype)
 
 
-@pytest.fixture(params=[7, 1 << 16], ids=["block7", "block64Ki"])
+@pytest.fixture(params=[7, 1 << 18], ids=["block7", "one_block"])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(summation, "BLOCK_ELEMENTS", request.param)
     return request.param
