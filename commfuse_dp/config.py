@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from commfuse_dp.errors import ConfigError
 
@@ -27,29 +27,35 @@ class CommFuseConfig(BaseModel):
         "auto", description="How bytes move. 'auto': shm if all ranks share a host, else tcp on CPU, else p2p."
     )
     order: Literal["pairwise", "ring"] = Field(
-        "pairwise", description="Order of a collective: own shard straight to r+1, r+2, ... (pairwise) or neighbours only (ring)."
+        "pairwise",
+        description="Order of a collective: own shard straight to r+1, r+2, ... (pairwise) or neighbours only (ring).",
     )
-    slices_per_rank: int = Field(1, ge=1, le=64, description="m of the paper: slices into which each rank's shard is cut.")
+    slices_per_rank: int | None = Field(
+        None,
+        ge=1,
+        le=4096,
+        description="m of the paper: slices into which each rank's shard is cut. None: 1, and more only for layers whose slices "
+        "would otherwise be larger than half of prefetch_bytes or inbox_bytes.",
+    )
     prefetch_bytes: int = Field(
         32 * MIB, ge=1, description="Unsharded parameter bytes fetched ahead of compute (the window), per rank."
     )
     inbox_bytes: int = Field(
         32 * MIB, ge=1, description="Room per peer for gradient slices sent to this rank and not yet summed (the credit)."
     )
+    exclude: tuple[str, ...] = Field(
+        (), description="Names of modules (shell patterns) that stay with the framework, for example because other code reads "
+        "their weights directly."
+    )
     deadline_s: float = Field(300.0, gt=0, description="Longest single wait for a peer, in seconds, before a named error.")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _name_nearest_key(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for key in data:
-                if key not in cls.model_fields:
-                    near = difflib.get_close_matches(str(key), list(cls.model_fields), n=1)
-                    hint = f"did you mean {near[0]!r}? " if near else ""
-                    raise ConfigError(f"unknown CommFuse setting {key!r}: {hint}Allowed: {', '.join(cls.model_fields)}.")
-        return data
-
     def __init__(self, **data: Any) -> None:
+        allowed = list(type(self).model_fields)
+        for key in data:
+            if key not in allowed:
+                near = difflib.get_close_matches(key, allowed, n=1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise ConfigError(f"unknown CommFuse setting {key!r}: {hint}Allowed: {', '.join(allowed)}.")
         try:
             super().__init__(**data)
         except ValidationError as error:

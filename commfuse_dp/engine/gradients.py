@@ -1,0 +1,308 @@
+"""The way of a gradient: computed by slices, sent to its owner, summed there in rank order, delivered to the parameter.
+
+    others' slices   produce into an inbox slot of the owner (or a staging buffer) -> sent at once
+    own slice, last  produce into a buffer of our own                              -> stays
+    later, while earlier layers still run: when the partials of all ranks are there, one pass sums them in rank order,
+    divides, casts and hands the result to the parameter
+
+[Note: Credit and deadlock]
+A rank that finds no free slot in an owner's inbox must not simply wait: the owner may be waiting for a slot here. Every wait
+of this room therefore sums what has arrived (which gives slots back) before it blocks. The rank furthest behind in program
+order always finds credit in the end: whatever fills the inboxes towards it belongs to layers that every rank has passed.
+
+[Note: First come, first summed]
+Sums are finished strictly in the order in which their layers' backward began, not in order of arrival. The order of sums
+cannot change a result (each is a sum of its own), but with replicas each sum starts an all-reduce, and these must be
+started in the same order on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+import torch.distributed as dist
+
+from commfuse_dp.collectives.summation import BLOCK_ELEMENTS, sum_in_rank_order, wide_dtype
+from commfuse_dp.engine.buffers import BufferPool
+from commfuse_dp.engine.plan import Geometry, Unit, UnitSlice
+from commfuse_dp.errors import Where
+from commfuse_dp.probe import COMPUTE, Probe, now_ns
+from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
+
+SEQUENCE_LIMIT = 1 << 31
+
+
+class Scatter:
+    """One unit's reduce-scatter under way."""
+
+    __slots__ = ("divisor", "geometry", "include", "own", "own_done", "partials", "replicate", "seq", "step", "summed", "unit")
+
+    def __init__(
+        self, unit: Unit, geometry: Geometry, include: tuple[bool, ...], *, divisor: float, replicate: bool, step: int
+    ) -> None:
+        self.unit = unit
+        self.geometry = geometry
+        self.include = include
+        self.divisor = divisor
+        self.replicate = replicate
+        self.step = step
+        self.seq = unit.scatters
+        unit.scatters = (unit.scatters + 1) % SEQUENCE_LIMIT
+        self.own: torch.Tensor | None = None  # bytes of this rank's own partial
+        self.own_done = 0  # own slices computed
+        self.summed = 0  # own slices reduced
+        self.partials: torch.Tensor | None = None
+
+    def where(self, item: UnitSlice) -> Where:
+        return Where(self.unit.name, self.step, str(item), item.nbytes)
+
+
+class ReplicaGroup:
+    """All-reduce of reduced shards over the replicas of hybrid sharding; a communicator of its own."""
+
+    def __init__(self, group: dist.ProcessGroup, size: int) -> None:
+        self.group = group
+        self.size = size
+
+    def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
+        return dist.all_reduce(tensor, group=self.group, async_op=True)
+
+
+class GradientStream:
+    """All reduce-scatters of a rank, in program order."""
+
+    def __init__(self, transport: Transport, pool: BufferPool, probe: Probe, replicas: ReplicaGroup | None) -> None:
+        self._transport = transport
+        self._pool = pool
+        self._probe = probe
+        self._replicas = replicas
+        self._rank = transport.rank
+        self._peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
+        self._queue: deque[Scatter] = deque()
+        self._replicating: deque[tuple[Scatter, torch.Tensor, dist.Work]] = deque()
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
+
+    @property
+    def idle(self) -> bool:
+        return not self._queue and not self._replicating
+
+    # ---- producing ---------------------------------------------------------------------------------------------------
+    def begin(self, unit: Unit, dtype: torch.dtype, include: tuple[bool, ...], step: int) -> Scatter:
+        """Open a unit's reduce-scatter; partials travel in `dtype`. Every slice must then be reserved and sent once."""
+        policy = unit.policy
+        replicas = self._replicas.size if self._replicas is not None else 1
+        divisor = policy.divide_factor
+        scatter = Scatter(
+            unit,
+            unit.geometry(dtype, include),
+            include,
+            divisor=float(self._transport.world_size * replicas) if divisor is None else float(divisor),
+            replicate=self._replicas is not None and policy.all_reduce_grads,
+            step=step,
+        )
+        for item in scatter.geometry.slices[self._rank]:
+            tag = Tag(CHANNEL_GRAD, unit.index, scatter.seq, item.index)
+            for peer in self._peers:
+                self._transport.expect(peer, tag, item.nbytes)
+        self._queue.append(scatter)
+        return scatter
+
+    def reserve(self, scatter: Scatter, item: UnitSlice) -> torch.Tensor:
+        """Bytes that the partial of `item` is to be computed into. Blocks while its owner has no free slot."""
+        if item.owner == self._rank:
+            if scatter.own is None:
+                scatter.own = self._own_buffer(scatter)
+            return scatter.own[item.offset : item.offset + item.nbytes]
+        buffer = self._transport.try_reserve(item.owner, item.nbytes)
+        if buffer is None:
+            buffer = self._await_credit(scatter, item)
+        return buffer
+
+    def send(self, scatter: Scatter, item: UnitSlice, buffer: torch.Tensor) -> None:
+        """The partial of `item` has been computed into `buffer`."""
+        if item.owner == self._rank:
+            scatter.own_done += 1
+        else:
+            self._transport.send(item.owner, Tag(CHANNEL_GRAD, scatter.unit.index, scatter.seq, item.index), buffer)
+            self._probe.counters.grad_bytes_sent += item.nbytes
+
+    def _own_buffer(self, scatter: Scatter) -> torch.Tensor:
+        nbytes = scatter.geometry.segment_bytes[self._rank]
+        if self._is_final(scatter):  # summed in place and handed to the parameter: must be memory of its own
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._pool.device)
+        return self._pool.take(nbytes)
+
+    def _is_final(self, scatter: Scatter) -> bool:
+        """The buffer of the own partial can become the gradient itself."""
+        return scatter.geometry.dtype == self._out_dtype(scatter)
+
+    def _out_dtype(self, scatter: Scatter) -> torch.dtype:
+        if self._replicas is not None:
+            return wide_dtype(scatter.geometry.dtype)  # summed on over the replicas before it is rounded
+        return scatter.unit.slots[0].local().dtype
+
+    def _await_credit(self, scatter: Scatter, item: UnitSlice) -> torch.Tensor:
+        start = now_ns()
+        found: list[torch.Tensor] = []
+
+        def ready() -> bool:
+            buffer = self._transport.try_reserve(item.owner, item.nbytes)
+            if buffer is None:
+                self.poll()
+                buffer = self._transport.try_reserve(item.owner, item.nbytes)
+            if buffer is not None:
+                found.append(buffer)
+            return buffer is not None
+
+        self._transport.wait_until(ready, peer=item.owner, where=scatter.where(item), doing="a free slot in its gradient inbox")
+        self._probe.exposed(scatter.unit.name, start, now_ns())
+        return found[0]
+
+    # ---- summing -----------------------------------------------------------------------------------------------------
+    def poll(self) -> bool:
+        """Finish the sums whose partials have all arrived; never blocks. True if anything was summed."""
+        worked = False
+        while self._queue and self._try_sum(self._queue[0]):
+            worked = True
+            head = self._queue[0]
+            if head.summed == len(head.geometry.slices[self._rank]):
+                self._queue.popleft()
+                self._complete(head)
+        return worked
+
+    def _next_item(self, scatter: Scatter) -> UnitSlice | None:
+        own = scatter.geometry.slices[self._rank]
+        return own[scatter.summed] if scatter.summed < len(own) else None
+
+    def _try_sum(self, scatter: Scatter) -> bool:
+        item = self._next_item(scatter)
+        if item is None:  # an empty shard: nothing to sum, but the unit has still to be completed, once
+            return True
+        if scatter.own_done <= scatter.summed:
+            return False
+        tag = Tag(CHANNEL_GRAD, scatter.unit.index, scatter.seq, item.index)
+        if not all(self._transport.arrived(peer, tag) for peer in self._peers):
+            return False
+        self._sum(scatter, item, tag)
+        scatter.summed += 1
+        return True
+
+    def _sum(self, scatter: Scatter, item: UnitSlice, tag: Tag) -> None:
+        start = now_ns() if self._probe.sink is not None else 0
+        dtype = scatter.geometry.dtype
+        own_bytes = scatter.own
+        assert own_bytes is not None
+        span = slice(item.offset, item.offset + item.nbytes)
+        own = own_bytes[span].view(dtype)
+        if self._is_final(scatter):
+            out = own
+        else:
+            out_dtype = self._out_dtype(scatter)
+            if scatter.partials is None:
+                scatter.partials = torch.empty(own_bytes.numel() // dtype.itemsize, dtype=out_dtype, device=own.device)
+            out = scatter.partials[item.offset // dtype.itemsize : (item.offset + item.nbytes) // dtype.itemsize]
+        partials = []
+        where = scatter.where(item)
+        for rank in range(self._transport.world_size):
+            if rank == self._rank:
+                partials.append(own)
+            else:
+                partials.append(self._transport.receive(rank, tag, where).view(dtype))
+                self._probe.counters.grad_bytes_received += item.nbytes
+        divisor = None if self._replicas is not None else scatter.divisor
+        sum_in_rank_order(out, partials, own_rank=self._rank, scale_divisor=divisor, scratch=self._scratch_for(dtype))
+        for peer in self._peers:
+            self._transport.release(peer, tag)
+        if self._probe.sink is not None:
+            self._probe.span(COMPUTE, f"{scatter.unit.name} sum", start, now_ns(), kind="sum")
+
+    def _scratch_for(self, dtype: torch.dtype) -> torch.Tensor:
+        wide = wide_dtype(dtype)
+        scratch = self._scratch.get(wide)
+        if scratch is None:
+            scratch = self._scratch[wide] = torch.empty(BLOCK_ELEMENTS, dtype=wide, device=self._pool.device)
+        return scratch
+
+    # ---- completing --------------------------------------------------------------------------------------------------
+    def _complete(self, scatter: Scatter) -> None:
+        dtype = scatter.geometry.dtype
+        if scatter.own is None:  # nothing of this unit is kept here
+            scatter.own = torch.empty(0, dtype=torch.uint8, device=self._pool.device)
+        if self._is_final(scatter):
+            total = scatter.own.view(dtype)
+        else:
+            total = scatter.partials if scatter.partials is not None else scatter.own.view(dtype)
+            if scatter.own.numel():
+                self._pool.give(scatter.own)
+        scatter.own = None
+        if self._replicas is None:
+            self._deliver(scatter, total)
+            return
+        unit = scatter.unit
+        if unit.replica_partial is not None:  # reduced over the shards in earlier microbatches only
+            total = total.to(unit.replica_partial.dtype).add_(unit.replica_partial)
+            unit.replica_partial = None
+        if not scatter.replicate:
+            unit.replica_partial = total
+            return
+        self._replicating.append((scatter, total, self._replicas.all_reduce(total)))
+
+    def _deliver(self, scatter: Scatter, total: torch.Tensor) -> None:
+        """Cut the flat sum (head rows, main rows) into the parameters' gradients."""
+        itemsize = scatter.geometry.dtype.itemsize
+        unit = scatter.unit
+        for part, slot in enumerate(unit.slots):
+            if not scatter.include[part]:
+                continue
+            local_shape = slot.local().shape
+            offset = 0
+            if part == 0:
+                own = scatter.geometry.slices[self._rank]
+                offset = own[0].main_offset // itemsize if own and own[0].main_offset >= 0 else 0
+            else:
+                spans = [h for item in scatter.geometry.slices[self._rank] for h in item.heads if h[0] == part]
+                offset = spans[0][1] // itemsize if spans else 0
+            grad = total[offset : offset + local_shape.numel()].view(local_shape)
+            slot.deliver(grad.to(slot.local().dtype))
+
+    # ---- end of backward ---------------------------------------------------------------------------------------------
+    def drain(self) -> None:
+        """Block until every sum is finished and delivered; what is waited for here is the exposed tail."""
+        while self._queue:
+            if self.poll():
+                continue
+            head = self._queue[0]
+            item = self._next_item(head)
+            if item is None:
+                continue
+            tag = Tag(CHANNEL_GRAD, head.unit.index, head.seq, item.index)
+            late = [peer for peer in self._peers if not self._transport.arrived(peer, tag)]
+            if not late:
+                raise RuntimeError(f"gradient of layer {head.unit.name!r} was opened but its own slice was never computed")
+            start = now_ns()
+            self._transport.wait_until(
+                lambda peer=late[0], tag=tag: self._transport.arrived(peer, tag),  # type: ignore[misc]
+                peer=late[0],
+                where=head.where(item),
+                doing="its partial gradient",
+            )
+            self._probe.exposed(f"{head.unit.name} (tail)", start, now_ns())
+        while self._replicating:
+            scatter, total, work = self._replicating.popleft()
+            start = now_ns()
+            work.wait()
+            self._probe.exposed(f"{scatter.unit.name} (replicas)", start, now_ns())
+            self._deliver(scatter, total.div_(scatter.divisor))
+
+    def abandon(self) -> None:
+        """After a step that was broken off: take in and drop what peers have sent for it. Gradients are not delivered."""
+        while self._queue:
+            scatter = self._queue.popleft()
+            for item in scatter.geometry.slices[self._rank][scatter.summed :]:
+                tag = Tag(CHANNEL_GRAD, scatter.unit.index, scatter.seq, item.index)
+                for peer in self._peers:
+                    self._transport.receive(peer, tag, scatter.where(item))
+                    self._transport.release(peer, tag)
+        while self._replicating:
+            self._replicating.popleft()[2].wait()

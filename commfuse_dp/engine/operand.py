@@ -1,0 +1,44 @@
+"""A unit as the ops see it: shapes, dtypes and the two callbacks, bound to the engine that moves its slices."""
+
+from __future__ import annotations
+
+import torch
+
+from commfuse_dp.engine.engine import Consume, Engine, Produce
+from commfuse_dp.engine.plan import Unit
+
+
+class UnitOperand:
+    """Implements `ops.linear.ShardedOperand` and `ops.gathered.GatheredOperand`."""
+
+    def __init__(self, engine: Engine, unit: Unit) -> None:
+        self._engine = engine
+        self._unit = unit
+        self.shapes = tuple(slot.shape for slot in unit.slots)
+        self.out_features = self.shapes[0][0]
+        self.in_features = self.shapes[0][1] if len(self.shapes[0]) > 1 else 1
+        self.has_bias = len(self.shapes) > 1
+        self.anchor = unit.anchor
+
+    def gather(self, consume: Consume) -> None:
+        self._engine.gather(self._unit, consume)
+
+    def exchange(
+        self, consume: Consume | None, produce: Produce | None, *, dtype: torch.dtype, include: tuple[bool, ...]
+    ) -> None:
+        self._engine.exchange(self._unit, consume, produce, dtype=dtype, include=include)
+
+    @property
+    def trainable(self) -> tuple[bool, ...]:
+        return tuple(slot.requires_grad for slot in self._unit.slots)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of the gathered parameters."""
+        return self._unit.policy.compute_dtype or self._unit.slots[0].local().dtype
+
+    @property
+    def partial_dtype(self) -> torch.dtype:
+        """Dtype in which partial gradients travel: the narrower of the computed and the reduced one (they are summed wide)."""
+        computed, reduced = self.compute_dtype, self._unit.policy.reduce_dtype
+        return reduced if reduced is not None and reduced.itemsize < computed.itemsize else computed

@@ -1,0 +1,217 @@
+"""Units and their geometry: which bytes of which parameter travel in which slice.
+
+A *unit* is what is gathered and reduced together: one fused linear (weight and bias) or one small module whose parameters
+are gathered whole (a norm, an embedding). Its first part, the *main* part, is cut along dim 0 by FSDP2's chunk rule and each
+rank's rows into `slices_per_rank` slices; the other parts, the *heads* (biases), travel with the first slice of their owner:
+
+    segment of one owner:   | head: bias rows | main rows of slice 0 | main rows of slice 1 | ...
+    slices:                 |<------------- slice 0 ---------------->|<----- slice 1 ------>|
+
+so that a slice is one contiguous byte range, both of the published parameters and of the partial gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple, Protocol
+
+import torch
+
+from commfuse_dp.errors import ConfigError
+from commfuse_dp.schedule.layout import RowLayout
+
+ALIGNMENT = 64  # bytes; heads and main rows start on a cache line, whatever the dtype
+
+
+class ParamSlot(Protocol):
+    """One parameter of a framework, seen from the engine. The shard is dim-0 rows under FSDP2's chunk rule."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole parameter
+
+    def local(self) -> torch.Tensor:
+        """This rank's rows, [rows, *shape[1:]], in the parameter's own dtype (may be empty)."""
+        ...
+
+    @property
+    def requires_grad(self) -> bool: ...
+
+    def deliver(self, grad: torch.Tensor) -> None:
+        """Take the reduced gradient of this rank's rows: set or accumulate it, run the parameter's gradient hooks."""
+        ...
+
+
+class UnitPolicy(Protocol):
+    """What the framework wants done with a unit, read anew in every step."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """Dtype of the gathered parameters; None: the parameter's own."""
+        ...
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """Dtype that gradients are accumulated in over microbatches; None: that of the computed gradient."""
+        ...
+
+    @property
+    def keep_after_forward(self) -> bool: ...
+
+    @property
+    def reduce_grads(self) -> bool: ...
+
+    @property
+    def all_reduce_grads(self) -> bool:
+        """With replicas (HSDP): whether to sum over them now."""
+        ...
+
+    @property
+    def divide_factor(self) -> float | None:
+        """None: the number of data-parallel ranks."""
+        ...
+
+
+class UnitSlice(NamedTuple):
+    owner: int
+    index: int
+    start: int  # rows of the main part
+    stop: int
+    offset: int  # bytes from the start of the owner's segment
+    nbytes: int
+    heads: tuple[tuple[int, int, int, int], ...]  # (part, byte offset in the slice, first row, rows)
+    main_offset: int  # byte offset in the slice, -1: the main part is not included
+
+    def __str__(self) -> str:
+        return f"{self.owner}.{self.index} (rows {self.start}:{self.stop})"
+
+
+class Piece(NamedTuple):
+    """Rows row_start .. row_start+rows-1 of one part, as a view of a slice's bytes."""
+
+    part: int
+    row_start: int
+    tensor: torch.Tensor  # [rows, *shape[1:]]
+
+
+def _align(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class _Part:
+    layout: RowLayout
+    row_shape: tuple[int, ...]
+    row_numel: int
+
+
+class Geometry:
+    """Byte layout of a unit's segments for one element size and one choice of parts."""
+
+    def __init__(self, parts: Sequence[_Part], world_size: int, dtype: torch.dtype, include: Sequence[bool]) -> None:
+        self.dtype = dtype
+        self._row_shapes = [part.row_shape for part in parts]
+        self.slices: tuple[tuple[UnitSlice, ...], ...]
+        self.segment_bytes: tuple[int, ...]
+        slices, sizes = [], []
+        for owner in range(world_size):
+            own, size = self._cut(parts, owner, dtype.itemsize, include)
+            slices.append(own)
+            sizes.append(size)
+        self.slices = tuple(slices)
+        self.segment_bytes = tuple(sizes)
+        self.largest_slice = max((s.nbytes for own in slices for s in own), default=0)
+
+    @staticmethod
+    def _cut(parts: Sequence[_Part], owner: int, itemsize: int, include: Sequence[bool]) -> tuple[tuple[UnitSlice, ...], int]:
+        heads, offset = [], 0
+        for number, part in enumerate(parts[1:], start=1):
+            start, stop = part.layout.bounds(owner)
+            if include[number] and stop > start:
+                heads.append((number, offset, start, stop - start))
+                offset = _align(offset + (stop - start) * part.row_numel * itemsize)
+        main = parts[0]
+        rows = main.layout.slices(owner) if include[0] else ()
+        if not rows:
+            low = main.layout.bounds(owner)[0]
+            return ((UnitSlice(owner, 0, low, low, 0, offset, tuple(heads), -1),) if heads else ()), offset
+        row_bytes = main.row_numel * itemsize
+        out, at = [], 0
+        for number, piece in enumerate(rows):
+            begin = offset if number == 0 else 0  # the heads precede the first slice's rows
+            size = begin + piece.size * row_bytes
+            out.append(UnitSlice(owner, number, piece.start, piece.stop, at, size, tuple(heads) if number == 0 else (), begin))
+            at += size
+        return tuple(out), at
+
+    def pieces(self, item: UnitSlice, data: torch.Tensor) -> list[Piece]:
+        """Views of one slice's bytes (uint8, 1-D, item.nbytes): heads first, then the main rows."""
+        out = []
+        itemsize = self.dtype.itemsize
+        for part, offset, row_start, rows in item.heads:
+            shape = self._row_shapes[part]
+            view = data[offset : offset + rows * prod(shape) * itemsize].view(self.dtype).view(rows, *shape)
+            out.append(Piece(part, row_start, view))
+        if item.main_offset >= 0:
+            shape = self._row_shapes[0]
+            out.append(Piece(0, item.start, data[item.main_offset :].view(self.dtype).view(item.stop - item.start, *shape)))
+        return out
+
+    def main(self, item: UnitSlice, data: torch.Tensor) -> torch.Tensor:
+        """View of the main rows alone, [rows, *shape[1:]] (the fast path of fused linears)."""
+        if item.main_offset:
+            data = data[item.main_offset :]
+        return data.view(self.dtype).view(item.stop - item.start, *self._row_shapes[0])
+
+
+class Unit:
+    """Parameters gathered and reduced together, on every rank alike. `slots[0]` is the main part."""
+
+    def __init__(self, index: int, name: str, slots: Sequence[ParamSlot], policy: UnitPolicy, slices_per_rank: int) -> None:
+        self.index = index
+        self.name = name
+        self.slots = tuple(slots)
+        self.policy = policy
+        self.slices_per_rank = slices_per_rank
+        self.anchor = torch.empty(0, requires_grad=True)  # see [Note: Anchors] in ops/linear.py
+        self._geometries: dict[tuple[torch.dtype, tuple[bool, ...]], Geometry] = {}
+        self._parts: list[_Part] | None = None
+        # --- state of the running step, kept by the engine
+        self.params: Geometry  # layout of the published parameters
+        self.pending_backwards = 0  # forward calls whose backward has not come yet
+        self.accumulated: list[torch.Tensor] | None = None  # unreduced gradients of earlier microbatches, whole, per part
+        self.replica_partial: torch.Tensor | None = None  # reduced over the shard group but not over the replicas
+        self.scatters = 0  # reduce-scatters begun so far: sequence number of the next one
+
+    def bind(self, world_size: int) -> Geometry:
+        """Fix the layout of the published parameters; the compute dtype must be known by now."""
+        self._parts = []
+        for number, slot in enumerate(self.slots):
+            rows, row_shape = slot.shape[0], tuple(slot.shape[1:])
+            layout = RowLayout(rows, world_size, self.slices_per_rank if number == 0 else 1)
+            self._parts.append(_Part(layout, row_shape, prod(row_shape)))
+        self._world_size = world_size
+        dtypes = {self.policy.compute_dtype or slot.local().dtype for slot in self.slots}
+        if len(dtypes) != 1:
+            raise ConfigError(
+                f"layer {self.name!r} has parameters of several dtypes ({dtypes}): use one dtype for all of them."
+            )
+        self.params = self.geometry(dtypes.pop(), (True,) * len(self.slots))
+        return self.params
+
+    def geometry(self, dtype: torch.dtype, include: tuple[bool, ...]) -> Geometry:
+        key = (dtype, include)
+        found = self._geometries.get(key)
+        if found is None:
+            assert self._parts is not None, "bind() first"
+            found = self._geometries[key] = Geometry(self._parts, self._world_size, dtype, include)
+        return found
+
+    def whole_shapes(self) -> list[tuple[int, ...]]:
+        return [slot.shape for slot in self.slots]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Compute dtype of the gathered parameters (after `bind`)."""
+        return self.params.dtype

@@ -1,0 +1,230 @@
+"""The fused linear: GEMM by slices of a row-sharded weight, forward, dgrad and wgrad.
+
+N ranks, rank o keeps rows_o of the weight W [out, in] and of the bias b [out]; x is this rank's own data. T = product of the
+leading dimensions of x.
+
+| pass | for each owner o | slice GEMM | communicated | order |
+| --- | --- | --- | --- | --- |
+| forward | y[:, rows_o] = x @ W_o.T + b_o | [T, in] x [in, rows_o] -> columns of y | W_o, b_o gathered | own first |
+| wgrad | dW_o = dy[:, rows_o].T @ x, db_o = sum of dy | [rows_o, T] x [T, in] | dW_o, db_o to their owner | own last |
+| dgrad | dx += dy[:, rows_o] @ W_o | [T, rows_o] x [rows_o, in] -> dx | W_o gathered | own last |
+
+wgrad and dgrad run in one pass: the partial owed to o is computed first and leaves at once; then W_o, which has meanwhile
+arrived, is used. Saved for backward: x only. The weight is gathered again (or was kept by the engine's window).
+Source: arXiv 2604.24013, Algorithms 1 and 2, instantiated for data parallelism.
+
+[Note: Anchors]
+The sharded parameters are no inputs of the autograd graph: their gradients are delivered by the engine. So that autograd
+records the layer even if x needs no gradient, every operand has an `anchor`, an empty leaf that requires one. Under
+torch.compile the gradient "of the anchor" is what keeps the backward op alive: a functional op whose outputs nobody uses
+would be removed from the graph, and with it the weight gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+
+class SliceInfo(Protocol):
+    """Rows start .. stop-1 of the weight, kept by `owner`; `main_offset` < 0: the slice has no weight rows."""
+
+    @property
+    def owner(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+
+
+class PieceInfo(Protocol):
+    """part 0: weight rows [rows, in]; part 1: bias rows [rows]."""
+
+    @property
+    def part(self) -> int: ...
+    @property
+    def row_start(self) -> int: ...
+    @property
+    def tensor(self) -> torch.Tensor: ...
+
+
+Visit = Callable[[Any, "Sequence[Any]"], None]  # (SliceInfo, pieces)
+
+
+class ShardedOperand(Protocol):
+    """A row-sharded weight (and bias) whose slices somebody moves: the engine, or the plain collectives."""
+
+    out_features: int
+    in_features: int
+    has_bias: bool
+    anchor: torch.Tensor
+
+    def gather(self, consume: Visit) -> None:
+        """consume(slice, pieces) for every slice, own first."""
+
+    def exchange(self, consume: Visit | None, produce: Visit | None, *, dtype: torch.dtype, include: tuple[bool, ...]) -> None:
+        """produce(slice, pieces), then consume(slice, pieces), for every slice, own last."""
+
+    @property
+    def trainable(self) -> tuple[bool, ...]:
+        """Which of (weight, bias) want a gradient now."""
+
+
+def linear_forward(x: torch.Tensor, operand: ShardedOperand) -> torch.Tensor:
+    """y = x @ W.T + b, [..., in] -> [..., out], in x's dtype, slice by slice. No autograd."""
+    if x.shape[-1] != operand.in_features:
+        raise RuntimeError(f"linear layer of {operand.in_features} input features got an input of shape {tuple(x.shape)}")
+    rows = x.reshape(-1, operand.in_features)
+    y = x.new_empty((*x.shape[:-1], operand.out_features))
+    columns = y.view(-1, operand.out_features)
+    bias: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def consume(item: SliceInfo, pieces: Sequence[PieceInfo]) -> None:
+        for piece in pieces:
+            if piece.part == 1:  # comes with the owner's first slice and is needed by all of them
+                bias[item.owner] = (piece.row_start, piece.tensor.to(x.dtype, copy=True))
+                continue
+            weight = piece.tensor if piece.tensor.dtype == x.dtype else piece.tensor.to(x.dtype)
+            out = columns[:, item.start : item.stop]
+            if operand.has_bias:
+                low, rows_bias = bias[item.owner]
+                torch.addmm(rows_bias[item.start - low : item.stop - low], rows, weight.t(), out=out)
+            else:
+                torch.mm(rows, weight.t(), out=out)
+
+    operand.gather(consume)
+    return y
+
+
+def linear_backward(
+    grad: torch.Tensor, x: torch.Tensor, operand: ShardedOperand, needs_input_grad: bool, partial_dtype: torch.dtype
+) -> torch.Tensor | None:
+    """dx [..., in] (None if not needed); the gradients of weight and bias leave through `operand`."""
+    grads = grad.reshape(-1, operand.out_features)
+    rows = x.reshape(-1, operand.in_features)
+    dx = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_input_grad else None
+    started = False
+
+    def produce(item: SliceInfo, pieces: Sequence[PieceInfo]) -> None:
+        for piece in pieces:
+            out = piece.tensor
+            span = grads[:, piece.row_start : piece.row_start + out.shape[0]]
+            if piece.part == 1:
+                torch.sum(span, dim=0, out=out, dtype=out.dtype)
+            elif out.dtype == grads.dtype:
+                torch.mm(span.t(), rows, out=out)
+            else:  # autocast: computed in the low precision, handed on in the parameter's
+                out.copy_(torch.mm(span.t(), rows))
+
+    def consume(item: SliceInfo, pieces: Sequence[PieceInfo]) -> None:
+        nonlocal started
+        piece = pieces[-1]
+        if piece.part != 0:
+            return
+        weight = piece.tensor if piece.tensor.dtype == grads.dtype else piece.tensor.to(grads.dtype)
+        span = grads[:, item.start : item.stop]
+        assert dx is not None
+        if started:
+            dx.addmm_(span, weight)
+        else:
+            torch.mm(span, weight, out=dx)
+            started = True
+
+    include = operand.trainable
+    operand.exchange(
+        consume if needs_input_grad else None, produce if any(include) else None, dtype=partial_dtype, include=include
+    )
+    if dx is None:
+        return None
+    return dx.view(x.shape)
+
+
+class _FusedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, anchor: torch.Tensor, operand: ShardedOperand, partial_dtype: torch.dtype
+    ) -> torch.Tensor:
+        ctx.operand = operand
+        ctx.partial_dtype = partial_dtype
+        ctx.save_for_backward(x)
+        return linear_forward(x, operand)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+        (x,) = ctx.saved_tensors
+        dx = linear_backward(grad, x, ctx.operand, ctx.needs_input_grad[0], ctx.partial_dtype)
+        return dx, None, None, None
+
+
+# ---- torch.compile: the same two functions as registered ops ---------------------------------------------------------
+_OPERANDS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_next_handle = 0
+
+
+def register_operand(operand: ShardedOperand) -> int:
+    """A number under which the registered ops find the operand again; it does not keep it alive."""
+    global _next_handle
+    _next_handle += 1
+    _OPERANDS[_next_handle] = operand
+    return _next_handle
+
+
+def _operand(handle: int) -> Any:
+    operand = _OPERANDS.get(handle)
+    if operand is None:
+        raise RuntimeError("this compiled graph uses a layer whose CommFuse integration was removed: compile the model again")
+    return operand
+
+
+@torch.library.custom_op("commfuse::linear", mutates_args=())
+def linear_op(x: torch.Tensor, anchor: torch.Tensor, handle: int, out_features: int) -> torch.Tensor:
+    return linear_forward(x, _operand(handle))
+
+
+@linear_op.register_fake
+def _(x: torch.Tensor, anchor: torch.Tensor, handle: int, out_features: int) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+@torch.library.custom_op("commfuse::linear_backward", mutates_args=())
+def linear_backward_op(
+    grad: torch.Tensor, x: torch.Tensor, handle: int, needs_input_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    operand = _operand(handle)
+    dx = linear_backward(grad, x, operand, needs_input_grad, operand.partial_dtype)
+    return (dx if dx is not None else x.new_empty(0)), torch.zeros_like(operand.anchor)
+
+
+@linear_backward_op.register_fake
+def _(grad: torch.Tensor, x: torch.Tensor, handle: int, needs_input_grad: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_input_grad else x.new_empty(0)
+    return dx, torch.empty(0, dtype=torch.float32, device=x.device)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, _, handle, _ = inputs
+    ctx.handle = handle
+    ctx.save_for_backward(x)
+
+
+def _op_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None, None]:
+    (x,) = ctx.saved_tensors
+    dx, token = torch.ops.commfuse.linear_backward(grad, x, ctx.handle, ctx.needs_input_grad[0])
+    return (dx if ctx.needs_input_grad[0] else None), token, None, None
+
+
+linear_op.register_autograd(_op_backward, setup_context=_setup_context)
+
+
+def fused_linear(x: torch.Tensor, operand: ShardedOperand, handle: int, partial_dtype: torch.dtype) -> torch.Tensor:
+    """What a fused module's forward calls. x: [..., in] in the compute dtype (or any, under autocast)."""
+    if torch.compiler.is_compiling():
+        return torch.ops.commfuse.linear(x, operand.anchor, handle, operand.out_features)
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    return _FusedLinear.apply(x, operand.anchor, operand, partial_dtype)

@@ -1,0 +1,133 @@
+"""Every private name of FSDP2 that this project touches, checked in one place.
+
+Tried with torch 2.11 and 2.13. `probe()` says what is missing; the integration then leaves FSDP2's parameters where they are
+and uses the public hooks only, or raises if fusion was asked for explicitly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+_GROUP_FIELDS = (
+    "fsdp_params",
+    "modules",
+    "mesh_info",
+    "mp_policy",
+    "offload_policy",
+    "post_forward_mesh_info",
+    "reduce_grads",
+    "all_reduce_grads",
+    "gradient_divide_factor",
+    "unshard",
+    "lazy_init",
+)
+_PARAM_FIELDS = ("sharded_param", "_module_info", "fsdp_placement", "mesh_info", "_post_load_hook_handle", "reset_sharded_param")
+
+
+def param_groups(module: nn.Module) -> list[Any]:
+    """The FSDPParamGroups of one module that `fully_shard` was applied to (empty for any other module)."""
+    if not isinstance(module, FSDPModule):
+        return []
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch before per-parameter meshes: one group or none
+        single = getattr(state, "_fsdp_param_group", None)
+        groups = [single] if single is not None else []
+    return list(groups)
+
+
+def probe(model: nn.Module) -> str | None:
+    """None if this torch's FSDP2 has all that adoption needs, else what is missing."""
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        if not hasattr(module, "_get_fsdp_state"):
+            return f"torch {torch.__version__}: FSDPModule has no _get_fsdp_state"
+        for group in param_groups(module):
+            missing = [name for name in _GROUP_FIELDS if not hasattr(group, name)]
+            for param in group.fsdp_params:
+                missing += [name for name in _PARAM_FIELDS if not hasattr(param, name)]
+            if missing:
+                return f"torch {torch.__version__}: FSDP2 has no {', '.join(sorted(set(missing)))}"
+    return None
+
+
+def local_tensor(param: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a sharded parameter: the tensor itself, no copy, no autograd."""
+    return param._local_tensor if isinstance(param, DTensor) else param
+
+
+def shard_group(group: Any) -> dist.ProcessGroup | None:
+    """The process group that a parameter group is sharded over; None if it is only replicated."""
+    return getattr(group.mesh_info, "shard_process_group", None)
+
+
+def replicate_group(group: Any) -> dist.ProcessGroup | None:
+    """The process group of the replicas under hybrid sharding, else None."""
+    return getattr(group.mesh_info, "replicate_process_group", None)
+
+
+def keeps_after_forward(group: Any) -> bool:
+    return group.post_forward_mesh_info is None
+
+
+def reshards_to_smaller_mesh(group: Any) -> bool:
+    """reshard_after_forward was given as an int: kept sharded over fewer ranks between forward and backward."""
+    post = group.post_forward_mesh_info
+    return post is not None and post is not group.mesh_info and post != group.mesh_info
+
+
+def idle_unshard(group: Any) -> None:
+    """Make an emptied group's unshard a no-op: FSDP2 cannot gather zero parameters. All its setters stay in force."""
+
+    def unshard(async_op: bool = False) -> None:
+        return None
+
+    group.unshard = unshard
+
+
+def restore_unshard(group: Any) -> None:
+    group.__dict__.pop("unshard", None)
+
+
+def detach_param(group: Any, fsdp_param: Any) -> None:
+    """Take a parameter out of FSDP2's hands; it stays the module's sharded DTensor parameter."""
+    group.fsdp_params.remove(fsdp_param)
+    fsdp_param._post_load_hook_handle.remove()
+    if not group.fsdp_params:
+        idle_unshard(group)
+
+
+def reattach_params(group: Any, original: list[Any]) -> None:
+    """Give FSDP2 its parameters back, in their first order."""
+    present = set(map(id, group.fsdp_params))
+    for fsdp_param in original:
+        if id(fsdp_param) not in present:
+            module = fsdp_param._module_info.module
+            reset: Callable[..., Any] = fsdp_param.reset_sharded_param
+            fsdp_param._post_load_hook_handle = module.register_load_state_dict_post_hook(lambda *_, reset=reset: reset())
+    group.fsdp_params[:] = original
+    restore_unshard(group)
+    if getattr(group, "_reset_sharded_params", False):  # FSDP2 has run its lazy initialisation: repeat it for all of them
+        group._reset_sharded_params = False
+        group.lazy_init()
+
+
+def set_sharded_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
+    """Set or accumulate the gradient of a sharded DTensor parameter from this rank's rows, then run its gradient hooks."""
+    if param.grad is not None:
+        local_tensor(param.grad).add_(grad)
+    elif isinstance(param, DTensor):
+        with torch.no_grad():
+            param.grad = DTensor(grad, param._spec, requires_grad=False)  # as FSDP2 itself does, without a collective
+    else:
+        param.grad = grad
+    for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+        hook(param)

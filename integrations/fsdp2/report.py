@@ -1,0 +1,67 @@
+"""What CommFuse does with every parameter of a model, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal, NamedTuple
+
+from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.probe import Probe
+
+Path = Literal["fused", "gathered", "hooks", "stock"]
+
+MEANING = {
+    "fused": "GEMM by slices: forward, dgrad and wgrad overlap their own communication",
+    "gathered": "gathered whole in the same stream of slices, prefetched; compute unfused",
+    "hooks": "FSDP2's own groups, over CommFuse's all-gather and reduce-scatter",
+    "stock": "left to FSDP2 as it was",
+}
+
+
+class ParameterRow(NamedTuple):
+    name: str
+    path: Path
+    reason: str
+    numel: int
+
+
+class Report:
+    """Result of `apply`. `print(report)` shows the path and the reason of every parameter, equal ones together."""
+
+    def __init__(
+        self,
+        rows: list[ParameterRow],
+        *,
+        transport: str,
+        transport_reason: str,
+        config: CommFuseConfig,
+        probe: Probe,
+        world_size: int,
+        minimum_bytes_per_step: int,
+    ) -> None:
+        self.rows = rows
+        self.transport = transport
+        self.transport_reason = transport_reason
+        self.config = config
+        self.probe = probe
+        self.world_size = world_size
+        self.minimum_bytes_per_step = minimum_bytes_per_step
+        """Bytes one rank receives in a textbook step: (N-1)/N x (parameters of every all-gather + gradients), with two
+        all-gathers of whatever is resharded after forward. The window can go below it: see engine/window.py."""
+
+    def numel_by_path(self) -> dict[str, int]:
+        total: Counter[str] = Counter()
+        for row in self.rows:
+            total[row.path] += row.numel
+        return dict(total)
+
+    def __str__(self) -> str:
+        whole = sum(row.numel for row in self.rows) or 1
+        lines = [f"CommFuse: {self.world_size} ranks, transport {self.transport} ({self.transport_reason})"]
+        for path, numel in sorted(self.numel_by_path().items(), key=lambda item: -item[1]):
+            lines.append(f"  {path:<9}{numel:>14,} parameters {100 * numel / whole:5.1f} %  {MEANING[path]}")
+        lines.append("")
+        width = max((len(row.name) for row in self.rows), default=4)
+        for row in self.rows:
+            lines.append(f"  {row.name:<{width}}  {row.path:<9} {row.reason}")
+        return "\n".join(lines)
