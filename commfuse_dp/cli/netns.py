@@ -349,7 +349,7 @@ def _measure_goodput(world: ShapedWorld, seconds: float, port: int = 29401) -> f
         out: list[socket.socket] = []
         into: list[tuple[int, socket.socket]] = []
         threads: list[threading.Thread] = []
-        stack.callback(lambda: [thread.join(5) for thread in threads])
+        stack.callback(_join, threads)
         for rank in range(size):
             peer = (rank + 1) % size
             out.append(
@@ -370,6 +370,11 @@ def _measure_goodput(world: ShapedWorld, seconds: float, port: int = 29401) -> f
         time.sleep(seconds)
         after, end = list(received), time.monotonic()
     return min(b - a for a, b in zip(before, after, strict=True)) / (end - start)
+
+
+def _join(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(5)
 
 
 def _shut(sock: socket.socket) -> None:

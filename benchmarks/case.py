@@ -1,0 +1,101 @@
+"""One case of the training-step benchmark: what the launcher hands to its workers and what they hand back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+VARIANTS = ("compute", "fsdp2", "fsdp2-best", "ddp", "commfuse", "commfuse-unfused")
+
+
+class BenchmarkError(RuntimeError):
+    """A run that cannot give figures; the message names the rank and what it last said."""
+
+
+@dataclass
+class Case:
+    """Settings of one launch, equal on all ranks. Sizes in bytes."""
+
+    world_size: int = 2
+    variants: tuple[str, ...] = VARIANTS
+    steps: int = 3  # steps of one timed block
+    rounds: int = 5  # timed blocks of every variant
+    warmup: int = 2  # untimed steps of every variant (CommFuse records the order of layers in the first)
+    model: str = "linears"
+    tokens: int = 512  # per rank
+    keep: bool = False  # parameters stay gathered after forward (reshard_after_forward=False)
+    optimizer: str = "fused"
+    transport: str = "auto"
+    order: str = "pairwise"
+    prefetch_bytes: int | None = None  # None: CommFuse's default
+    device: str = "cpu"
+    seed: int = 0
+    search_rounds: int = 2  # timed steps of each candidate when fsdp2-best and ddp look for their best settings
+    deadline_s: float = 120.0
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> Case:
+        data = json.loads(path.read_text())
+        data["variants"] = tuple(data["variants"])
+        return cls(**data)
+
+
+@dataclass
+class Block:
+    """One timed block of one variant on one rank. Times in seconds for the whole block, bytes for the whole block."""
+
+    wall_s: float
+    exposed_s: float | None  # compute blocked on communication; None: cannot be observed
+    cpu_s: float  # user and system time of the whole process
+    main_cpu_s: float  # of which: the thread that trains
+    threads_cpu_s: dict[str, float]  # by thread name, the other threads
+    softirq_s: float  # of the whole host (all ranks and everybody else)
+    tx_bytes: int
+    rx_bytes: int
+
+
+@dataclass
+class VariantRecord:
+    """All blocks of one variant: blocks[round][rank]."""
+
+    name: str
+    blocks: list[list[Block]] = field(default_factory=list)
+    notes: dict[str, Any] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)  # rank 0's loss of every step since the seed
+
+
+@dataclass
+class CaseResult:
+    """What the workers measured in one launch."""
+
+    parameter_bytes: int
+    minimum_bytes: int  # per step and rank, each way
+    variants: list[VariantRecord]
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> CaseResult:
+        data = json.loads(path.read_text())
+        records = [
+            VariantRecord(
+                name=item["name"],
+                blocks=[[Block(**block) for block in ranks] for ranks in item["blocks"]],
+                notes=item["notes"],
+                losses=item["losses"],
+            )
+            for item in data["variants"]
+        ]
+        return cls(parameter_bytes=data["parameter_bytes"], minimum_bytes=data["minimum_bytes"], variants=records)
+
+
+def minimum_bytes(parameter_bytes: int, world_size: int, *, keep: bool) -> int:
+    """Least bytes that a rank must send (and receive) in a step: (N-1)/N x (1 or 2 all-gathers + 1 reduce-scatter)."""
+    passes = 2 if keep else 3
+    return passes * parameter_bytes * (world_size - 1) // world_size

@@ -1,0 +1,72 @@
+"""Finding the best settings of the stock variants on this machine and link, by a short alternating measurement."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.case import Case
+from benchmarks.models import Batch
+from benchmarks.variants import Ddp, Fsdp2, Variant
+
+Settings = dict[str, Any]
+Make = Callable[[Settings], Variant]
+
+
+def best_fsdp2(case: Case, batches: list[Batch], say: Callable[[str], None]) -> tuple[Settings, list[dict[str, Any]]]:
+    """The fastest of FSDP2's public settings with the same class of bytes, and what each candidate took.
+
+    First what is gathered at once, then prefetch lists and the last group kept gathered, on the best grouping.
+    """
+
+    def make(settings: Settings) -> Variant:
+        return Fsdp2("fsdp2-best", case, batches, **settings)
+
+    groupings: list[Settings] = [{"grouping": name} for name in ("layer", "linear", "two-layers", "model")]
+    best, first = _fastest(make, groupings, case, say)
+    refined: list[Settings] = [best, {**best, "prefetch": True}]
+    if not case.keep:
+        refined += [{**best, "keep_last": True}, {**best, "prefetch": True, "keep_last": True}]
+    if best["grouping"] == "model":  # one group: nothing to prefetch, and keeping the last would keep everything
+        return best, first
+    best, second = _fastest(make, refined, case, say)
+    return best, first + second
+
+
+def best_ddp(case: Case, batches: list[Batch], say: Callable[[str], None]) -> tuple[Settings, list[dict[str, Any]]]:
+    """The fastest bucket size of DDP (static graph, gradients as bucket views), and what each candidate took."""
+
+    def make(settings: Settings) -> Variant:
+        return Ddp("ddp", case, batches, **settings)
+
+    return _fastest(make, [{"bucket_mb": size} for size in (25, 50, 100)], case, say)
+
+
+def _fastest(
+    make: Make, candidates: list[Settings], case: Case, say: Callable[[str], None]
+) -> tuple[Settings, list[dict[str, Any]]]:
+    """Median step time of each candidate, alternating; the slowest rank counts, so that all ranks choose alike."""
+    variants = [make(settings) for settings in candidates]
+    for variant in variants:
+        for _ in range(2):  # DDP rebuilds its buckets after the first step
+            variant.step()
+    times: list[list[float]] = [[] for _ in variants]
+    for turn in range(case.search_rounds):
+        for i in range(len(variants)):
+            k = (i + turn) % len(variants)
+            dist.barrier()
+            start = time.perf_counter()
+            variants[k].step()
+            spent = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+            dist.all_reduce(spent, dist.ReduceOp.MAX)
+            times[k].append(spent.item())
+    medians = [statistics.median(line) for line in times]
+    tried = [{**settings, "step_ms": round(1e3 * spent, 1)} for settings, spent in zip(candidates, medians, strict=True)]
+    for line in tried:
+        say(f"  tried {line}")
+    return candidates[medians.index(min(medians))], tried

@@ -1,0 +1,208 @@
+"""The variants that are timed against each other: each owns a model of the same seed and an optimizer, and makes steps.
+
+| name | parameters | communication |
+| --- | --- | --- |
+| compute | replicated; the optimizer sees its 1/N shard only, as in sharded data parallel | none |
+| fsdp2 | `fully_shard` per layer and root, defaults | stock |
+| fsdp2-best | the fastest of FSDP2's public settings here, found by `search.best_fsdp2` | stock |
+| ddp | replicated | stock, fastest bucket size, found by `search.best_ddp` |
+| commfuse | as fsdp2, then `commfuse_dp.apply` | fused |
+| commfuse-unfused | the same with fuse="never" | CommFuse's collectives without fusion |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.case import BenchmarkError, Case
+from benchmarks.models import Batch, Task, build
+
+
+class Variant:
+    """One model and its optimizer; `step` is what a user's loop does. Subclasses set up communication."""
+
+    def __init__(self, name: str, case: Case, batches: list[Batch]) -> None:
+        self.name, self.case, self.batches = name, case, batches
+        self.notes: dict[str, Any] = {}
+        self.losses: list[torch.Tensor] = []
+        self.task: Task = build(case.model, seed=case.seed, device=case.device)
+        self.module: nn.Module = self.task.model
+        self.prepare()
+        self.optimizer = self.make_optimizer(list(self.module.parameters()))
+
+    def prepare(self) -> None:
+        """Shard or wrap the model."""
+
+    def make_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-4, fused=True if self.case.optimizer == "fused" else None)
+
+    def step(self) -> None:
+        loss = self.task.loss(self.module, self.batches[len(self.losses) % len(self.batches)])
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.detach())
+
+    def measured(self) -> contextlib.AbstractContextManager[object]:
+        """Entered around timed blocks."""
+        return contextlib.nullcontext()
+
+    def exposed_ns(self) -> int | None:
+        """Nanoseconds that compute was blocked on communication, since the beginning; None if it cannot be observed."""
+        return 0
+
+    def finish(self) -> None:
+        """Called after the last block: collect closing notes, let go of resources."""
+
+
+class Compute(Variant):
+    """The step without communication; the yardstick of every other variant."""
+
+    def __init__(self, case: Case, batches: list[Batch], rank: int) -> None:
+        self.rank = rank
+        super().__init__("compute", case, batches)
+
+    def make_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        self.full = parameters
+        self.shards = [nn.Parameter(self._own(p.detach())) for p in parameters]  # views: a step changes the model
+        return super().make_optimizer(self.shards)
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's rows, by FSDP2's rule: chunks of ceil(rows / N), the last ones short or empty."""
+        chunks = tensor.chunk(self.case.world_size)
+        return chunks[self.rank] if self.rank < len(chunks) else tensor[:0]
+
+    def step(self) -> None:
+        loss = self.task.loss(self.module, self.batches[len(self.losses) % len(self.batches)])
+        loss.backward()
+        for full, shard in zip(self.full, self.shards, strict=True):
+            shard.grad = None if full.grad is None else self._own(full.grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for full in self.full:
+            full.grad = None
+        self.losses.append(loss.detach())
+
+
+class Fsdp2(Variant):
+    """`fully_shard` with one of FSDP2's public settings.
+
+    `grouping`: what is gathered at once ("linear", "layer", "two-layers", "model"); `prefetch`: explicit prefetch lists in
+    both directions; `keep_last`: the last group stays gathered between forward and backward, which needs it at once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        case: Case,
+        batches: list[Batch],
+        *,
+        grouping: str = "layer",
+        prefetch: bool = False,
+        keep_last: bool = False,
+    ) -> None:
+        self.grouping, self.prefetch, self.keep_last = grouping, prefetch, keep_last
+        self._meter: Any = None
+        super().__init__(name, case, batches)
+        self.notes["settings"] = {"grouping": grouping, "prefetch": prefetch, "keep_last": keep_last}
+
+    def groups(self) -> list[list[nn.Module]]:
+        layers = self.task.layers
+        if self.grouping == "linear":
+            return [[module] for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)]
+        if self.grouping == "two-layers":
+            return [layers[i : i + 2] for i in range(0, len(layers), 2)]
+        return [] if self.grouping == "model" else [[layer] for layer in layers]
+
+    def prepare(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        mesh = init_device_mesh(self.case.device, (self.case.world_size,))
+        groups = self.groups()
+        for i, modules in enumerate(groups):
+            last = self.keep_last and i == len(groups) - 1
+            fully_shard(
+                modules if len(modules) > 1 else modules[0], mesh=mesh, reshard_after_forward=not (self.case.keep or last)
+            )
+        # The root keeps its default, except where it holds everything: that would be the bytes (and memory) of another class.
+        fully_shard(self.module, mesh=mesh, reshard_after_forward=(not self.case.keep) if self.grouping == "model" else None)
+        if self.prefetch:
+            heads = [modules[0] for modules in groups]
+            for one, other in itertools.pairwise(heads):
+                assert isinstance(one, FSDPModule) and isinstance(other, FSDPModule)
+                one.set_modules_to_forward_prefetch([other])
+                other.set_modules_to_backward_prefetch([one])
+
+    def measured(self) -> contextlib.AbstractContextManager[object]:
+        if self.case.device != "cpu":
+            return contextlib.nullcontext()
+        from commfuse_dp.observe.stock import StockMeter
+
+        self._meter = self._meter or StockMeter()
+        return self._meter
+
+    def exposed_ns(self) -> int | None:
+        return self._meter.probe.counters.exposed_ns if self._meter is not None else None
+
+
+class Ddp(Variant):
+    """DistributedDataParallel over a communicator of its own."""
+
+    def __init__(self, name: str, case: Case, batches: list[Batch], *, bucket_mb: int = 25, static_graph: bool = True) -> None:
+        self.bucket_mb, self.static_graph = bucket_mb, static_graph
+        super().__init__(name, case, batches)
+        self.notes["settings"] = {"bucket_mb": bucket_mb, "static_graph": static_graph, "gradient_as_bucket_view": True}
+
+    def prepare(self) -> None:
+        from torch.nn.parallel import DistributedDataParallel
+
+        self.module = DistributedDataParallel(
+            self.task.model, bucket_cap_mb=self.bucket_mb, static_graph=self.static_graph, gradient_as_bucket_view=True
+        )
+
+    def exposed_ns(self) -> int | None:
+        return None  # the reducer waits inside the C++ autograd engine
+
+
+class CommFuse(Fsdp2):
+    """FSDP2 with its defaults, then the one line that a user adds."""
+
+    def __init__(self, name: str, case: Case, batches: list[Batch], *, fuse: str) -> None:
+        self.fuse = fuse
+        super().__init__(name, case, batches)
+
+    def prepare(self) -> None:
+        super().prepare()
+        try:
+            import commfuse_dp
+            from commfuse_dp.config import CommFuseConfig
+
+            apply = commfuse_dp.apply
+        except (ImportError, AttributeError) as error:
+            raise BenchmarkError(f"variant {self.name!r} needs commfuse_dp.apply, which cannot be imported: {error}") from error
+        settings: dict[str, Any] = {"transport": self.case.transport, "order": self.case.order, "fuse": self.fuse}
+        if self.case.prefetch_bytes is not None:
+            settings["prefetch_bytes"] = self.case.prefetch_bytes
+        self.report = apply(self.module, CommFuseConfig(deadline_s=self.case.deadline_s, **settings))
+
+    def measured(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def exposed_ns(self) -> int | None:
+        return self.report.probe.counters.exposed_ns
+
+    def finish(self) -> None:
+        import commfuse_dp
+
+        counters = self.report.probe.counters
+        self.notes["transport"] = self.report.transport
+        self.notes["window_bytes_peak"] = counters.window_bytes_peak
+        self.notes["order_misses"] = counters.order_misses
+        self.notes["report_minimum_bytes"] = self.report.minimum_bytes_per_step
+        commfuse_dp.remove(self.module)
