@@ -1,0 +1,64 @@
+"""CommFuse for sharded data parallelism: parameter all-gather and gradient reduce-scatter, fused slice by slice with the
+layers' forward and backward compute (arXiv 2604.24013).
+
+    for block in model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    report = commfuse_dp.apply(model)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.errors import (
+    CommFuseError,
+    ConfigError,
+    DeadlineError,
+    MismatchError,
+    PeerLostError,
+    TransportError,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from commfuse_dp.integrations.fsdp2 import Report
+
+__version__ = "0.1.0"
+
+
+def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
+    """Switch CommFuse on for a model sharded by FSDP2: see `commfuse_dp.integrations.fsdp2.apply`."""
+    from commfuse_dp.integrations.fsdp2 import apply as apply_fsdp2
+
+    return apply_fsdp2(model, config)
+
+
+def remove(model: nn.Module) -> None:
+    """Give stock FSDP2 back."""
+    from commfuse_dp.integrations.fsdp2 import remove as remove_fsdp2
+
+    remove_fsdp2(model)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("collectives", "observe", "ops"):  # imported when first used
+        import importlib
+
+        return importlib.import_module(f"commfuse_dp.{name}")
+    raise AttributeError(f"module 'commfuse_dp' has no attribute {name!r}")
+
+
+__all__ = [
+    "CommFuseConfig",
+    "CommFuseError",
+    "ConfigError",
+    "DeadlineError",
+    "MismatchError",
+    "PeerLostError",
+    "TransportError",
+    "apply",
+    "remove",
+]

@@ -44,8 +44,9 @@ class CommFuseConfig(BaseModel):
         32 * MIB, ge=1, description="Room per peer for gradient slices sent to this rank and not yet summed (the credit)."
     )
     exclude: tuple[str, ...] = Field(
-        (), description="Names of modules (shell patterns) that stay with the framework, for example because other code reads "
-        "their weights directly."
+        (),
+        description="Names of modules (shell patterns) that stay with the framework, for example because other code reads "
+        "their weights directly.",
     )
     deadline_s: float = Field(300.0, gt=0, description="Longest single wait for a peer, in seconds, before a named error.")
 

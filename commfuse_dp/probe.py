@@ -18,7 +18,8 @@ COMPUTE, SEND, RECEIVE, WAIT = "compute", "send", "receive", "wait"
 
 @dataclass
 class Counters:
-    """Totals since the probe was made. Times in nanoseconds, sizes in bytes."""
+    """Totals since the probe was made. Times in nanoseconds, sizes in bytes; bytes are counted by the transport, at the end
+    where they are handed over (parameters read in place count when they are read)."""
 
     exposed_ns: int = 0  # compute was blocked on a transfer
     param_bytes_received: int = 0  # parameter slices of other ranks, read in place or copied

@@ -89,8 +89,7 @@ class Engine:
             raise
 
     def _begin_step(self) -> None:
-        if not self._exposed:
-            self._expose()
+        self.ensure_exposed()
         where = Where("(start of step)", self.step, "all")
         if not self.gradients.idle:  # the last backward was broken off by an exception
             self.gradients.abandon()
@@ -127,11 +126,15 @@ class Engine:
         rest = set(range(len(self.units))).difference(first_used)
         return [self.units[index] for index in (*first_used, *sorted(rest))]
 
+    def ensure_exposed(self) -> None:
+        if not self._exposed:
+            self._expose()
+
     def _expose(self) -> None:
         """First step: layouts are fixed now, when dtypes are final and meta parameters have been materialised."""
-        for unit in self.units:
-            unit.bind(self.world_size)
         limit = min(self.config.prefetch_bytes, self.config.inbox_bytes, self.transport.message_limit)
+        for unit in self.units:
+            unit.bind(self.world_size, comfortable=max(1, limit // 2))
         for unit in self.units:
             wide = max(unit.dtype.itemsize, (unit.policy.reduce_dtype or unit.dtype).itemsize)  # partials may travel in it
             largest = unit.params.largest_slice * wide // unit.dtype.itemsize
@@ -240,7 +243,6 @@ class Engine:
             consume(item, unit.params.pieces(item, data))
             return
         if self._window is None:
-            self.probe.counters.param_bytes_received += item.nbytes
             transfer = self.transport.pull(item.owner, unit.index, self.step, start=item.offset, nbytes=item.nbytes)
             consume(item, unit.params.pieces(item, self._await(unit, item, transfer)))
             return

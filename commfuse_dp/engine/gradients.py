@@ -125,7 +125,6 @@ class GradientStream:
             scatter.own_done += 1
         else:
             self._transport.send(item.owner, Tag(CHANNEL_GRAD, scatter.unit.index, scatter.seq, item.index), buffer)
-            self._probe.counters.grad_bytes_sent += item.nbytes
 
     def _own_buffer(self, scatter: Scatter) -> torch.Tensor:
         nbytes = scatter.geometry.segment_bytes[self._rank]
@@ -209,7 +208,6 @@ class GradientStream:
                 partials.append(own)
             else:
                 partials.append(self._transport.receive(rank, tag, where).view(dtype))
-                self._probe.counters.grad_bytes_received += item.nbytes
         divisor = None if self._replicas is not None else scatter.divisor
         sum_in_rank_order(out, partials, own_rank=self._rank, scale_divisor=divisor, scratch=self._scratch_for(dtype))
         for peer in self._peers:

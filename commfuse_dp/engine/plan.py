@@ -168,12 +168,15 @@ class Geometry:
 class Unit:
     """Parameters gathered and reduced together, on every rank alike. `slots[0]` is the main part."""
 
-    def __init__(self, index: int, name: str, slots: Sequence[ParamSlot], policy: UnitPolicy, slices_per_rank: int) -> None:
+    def __init__(
+        self, index: int, name: str, slots: Sequence[ParamSlot], policy: UnitPolicy, slices_per_rank: int | None
+    ) -> None:
         self.index = index
         self.name = name
         self.slots = tuple(slots)
         self.policy = policy
-        self.slices_per_rank = slices_per_rank
+        self.slices_per_rank = slices_per_rank or 1
+        self._automatic = slices_per_rank is None
         self.anchor = torch.empty(0, requires_grad=True)  # see [Note: Anchors] in ops/linear.py
         self._geometries: dict[tuple[torch.dtype, tuple[bool, ...]], Geometry] = {}
         self._parts: list[_Part] | None = None
@@ -184,8 +187,15 @@ class Unit:
         self.replica_partial: torch.Tensor | None = None  # reduced over the shard group but not over the replicas
         self.scatters = 0  # reduce-scatters begun so far: sequence number of the next one
 
-    def bind(self, world_size: int) -> Geometry:
-        """Fix the layout of the published parameters; the compute dtype must be known by now."""
+    def bind(self, world_size: int, comfortable: int) -> Geometry:
+        """Fix the layout of the published parameters; the compute dtype must be known by now.
+
+        comfortable: bytes above which a slice is cut further, if the number of slices was left to us.
+        """
+        if self._automatic:
+            rows, per_row = -(-self.slots[0].shape[0] // world_size), prod(self.slots[0].shape[1:])
+            wide = max(dtype.itemsize for dtype in (self.slots[0].local().dtype, self.policy.reduce_dtype) if dtype is not None)
+            self.slices_per_rank = max(1, min(rows, -(-rows * per_row * wide // comfortable)))
         self._parts = []
         for number, slot in enumerate(self.slots):
             rows, row_shape = slot.shape[0], tuple(slot.shape[1:])

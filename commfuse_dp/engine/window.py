@@ -181,7 +181,6 @@ class Window:
         entry = self._entries[key] = _Entry(transfer, buffer)
         self.used += nbytes
         counters = self._probe.counters
-        counters.param_bytes_received += nbytes
         counters.window_bytes = self.used
         if self.used > counters.window_bytes_peak:
             counters.window_bytes_peak = self.used

@@ -28,7 +28,14 @@ _GROUP_FIELDS = (
     "unshard",
     "lazy_init",
 )
-_PARAM_FIELDS = ("sharded_param", "_module_info", "fsdp_placement", "mesh_info", "_post_load_hook_handle", "reset_sharded_param")
+_PARAM_FIELDS = (
+    "sharded_param",
+    "_module_info",
+    "fsdp_placement",
+    "mesh_info",
+    "_post_load_hook_handle",
+    "reset_sharded_param",
+)
 
 
 def param_groups(module: nn.Module) -> list[Any]:
@@ -131,3 +138,12 @@ def set_sharded_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
         param.grad = grad
     for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
         hook(param)
+
+
+def collectives(group: Any) -> tuple[Any, Any]:
+    """The group's all-gather and reduce-scatter objects."""
+    return group._all_gather_comm, group._reduce_scatter_comm
+
+
+def has_forward_prefetch(module: FSDPModule) -> bool:
+    return bool(module._get_fsdp_state()._states_to_forward_prefetch)
