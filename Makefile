@@ -1,0 +1,48 @@
+# `make demo` and `make test` each set up .venv from nothing; a second call starts at once.
+#
+#   PYTHON      the interpreter that .venv is made from (3.10 or newer)
+#   TORCH_SPEC  what pip installs as torch, before everything else, so that no other build of it comes in as a dependency:
+#               make test TORCH_SPEC=torch==2.11.0
+#   VENV_FLAGS  e.g. --system-site-packages, to use a torch >= 2.11 that is already installed (with TORCH_SPEC='torch>=2.11')
+#   ARGS        further arguments: make demo ARGS="--link 1gbit", make test ARGS="-k timeline"
+
+PYTHON ?= python3
+VENV ?= .venv
+VENV_FLAGS ?=
+TORCH_SPEC ?= torch==2.13.0
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CODE := commfuse_dp integrations tests benchmarks
+
+.PHONY: demo test bench lint format clean
+.DELETE_ON_ERROR:
+
+demo: $(STAMP)
+	$(BIN)/commfuse demo $(ARGS)
+
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/train_step.py $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy commfuse_dp integrations
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH_SPEC)"
+	$(BIN)/python -m pip install --quiet --editable ".[dev,plot]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,207 @@
+"""`commfuse demo`: stock FSDP2 and CommFuse train the same model on the same text in one run, in alternating blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from commfuse_dp.cli.demo_corpus import write_corpus
+from commfuse_dp.cli.demo_results import summarise, write_json
+from commfuse_dp.cli.demo_settings import SETTINGS_VARIABLE, DemoSettings
+from commfuse_dp.cli.demo_view import Progression, result_table
+from commfuse_dp.cli.launch import Line, Ranks, check_port, free_port, python_module
+from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.errors import CommFuseError, ConfigError
+
+WORKER = "commfuse_dp.cli.demo_worker"
+LOOPBACK = "127.0.0.1"
+
+
+class Place(NamedTuple):
+    """Where the ranks run: what to put before their command, their environment, and the interface that carries the traffic."""
+
+    prefixes: list[list[str]]
+    environments: list[dict[str, str]]
+    interface: str  # empty: one host, nothing to read
+
+
+def run_demo(
+    *,
+    steps: int,
+    world_size: int,
+    transport: str,
+    order: str,
+    link: str,
+    seed: int,
+    device: str,
+    out: Path,
+    port: int,
+    minutes: float,
+    console: Console,
+    shape: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """`shape` overrides fields of DemoSettings (width, layers, ...). Returns the summary, which is also written to out/summary.json. Raises CommFuseError with the reason and the fix."""
+    config = CommFuseConfig.model_validate({"transport": transport, "order": order})
+    link = "" if link.strip().lower() in ("", "none") else link
+    _check(config, link, device, world_size, port)
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="commfuse-demo-") as folder, _term_as_exit():
+        scratch = Path(folder)
+        corpus = write_corpus(scratch)
+        console.print(
+            f"text: {corpus.train_bytes / 1e6:.1f} MB of Python source for training ({corpus.train_files} files), "
+            f"{corpus.validation_bytes / 1e6:.1f} MB held out ({corpus.validation_files} files), from {corpus.root}",
+            soft_wrap=True,
+        )
+        with _place(world_size, link, port) as place:
+            settings = DemoSettings(
+                corpus=folder,
+                result=folder,
+                steps=steps,
+                block=min(4, steps),
+                world_size=world_size,
+                transport=transport,
+                order=order,
+                device=device,
+                seed=seed,
+                threads=max(1, (os.cpu_count() or 1) // world_size),
+                budget_s=minutes * 60,
+                interface=place.interface,
+                **(shape or {}),
+            )
+            ready = _watch(settings, place, console)
+        raw = json.loads((scratch / "raw.json").read_text())
+        summary = summarise(raw, ready, settings, corpus, link or "none")
+        for name in ("timeline.png", "trace.json"):
+            _move(scratch / name, out / name)
+    write_json(out / "summary.json", summary)
+    _conclude(summary, steps, out, console)
+    return summary
+
+
+def _check(config: CommFuseConfig, link: str, device: str, world_size: int, port: int) -> None:
+    if link:
+        from commfuse_dp.cli.netns import check_requirements, parse_rate
+
+        parse_rate(link)
+        check_requirements()
+        if config.transport == "shm":
+            raise ConfigError(
+                f"transport='shm' with link={link!r}: ranks across a link share no memory. Use --transport auto, tcp or p2p."
+            )
+        if world_size < 2:
+            raise ConfigError(f"world_size={world_size} with link={link!r}: a link needs at least 2 ranks.")
+    if device == "cuda":
+        import torch
+
+        if torch.cuda.device_count() < world_size:
+            raise ConfigError(
+                f"device='cuda' with world_size={world_size}: {torch.cuda.device_count()} GPUs are visible, one a rank is "
+                "needed. Lower --world-size or use --device cpu."
+            )
+    if port and not link:
+        check_port(port, LOOPBACK)
+
+
+@contextlib.contextmanager
+def _place(world_size: int, link: str, port: int) -> Iterator[Place]:
+    if link:
+        from commfuse_dp.cli.netns import shaped_world
+
+        with shaped_world(world_size, link) as world:
+            own = {"MASTER_PORT": str(port or 29400)}  # every namespace has all ports to itself
+            ranks = range(world_size)
+            yield Place(
+                [world.command_prefix(rank) for rank in ranks],
+                [{**world.environment(rank), **own} for rank in ranks],
+                world.interface(0),
+            )
+        return
+    common = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port or free_port(LOOPBACK))}
+    if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        common["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the host's name resolves to
+    yield Place([[] for _ in range(world_size)], [common] * world_size, "")
+
+
+def _watch(settings: DemoSettings, place: Place, console: Console) -> dict[str, Any]:
+    """Start the ranks and show their progress until all have ended well; returns the event of readiness."""
+    ready: dict[str, Any] = {}
+    own = {
+        SETTINGS_VARIABLE: settings.to_json(),
+        "WORLD_SIZE": str(settings.world_size),
+        "OMP_NUM_THREADS": str(settings.threads),
+    }
+    environments = [{**place.environments[rank], **own, "RANK": str(rank)} for rank in range(settings.world_size)]
+    commands = [[*prefix, *python_module(WORKER)] for prefix in place.prefixes]
+    with Ranks(commands, environments) as ranks, Progression(console, settings) as progress:
+        for line in ranks.lines():
+            event = _event(line)
+            if event is None:
+                console.print(f"rank {line.rank}: {line.text}", markup=False, soft_wrap=True)
+            elif event["event"] == "ready":
+                ready = event
+                console.print(
+                    f"model: {event['parameters'] / 1e6:.1f} M parameters on {settings.world_size} ranks; "
+                    f"transport {event['transport']} ({event['transport_reason']})",
+                    soft_wrap=True,
+                )
+            else:
+                progress.take(event)
+    if not ready:
+        raise CommFuseError("the ranks ended without having trained.")
+    return ready
+
+
+def _event(line: Line) -> dict[str, Any] | None:
+    if line.rank != 0 or not line.text.startswith('{"event":'):
+        return None
+    try:
+        event: dict[str, Any] = json.loads(line.text)
+    except json.JSONDecodeError:
+        return None
+    return event
+
+
+def _conclude(summary: dict[str, Any], steps: int, out: Path, console: Console) -> None:
+    console.print(result_table(summary))
+    console.print(summary["conditions"], style="dim", soft_wrap=True)
+    if summary["steps_compared"] < steps:
+        console.print("stopped early: the time budget (--minutes) was used up.", style="yellow")
+    console.print(
+        f"timeline  {out / 'timeline.png'}\ntrace     {out / 'trace.json'}  (open it at ui.perfetto.dev)", soft_wrap=True
+    )
+    console.print(f"figures   {out / 'summary.json'}", soft_wrap=True)
+
+
+def _move(source: Path, target: Path) -> None:
+    """Atomic even where the temporary folder is another file system."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        shutil.copyfile(source, temporary)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _term_as_exit() -> Iterator[None]:
+    """SIGTERM unwinds like Ctrl-C does, so that ranks, namespaces and files are cleaned up."""
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,204 @@
+"""One rank of the demo: `python -m commfuse_dp.cli.demo_worker`, started by `commfuse demo` with RANK, WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT and the settings in the environment. Rank 0 prints events as JSON lines and writes the raw results.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commfuse_dp.cli.demo_corpus import TRAIN, VALIDATION, Batches
+from commfuse_dp.cli.demo_settings import SETTINGS_VARIABLE, DemoSettings
+from commfuse_dp.cli.demo_variants import COMMFUSE, COMPUTE_ONLY, FSDP2, Variant, build_variants
+from commfuse_dp.cli.launch import die_with_parent
+from commfuse_dp.errors import CommFuseError
+from commfuse_dp.observe import draw_timeline, read_interface, view_step, write_trace
+
+RAW, TIMELINE, TRACE = "raw.json", "timeline.png", "trace.json"
+TITLES = {FSDP2: "FSDP2 (stock)", COMMFUSE: "FSDP2 + CommFuse"}
+
+
+class DemoRank:
+    """The run as one rank sees it."""
+
+    def __init__(self, settings: DemoSettings, rank: int) -> None:
+        self.settings = settings
+        self.rank = rank
+        place = {"context": settings.context, "batch": settings.batch, "rank": rank, "world_size": settings.world_size}
+        corpus = Path(settings.corpus)
+        self.validation = Batches(corpus / VALIDATION, seed=settings.seed + 1, **place)
+        self.variants = build_variants(settings, rank, Batches(corpus / TRAIN, seed=settings.seed, **place))
+        self.wire: dict[str, list[tuple[int, int]]] = {name: [] for name in self.variants}  # (steps, bytes received)
+        self.peaks: dict[str, int] = {}
+
+    def emit(self, event: str, **values: Any) -> None:
+        if self.rank == 0:
+            print(json.dumps({"event": event, **values}), flush=True)
+
+    def run(self) -> None:
+        self._announce()
+        self._train()
+        self._record()
+        self.emit("stage", text="validating on held-out files")
+        losses = {}
+        for name in (FSDP2, COMMFUSE):
+            with self.variants[name].measuring():
+                losses[name] = self.variants[name].validate(self.validation, self.settings.validation_batches)
+        self._write(losses)
+
+    def _announce(self) -> None:
+        report = self.variants[COMMFUSE].report
+        self.emit(
+            "ready",
+            parameters=sum(p.numel() for p in self.variants[COMPUTE_ONLY].model.parameters()),
+            transport=report.transport,
+            transport_reason=report.transport_reason,
+            minimum_bytes=report.minimum_bytes_per_step,
+            report=str(report),
+        )
+
+    def _train(self) -> None:
+        """Rounds of A B c B A c, so that a drift of the machine hits all variants alike."""
+        done, started = 0, time.monotonic()
+        while done < self.settings.steps:
+            first = min(self.settings.block, self.settings.steps - done)
+            second = min(self.settings.block, self.settings.steps - done - first)
+            for order, steps in (((FSDP2, COMMFUSE), first), ((COMMFUSE, FSDP2), second)):
+                if steps:
+                    for name in order:
+                        self._block(name, steps)
+                    self._block(COMPUTE_ONLY, max(1, steps // 2))
+            done += first + second
+            if self._over_budget(time.monotonic() - started):
+                break
+
+    def _over_budget(self, spent_s: float) -> bool:
+        """Rank 0 decides for all."""
+        verdict = torch.tensor([spent_s > self.settings.budget_s], dtype=torch.int32, device=self.settings.device)
+        dist.broadcast(verdict, 0)
+        return bool(verdict.item())
+
+    def _block(self, name: str, steps: int) -> None:
+        variant = self.variants[name]
+        dist.barrier()
+        interface = self.settings.interface
+        before = read_interface(interface) if interface else None
+        with variant.measuring():
+            for _ in range(steps):
+                variant.step()
+                reading = variant.meter.readings[-1]
+                self.emit(
+                    "step",
+                    variant=name,
+                    step=len(variant.losses),
+                    loss=variant.losses[-1],
+                    wall_ms=reading.wall_ms,
+                    exposed_ms=reading.exposed_ms,
+                )
+        dist.barrier()
+        if before is not None:
+            self.wire[name].append((steps, read_interface(interface).since(before).received))
+
+    def _record(self) -> None:
+        """Spans of a few more steps of each variant, into the trace and the picture. They are trained and not timed."""
+        self.emit("stage", text="recording the timeline")
+        gathered = {}
+        for name in (FSDP2, COMMFUSE):
+            variant = self.variants[name]
+            dist.barrier()
+            readings = list(variant.meter.readings)
+            with variant.measuring():
+                self.peaks[name] = variant.record(self.settings.recorded)
+            variant.meter.readings.clear()
+            variant.meter.readings.extend(readings)
+            gathered[name] = variant.recorder.gather()
+        out = Path(self.settings.result)
+        ranks = {name: spans for name, spans in gathered.items() if spans is not None}
+        if not ranks:
+            return
+        conditions = self._conditions()
+        write_trace(out / TRACE, {TITLES[name]: spans for name, spans in ranks.items()}, about={"conditions": conditions})
+        draw_timeline(
+            out / TIMELINE,
+            [view_step(TITLES[name], spans) for name, spans in ranks.items()],
+            title=f"One training step of each, {self.settings.world_size} ranks, same time axis",
+            conditions=conditions,
+        )
+
+    def _conditions(self) -> str:
+        settings = self.settings
+        millions = sum(p.numel() for p in self.variants[COMPUTE_ONLY].model.parameters()) / 1e6
+        link = "shaped link" if settings.interface else "one host"
+        return (
+            f"byte-level GPT, {millions:.1f} M parameters, fp32, {settings.batch * settings.context} tokens a rank; "
+            f"{settings.world_size} ranks on {os.cpu_count()} cores, {link}, transport "
+            f"{self.variants[COMMFUSE].report.transport}; FSDP2 on {dist.get_backend()}, torch {torch.__version__}"
+        )
+
+    def _write(self, validation: dict[str, float]) -> None:
+        mine = {
+            "variants": {name: self._numbers(variant) for name, variant in self.variants.items()},
+            "validation": validation,
+            "peaks": self.peaks,
+        }
+        everyone: list[Any] = [None] * self.settings.world_size
+        dist.all_gather_object(everyone, mine)
+        if self.rank == 0:
+            (Path(self.settings.result) / RAW).write_text(json.dumps({"ranks": everyone, "conditions": self._conditions()}))
+
+    def _numbers(self, variant: Variant) -> dict[str, Any]:
+        readings = list(variant.meter.readings)
+        return {
+            "losses": variant.losses,
+            "wall_ms": [r.wall_ms for r in readings],
+            "exposed_ms": [r.exposed_ms for r in readings],
+            "received": [r.bytes_received for r in readings],
+            "wire": self.wire[variant.name],
+        }
+
+    def close(self) -> None:
+        import commfuse_dp
+
+        commfuse_dp.remove(self.variants[COMMFUSE].model)
+
+
+def main() -> int:
+    die_with_parent()
+    settings = DemoSettings.from_json(os.environ[SETTINGS_VARIABLE])
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(settings.threads)
+    if settings.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    try:
+        dist.init_process_group("nccl" if settings.device == "cuda" else "gloo", timeout=timedelta(seconds=120))
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+            raise
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        print(f"error: port taken: somebody else listens on {where}. Name another one with --port.", file=sys.stderr)
+        return 1
+    try:
+        demo = DemoRank(settings, rank)
+        demo.run()
+        demo.close()
+    except CommFuseError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    # Without the interpreter's own clean-up: after an error, threads of a backend may still wait for a peer that is gone.
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

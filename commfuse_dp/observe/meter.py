@@ -1,0 +1,105 @@
+"""StepMeter: what each step cost, as differences of the probe's always-on counters."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+
+from commfuse_dp.probe import Counters, Probe, now_ns
+
+
+@dataclass(frozen=True)
+class StepReading:
+    """One step of one rank. Times in ns, sizes in bytes."""
+
+    wall_ns: int
+    counters: Counters  # of this step alone (window_bytes_peak: since the meter was made)
+    exposed_by_layer: dict[str, int]  # layer -> ns in which its compute was blocked; layers that never waited are left out
+
+    @property
+    def wall_ms(self) -> float:
+        return self.wall_ns / 1e6
+
+    @property
+    def exposed_ms(self) -> float:
+        return self.counters.exposed_ns / 1e6
+
+    @property
+    def bytes_received(self) -> int:
+        return self.counters.param_bytes_received + self.counters.grad_bytes_received
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.counters.param_bytes_sent + self.counters.grad_bytes_sent
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """Medians over the readings."""
+
+    steps: int
+    wall_ms: float
+    exposed_ms: float
+    bytes_received: float
+    bytes_sent: float
+    waits: float
+    window_bytes_peak: int
+    exposed_ms_by_layer: dict[str, float]  # mean a step, worst layer first: which layer is to blame
+
+    @property
+    def exposed_share(self) -> float:
+        """Part of the step in which compute was blocked, 0 .. 1."""
+        return self.exposed_ms / self.wall_ms if self.wall_ms else 0.0
+
+
+class StepMeter:
+    """Reads a probe around each step.
+
+    meter = StepMeter(report.probe)
+    for batch in data:
+        with meter.step():
+            ...
+    print(meter.summary())
+    """
+
+    def __init__(self, probe: Probe, *, keep: int = 10_000, clock: Callable[[], int] = now_ns) -> None:
+        self.probe = probe
+        self.readings: deque[StepReading] = deque(maxlen=keep)
+        self._clock = clock
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A step that ends with an exception leaves no reading."""
+        counters = self.probe.counters.snapshot()
+        layers = dict(self.probe.exposed_by_layer)
+        start = self._clock()
+        yield
+        wall = self._clock() - start
+        blocked = {name: ns - layers.get(name, 0) for name, ns in self.probe.exposed_by_layer.items()}
+        self.readings.append(
+            StepReading(wall, self.probe.counters.since(counters), {name: ns for name, ns in blocked.items() if ns})
+        )
+
+    def summary(self, *, skip: int = 0) -> StepSummary:
+        """Over all readings but the first `skip` (warm-up). Raises ValueError if none are left."""
+        readings = list(self.readings)[skip:]
+        if not readings:
+            raise ValueError(f"no step to summarise: {len(self.readings)} read, {skip} to skip.")
+        layers: dict[str, int] = {}
+        for reading in readings:
+            for name, spent in reading.exposed_by_layer.items():
+                layers[name] = layers.get(name, 0) + spent
+        worst = sorted(layers.items(), key=lambda item: -item[1])
+        return StepSummary(
+            steps=len(readings),
+            wall_ms=median(r.wall_ms for r in readings),
+            exposed_ms=median(r.exposed_ms for r in readings),
+            bytes_received=median(r.bytes_received for r in readings),
+            bytes_sent=median(r.bytes_sent for r in readings),
+            waits=median(r.counters.waits for r in readings),
+            window_bytes_peak=max(r.counters.window_bytes_peak for r in readings),
+            exposed_ms_by_layer={name: ns / 1e6 / len(readings) for name, ns in worst},
+        )

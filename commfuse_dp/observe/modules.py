@@ -1,0 +1,94 @@
+"""What can be read off a model's modules while it trains: spans of their compute, and the unsharded weights they hold.
+
+Both add hooks, so both are context managers for a few recorded steps and not for timed ones. They treat every FSDP2 model
+alike, stock or with CommFuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from commfuse_dp.probe import COMPUTE, Probe, now_ns
+
+
+class _Hooks:
+    """Hooks that live as long as the context."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class ModuleSpans(_Hooks):
+    """Spans `NAME forward` and `NAME backward` on the compute lane, for the given modules (their waits lie within)."""
+
+    def __init__(self, probe: Probe, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        self.probe = probe
+        self.modules = list(modules)
+        self._started: dict[str, int] = {}
+
+    def __enter__(self) -> ModuleSpans:
+        for name, module in self.modules:
+            forward, backward = f"{name} forward", f"{name} backward"
+            self._handles += [
+                module.register_forward_pre_hook(self._start(forward)),
+                module.register_forward_hook(self._end(forward)),
+                module.register_full_backward_pre_hook(self._start(backward)),
+                module.register_full_backward_hook(self._end(backward)),
+            ]
+        return self
+
+    def _start(self, name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            self._started[name] = now_ns()
+
+        return hook
+
+    def _end(self, name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            start = self._started.pop(name, None)
+            if start is not None:
+                self.probe.span(COMPUTE, name, start, now_ns())
+
+        return hook
+
+
+class UnshardedPeak(_Hooks):
+    """Most unsharded weight bytes held at one time, looked at whenever a leaf module starts its forward or ends its backward.
+
+    Counts the parameters that FSDP2 has replaced by full tensors (a sharded one is a DTensor), each once, plus what `window`
+    says is held outside the modules (an engine's prefetched slices). FSDP2's own flat gather buffers are not counted, which is
+    in favour of stock FSDP2.
+    """
+
+    def __init__(self, model: nn.Module, window: Callable[[], int] | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.nbytes = 0
+        self._window = window if window is not None else lambda: 0
+
+    def __enter__(self) -> UnshardedPeak:
+        for module in self.model.modules():
+            if not any(True for _ in module.children()):
+                self._handles.append(module.register_forward_pre_hook(self._look))
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_hook(self._look))
+        return self
+
+    def _look(self, *_: Any) -> None:
+        with torch.no_grad():
+            full = {id(p): p.nbytes for p in self.model.parameters() if not isinstance(p, DTensor)}
+        self.nbytes = max(self.nbytes, sum(full.values()) + self._window())
