@@ -73,7 +73,8 @@ class VariantRecord:
 class CaseResult:
     """What the workers measured in one launch."""
 
-    parameter_bytes: int
+    layer_bytes: int  # parameters of the layers
+    root_bytes: int  # parameters of no layer (embeddings, head)
     minimum_bytes: int  # per step and rank, each way
     variants: list[VariantRecord]
 
@@ -92,10 +93,12 @@ class CaseResult:
             )
             for item in data["variants"]
         ]
-        return cls(parameter_bytes=data["parameter_bytes"], minimum_bytes=data["minimum_bytes"], variants=records)
+        return cls(**{**data, "variants": records})
 
 
-def minimum_bytes(parameter_bytes: int, world_size: int, *, keep: bool) -> int:
-    """Least bytes that a rank must send (and receive) in a step: (N-1)/N x (1 or 2 all-gathers + 1 reduce-scatter)."""
-    passes = 2 if keep else 3
-    return passes * parameter_bytes * (world_size - 1) // world_size
+def minimum_bytes(layer_bytes: int, root_bytes: int, world_size: int, *, keep: bool) -> int:
+    """Bytes that a rank must send (and receive) in a step: (N-1)/N x (2 all-gathers + 1 reduce-scatter).
+
+    One all-gather only with `keep`, and for what belongs to no layer: FSDP2's root keeps its parameters after forward.
+    """
+    return ((2 if keep else 3) * layer_bytes + 2 * root_bytes) * (world_size - 1) // world_size

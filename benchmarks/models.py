@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.case import BenchmarkError
+from commfuse_dp.cli.demo_model import VOCABULARY, ByteGPT, next_byte_loss
 
 MODELS = ("linears", "gpt")
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 WIDTH, HIDDEN, PAIRS = 768, 3072, 6
+CONTEXT = 256  # bytes of text in one of gpt's sequences
 
 
 class Pair(nn.Module):
@@ -59,10 +61,8 @@ def build(name: str, *, seed: int, device: str) -> Task:
         model = Linears().to(device)
         return Task(model, list(model.layers), lambda m, batch: F.mse_loss(m(batch[0]), batch[1]))
     if name == "gpt":
-        from commfuse_dp.cli.demo_model import GPT, GPTConfig
-
-        gpt = GPT(GPTConfig()).to(device)
-        return Task(gpt, list(gpt.layers), _next_byte_loss)
+        gpt = ByteGPT(width=512, layers=8, heads=8, context=CONTEXT).to(device)
+        return Task(gpt, list(gpt.blocks), lambda m, batch: next_byte_loss(m, batch[0], batch[1]))
     raise BenchmarkError(f"model {name!r}: {', '.join(MODELS)} are known.")
 
 
@@ -75,13 +75,8 @@ def batches(name: str, *, tokens: int, rank: int, seed: int, device: str, count:
             x = torch.randn(tokens, WIDTH, generator=generator)
             y = torch.randn(tokens, WIDTH, generator=generator)
         else:
-            length = min(tokens, 256)
-            text = torch.randint(0, 256, (max(1, tokens // length), length + 1), generator=generator)
+            length = min(tokens, CONTEXT)
+            text = torch.randint(0, VOCABULARY, (max(1, tokens // length), length + 1), generator=generator)
             x, y = text[:, :-1].contiguous(), text[:, 1:].contiguous()
         made.append((x.to(device), y.to(device)))
     return made
-
-
-def _next_byte_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    logits = model(batch[0])
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch[1].flatten())

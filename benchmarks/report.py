@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import subprocess
@@ -66,7 +67,7 @@ def summarize(result: CaseResult, *, steps: int, link_bytes_per_s: float | None)
         row["first_loss"], row["last_loss"] = record.losses[0], record.losses[-1]
         rows[name] = row
     return {
-        "parameter_bytes": result.parameter_bytes,
+        "parameter_bytes": result.layer_bytes + result.root_bytes,
         "minimum_bytes_per_step": result.minimum_bytes,
         "link_goodput_gbit": link_bytes_per_s * 8 / 1e9 if link_bytes_per_s else None,
         "wire_ms": 1e3 * wire,
@@ -143,6 +144,7 @@ def conditions(command_line: str) -> Summary:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "kernel": platform.release(),
+        "load_average_at_start": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "congestion_control": _first_line(Path("/proc/sys/net/ipv4/tcp_congestion_control")),
         "commit": _commit(),
         "command": command_line,
@@ -160,8 +162,6 @@ def device_name() -> str:
 
 
 def _cores() -> int:
-    import os
-
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -5,10 +5,8 @@ Started by `launch.run_case` as `python -m benchmarks.worker CASE.json RESULT.js
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -23,15 +21,15 @@ from benchmarks import search
 from benchmarks.case import BenchmarkError, Block, Case, CaseResult, VariantRecord, minimum_bytes
 from benchmarks.models import Batch, batches
 from benchmarks.variants import CommFuse, Compute, Ddp, Fsdp2, Variant
+from commfuse_dp.cli.launch import die_with_parent
 from commfuse_dp.observe.interface import InterfaceBytes, read_interface
 
 PROGRESS = "[bench] "  # lines of rank 0 that the launcher passes on
-_PR_SET_PDEATHSIG = 1
 _LOSS_TOLERANCE = 2e-3  # relative; sums in another order differ by 1e-6, AdamW's normalisation enlarges that over the steps
 
 
 def main(case_file: str, result_file: str) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank must not outlive a killed launcher
+    die_with_parent()
     case = Case.load(Path(case_file))
     rank = int(os.environ["RANK"])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -50,8 +48,9 @@ def measure(case: Case, rank: int, say: Callable[[str], None]) -> CaseResult:
     """All rounds of all variants on this rank; the result is complete on rank 0 and partial elsewhere."""
     data = batches(case.model, tokens=case.tokens, rank=rank, seed=case.seed, device=case.device)
     variants = [_make(name, case, data, rank, say) for name in case.variants]
-    # numel: of a sharded parameter it is the whole tensor's.
-    parameter_bytes = sum(p.numel() * p.element_size() for p in variants[0].task.model.parameters())
+    task = variants[0].task
+    layer_bytes = sum(_bytes(layer) for layer in task.layers)
+    root_bytes = _bytes(task.model) - layer_bytes
     for variant in variants:
         for _ in range(case.warmup):
             variant.step()
@@ -77,8 +76,13 @@ def measure(case: Case, rank: int, say: Callable[[str], None]) -> CaseResult:
         )
         for k, variant in enumerate(variants)
     ]
-    least = minimum_bytes(parameter_bytes, case.world_size, keep=case.keep)
-    return CaseResult(parameter_bytes=parameter_bytes, minimum_bytes=least, variants=records)
+    least = minimum_bytes(layer_bytes, root_bytes, case.world_size, keep=case.keep)
+    return CaseResult(layer_bytes=layer_bytes, root_bytes=root_bytes, minimum_bytes=least, variants=records)
+
+
+def _bytes(module: torch.nn.Module) -> int:
+    """Of the whole parameters: a sharded parameter's numel counts all ranks' shards."""
+    return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
 def _make(name: str, case: Case, data: list[Batch], rank: int, say: Callable[[str], None]) -> Variant:
