@@ -50,7 +50,10 @@ def run_demo(
     console: Console,
     shape: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """`shape` overrides fields of DemoSettings (width, layers, ...). Returns the summary, which is also written to out/summary.json. Raises CommFuseError with the reason and the fix."""
+    """Run all of it; returns the summary, which is also written to out/summary.json.
+
+    `shape` overrides fields of DemoSettings (width, layers, ...). Raises CommFuseError with the reason and the fix.
+    """
     config = CommFuseConfig.model_validate({"transport": transport, "order": order})
     link = "" if link.strip().lower() in ("", "none") else link
     _check(config, link, device, world_size, port)
