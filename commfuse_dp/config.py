@@ -28,14 +28,15 @@ class CommFuseConfig(BaseModel):
     )
     order: Literal["pairwise", "ring"] = Field(
         "pairwise",
-        description="Order of a collective: own shard straight to r+1, r+2, ... (pairwise) or neighbours only (ring).",
+        description="Which peer comes first: r+1, r+2, ... (pairwise) or r-1, r-2, ... (ring). The plain collectives forward "
+        "through neighbours in ring order; fused layers fetch every slice straight from its owner in both.",
     )
     slices_per_rank: int | None = Field(
         None,
         ge=1,
         le=4096,
-        description="m of the paper: slices into which each rank's shard is cut. None: 1, and more only for layers whose slices "
-        "would otherwise be larger than half of prefetch_bytes or inbox_bytes.",
+        description="m of the paper: slices into which each rank's shard is cut. None: 1, and more only for layers whose "
+        "slices would otherwise be larger than half of prefetch_bytes or inbox_bytes.",
     )
     prefetch_bytes: int = Field(
         32 * MIB, ge=1, description="Unsharded parameter bytes fetched ahead of compute (the window), per rank."

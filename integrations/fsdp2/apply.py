@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 from typing import Any
@@ -30,13 +31,13 @@ from commfuse_dp.transport.select import open_transport
 
 log = logging.getLogger("commfuse_dp")
 
-_APPLIED: weakref.WeakKeyDictionary[nn.Module, _Application] = weakref.WeakKeyDictionary()
+_ATTRIBUTE = "_commfuse_application"  # on the model, so that both are freed together
 
 
 class _Application:
     """All that `remove` must undo."""
 
-    def __init__(self, engine: Engine | None) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.groups: list[tuple[Any, list[Any]]] = []  # parameter group, its first FSDPParams
         self.modules: list[nn.Module] = []  # with a forward of ours
@@ -57,7 +58,7 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     config = config if config is not None else CommFuseConfig()
     if not isinstance(config, CommFuseConfig):
         raise ConfigError(f"config must be a CommFuseConfig, got {type(config).__name__}; use CommFuseConfig(**settings)")
-    if model in _APPLIED:
+    if _application_of(model) is not None:
         raise ConfigError(
             "commfuse_dp.apply() was called twice for this model; call commfuse_dp.remove(model) before the second"
         )
@@ -66,7 +67,7 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
             "commfuse_dp.apply() found no FSDP2 module in this model. Call fully_shard on the layers and on the model first: "
             "for layer in model.layers: fully_shard(layer); fully_shard(model); commfuse_dp.apply(model)"
         )
-    inside = [name for name, module in model.named_modules() if module is not model and module in _APPLIED]
+    inside = [name for name, module in model.named_modules() if module is not model and _application_of(module)]
     if inside:
         raise ConfigError(f"commfuse_dp.apply() was already called for the submodule {inside[0]!r}; remove() it first")
     for module in model.modules():
@@ -85,11 +86,12 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
 
 def remove(model: nn.Module) -> None:
     """Give stock FSDP2 back. Between steps only; all ranks call it."""
-    application = _APPLIED.pop(model, None)
+    application = _application_of(model)
     if application is None:
         raise ConfigError(
             "commfuse_dp.remove(): this model has no CommFuse; apply() was not called for it, or remove() already"
         )
+    del vars(model)[_ATTRIBUTE]
     for handle in application.handles:
         handle.remove()
     for module in application.modules:
@@ -101,14 +103,17 @@ def remove(model: nn.Module) -> None:
         fsdp_module.set_custom_reduce_scatter(reduce)
         if prefetch:
             fsdp_module.set_modules_to_forward_prefetch([])
-    if application.engine is not None:
-        application.engine.close()
+    application.engine.close()
 
 
 def engine_of(model: nn.Module) -> Engine | None:
     """The engine that serves a model, for measurements and tests."""
-    application = _APPLIED.get(model)
+    application = _application_of(model)
     return application.engine if application is not None else None
+
+
+def _application_of(module: nn.Module) -> _Application | None:
+    return vars(module).get(_ATTRIBUTE)
 
 
 def _require_fusion(selection: Selection) -> None:
@@ -170,7 +175,8 @@ def _install(model: nn.Module, selection: Selection, config: CommFuseConfig) -> 
             compat.detach_param(adoption.group, fsdp_param)
     rows += _hook_rest(application, selection, engine)
     _hook_root(application, model, engine)
-    _APPLIED[model] = application
+    vars(model)[_ATTRIBUTE] = application
+    weakref.finalize(model, engine.close)  # also at interpreter exit: peers are told goodbye
     names = {name: number for number, (name, _) in enumerate(model.named_parameters())}
     rows.sort(key=lambda row: names.get(row.name, len(names)))
     report = Report(
@@ -187,7 +193,6 @@ def _install(model: nn.Module, selection: Selection, config: CommFuseConfig) -> 
 
 
 def _adopt(application: _Application, adoption: Adoption, unit: Unit) -> list[ParameterRow]:
-    assert application.engine is not None
     operand = UnitOperand(application.engine, unit)
     application.operands.append(operand)
     if adoption.fused:
@@ -232,7 +237,7 @@ def _hook_rest(application: _Application, selection: Selection, engine: Engine) 
         served.add(id(group))
         if prefetch:
             waiting.append(module)
-    for module, following in zip(waiting, waiting[1:], strict=False):
+    for module, following in itertools.pairwise(waiting):
         module.set_modules_to_forward_prefetch([following])
     for name, group, fsdp_param, reason in selection.left:
         path = "hooks" if id(group) in served else "stock"

@@ -86,9 +86,10 @@ def gathered_forward(module: nn.Module, operand: UnitOperand, param_names: list[
     """The forward of a norm or an embedding over parameters gathered whole."""
     with_bias = "bias" in param_names
 
-    @torch.compiler.disable
+    handle = register_operand(operand)
+
     def gathered() -> tuple[torch.Tensor, ...]:
-        return gather_parameters(operand)
+        return gather_parameters(operand, handle)
 
     if isinstance(module, nn.LayerNorm):
 
