@@ -64,7 +64,7 @@ def measure(case: Case, rank: int, say: Callable[[str], None]) -> CaseResult:
         say(f"round {turn + 1}/{case.rounds}, ms a step: {shown}")
     for variant in variants:
         variant.finish()
-    _check_losses(variants, rank)
+    check_losses(variants, rank)
     everyone: list[Any] = [None] * case.world_size
     dist.all_gather_object(everyone, mine)
     records = [
@@ -138,7 +138,7 @@ def _block(variant: Variant, case: Case) -> Block:
     )
 
 
-def _check_losses(variants: list[Variant], rank: int) -> None:
+def check_losses(variants: list[Variant], rank: int) -> None:
     """All variants that communicate must train alike; a fast variant that computes something else is worth nothing."""
     judged = [variant for variant in variants if not isinstance(variant, Compute)]
     for variant in judged[1:]:
