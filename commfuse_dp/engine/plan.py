@@ -73,7 +73,10 @@ class UnitPolicy(Protocol):
         ...
 
 
-class UnitSlice(NamedTuple):
+@dataclass(frozen=True)
+class UnitSlice:
+    """One slice of a unit: rows of its main part and, in an owner's first slice, the heads."""
+
     owner: int
     index: int
     start: int  # rows of the main part
