@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from commfuse_dp.ops.linear import PieceInfo, SliceInfo, Visit
+from commfuse_dp.ops.linear import PieceInfo, SliceInfo, Visit, operand_of
 
 
 class GatheredOperand(Protocol):
@@ -37,35 +37,89 @@ class GatheredOperand(Protocol):
     def compute_dtype(self) -> torch.dtype: ...
 
 
+def gather_forward(operand: GatheredOperand) -> list[torch.Tensor]:
+    """The whole parameters, [rows, *rest] each, in the compute dtype. No autograd."""
+    device = operand.anchor.device
+    wholes = [torch.empty(shape, dtype=operand.compute_dtype, device=device) for shape in operand.shapes]
+
+    def consume(item: SliceInfo, pieces: Sequence[PieceInfo]) -> None:
+        for piece in pieces:
+            wholes[piece.part][piece.row_start : piece.row_start + piece.tensor.shape[0]].copy_(piece.tensor)
+
+    operand.gather(consume)
+    return wholes
+
+
+def gather_backward(grads: Sequence[torch.Tensor], operand: GatheredOperand) -> None:
+    """Reduce the gradients of the whole parameters to their owners' shards."""
+
+    def produce(item: SliceInfo, pieces: Sequence[PieceInfo]) -> None:
+        for piece in pieces:
+            piece.tensor.copy_(grads[piece.part][piece.row_start : piece.row_start + piece.tensor.shape[0]])
+
+    include = operand.trainable
+    operand.exchange(None, produce if any(include) else None, dtype=operand.compute_dtype, include=include)
+
+
 class _GatherParameters(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, operand: GatheredOperand) -> tuple[torch.Tensor, ...]:
         ctx.operand = operand
-        wholes = tuple(torch.empty(shape, dtype=operand.compute_dtype, device=anchor.device) for shape in operand.shapes)
-
-        def consume(item: SliceInfo, pieces: Sequence[PieceInfo]) -> None:
-            for piece in pieces:
-                wholes[piece.part][piece.row_start : piece.row_start + piece.tensor.shape[0]].copy_(piece.tensor)
-
-        operand.gather(consume)
+        wholes = gather_forward(operand)
         trainable = operand.trainable
         ctx.mark_non_differentiable(*[whole for whole, wanted in zip(wholes, trainable, strict=True) if not wanted])
-        return wholes
+        return tuple(wholes)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None]:
-        operand = ctx.operand
-
-        def produce(item: SliceInfo, pieces: Sequence[PieceInfo]) -> None:
-            for piece in pieces:
-                piece.tensor.copy_(grads[piece.part][piece.row_start : piece.row_start + piece.tensor.shape[0]])
-
-        include = operand.trainable
-        operand.exchange(None, produce if any(include) else None, dtype=operand.compute_dtype, include=include)
+        gather_backward(grads, ctx.operand)
         return None, None
 
 
-def gather_parameters(operand: GatheredOperand) -> tuple[torch.Tensor, ...]:
+# ---- torch.compile: the same two functions as registered ops ---------------------------------------------------------
+# Sizes and dtype are arguments, not looked up: blocks that differ only in their handles then share one compiled graph.
+@torch.library.custom_op("commfuse::gather", mutates_args=())
+def gather_op(
+    anchor: torch.Tensor, handle: int, ranks: Sequence[int], sizes: Sequence[int], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """ranks[i]: number of dimensions of parameter i; sizes: the sizes of all parameters, one after the other."""
+    return gather_forward(operand_of(handle))
+
+
+@gather_op.register_fake
+def _(anchor: torch.Tensor, handle: int, ranks: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
+    left = iter(sizes)
+    return [torch.empty([next(left) for _ in range(rank)], dtype=dtype, device=anchor.device) for rank in ranks]
+
+
+@torch.library.custom_op("commfuse::gather_backward", mutates_args=())
+def gather_backward_op(grads: Sequence[torch.Tensor], handle: int) -> torch.Tensor:
+    operand = operand_of(handle)
+    gather_backward(grads, operand)
+    return torch.zeros_like(operand.anchor)
+
+
+@gather_backward_op.register_fake
+def _(grads: Sequence[torch.Tensor], handle: int) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.float32, device=grads[0].device)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    ctx.handle = inputs[1]
+
+
+def _op_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[torch.Tensor, None, None, None, None]:
+    return torch.ops.commfuse.gather_backward(grads, ctx.handle), None, None, None, None
+
+
+gather_op.register_autograd(_op_backward, setup_context=_setup_context)
+
+
+def gather_parameters(operand: GatheredOperand, handle: int) -> tuple[torch.Tensor, ...]:
     """The operand's whole parameters, differentiable: their gradients are reduced to the owners' shards."""
+    if torch.compiler.is_compiling():
+        ranks = [len(shape) for shape in operand.shapes]
+        sizes = [size for shape in operand.shapes for size in shape]
+        return tuple(torch.ops.commfuse.gather(operand.anchor, handle, ranks, sizes, operand.compute_dtype))
     return _GatherParameters.apply(operand.anchor, operand)

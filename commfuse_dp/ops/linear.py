@@ -173,7 +173,8 @@ def register_operand(operand: ShardedOperand) -> int:
     return _next_handle
 
 
-def _operand(handle: int) -> Any:
+def operand_of(handle: int) -> Any:
+    """The operand registered under `handle`."""
     operand = _OPERANDS.get(handle)
     if operand is None:
         raise RuntimeError("this compiled graph uses a layer whose CommFuse integration was removed: compile the model again")
@@ -182,7 +183,7 @@ def _operand(handle: int) -> Any:
 
 @torch.library.custom_op("commfuse::linear", mutates_args=())
 def linear_op(x: torch.Tensor, anchor: torch.Tensor, handle: int, out_features: int) -> torch.Tensor:
-    return linear_forward(x, _operand(handle))
+    return linear_forward(x, operand_of(handle))
 
 
 @linear_op.register_fake
@@ -194,7 +195,7 @@ def _(x: torch.Tensor, anchor: torch.Tensor, handle: int, out_features: int) -> 
 def linear_backward_op(
     grad: torch.Tensor, x: torch.Tensor, handle: int, needs_input_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    operand = _operand(handle)
+    operand = operand_of(handle)
     dx = linear_backward(grad, x, operand, needs_input_grad, operand.partial_dtype)
     return (dx if dx is not None else x.new_empty(0)), torch.zeros_like(operand.anchor)
 
