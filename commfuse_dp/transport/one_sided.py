@@ -29,7 +29,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -43,7 +45,7 @@ from commfuse_dp.transport.parts import Channel, Memory, Receiver
 from commfuse_dp.transport.pulls import Fetch, OwnCopy, View
 from commfuse_dp.transport.ring import Ring
 
-CLOSE_FLUSH_S = 5.0  # longest time that close() gives the channel to hand over what is queued
+CLOSE_FLUSH_S = 5.0  # longest time that close() serves late readers, and then hands over what is queued
 
 
 _open_transports: weakref.WeakSet[OneSidedTransport] = weakref.WeakSet()
@@ -216,15 +218,14 @@ class OneSidedTransport(Transport, Receiver):
         offset = int(buffer.storage_offset()) * buffer.element_size()
         nbytes = buffer.numel() * buffer.element_size()
         base = self._memory.outgoing(dst)
-        if buffer.untyped_storage().data_ptr() != base.untyped_storage().data_ptr() or not ring.holds(offset):
-            raise ValueError(
-                f"send to rank {dst}, {tag}: the buffer was not reserved by try_reserve({dst}, ...), or was sent before"
-            )
         header = msg.pack(msg.DEPOSIT, *tag, offset, nbytes)
-        payload = None if self._memory.in_place else base.narrow(0, offset, nbytes)
         with self._lock:
+            if buffer.untyped_storage().data_ptr() != base.untyped_storage().data_ptr() or not ring.send(offset):
+                raise ValueError(
+                    f"send to rank {dst}, {tag}: the buffer was not reserved by try_reserve({dst}, ...), or was sent before"
+                )
             self._count(tag.channel, nbytes, sent=True)
-            self._channel.post(dst, header, payload)
+            self._channel.post(dst, header, None if self._memory.in_place else base.narrow(0, offset, nbytes))
 
     def arrived(self, src: int, tag: Tag) -> bool:
         if (src, tag) in self._inbox:
@@ -286,6 +287,8 @@ class OneSidedTransport(Transport, Receiver):
     def close(self) -> None:
         if self._closed:
             return
+        if not self._memory.in_place and os.getpid() == self._pid and sys.exc_info()[0] is None:
+            self._serve_readers()
         self._closed = True
         try:
             if os.getpid() == self._pid:  # a copy made by fork has no right to speak for its parent
@@ -295,6 +298,16 @@ class OneSidedTransport(Transport, Receiver):
             self._channel.close()
             self._memory.close()
             self._views.clear()
+
+    def _serve_readers(self) -> None:
+        """Stay until all peers have finished the last epoch published here: their pulls are answered by this rank only."""
+        limit = time.monotonic() + min(CLOSE_FLUSH_S, self.deadline_s)
+        last = max(self._published[self.rank].values(), default=0)
+        while self._failure is None and any(self._finished[p] < last and p not in self._departed for p in self._peers):
+            left = limit - time.monotonic()
+            if left <= 0:
+                return
+            self._channel.poll(left)
 
     # ---- receiver ----------------------------------------------------------------------------------------------------
     def handle(self, src: int, message: bytes) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_RESERVED, _SENT, _FREED = range(3)
+
 ALIGNMENT = 64  # bytes: a cache line, and enough for every vector load
 
 
@@ -26,7 +28,7 @@ class Ring:
             raise ValueError(f"ring capacity {capacity}: a positive multiple of {ALIGNMENT} is needed")
         self.capacity = capacity
         self._head = 0
-        self._live: dict[int, bool] = {}  # offset -> freed, oldest first
+        self._live: dict[int, int] = {}  # offset -> _RESERVED, _SENT or _FREED, oldest first
 
     def reserve(self, nbytes: int) -> int | None:
         """Offset of a 64-byte aligned place for nbytes, or None if there is no room now."""
@@ -46,25 +48,24 @@ class Ring:
             elif tail - head < size:
                 return None
         self._head = head + size
-        self._live[head] = False
+        self._live[head] = _RESERVED
         return head
 
+    def send(self, offset: int) -> bool:
+        """Mark the place at `offset` as sent. False if it was not reserved, or was sent before."""
+        if self._live.get(offset) != _RESERVED:
+            return False
+        self._live[offset] = _SENT
+        return True
+
     def free(self, offset: int) -> None:
-        """Take back the place at `offset`. Raises KeyError if nothing (more) is there."""
+        """Take back the place at `offset`. Raises KeyError if no message sent from there is in flight."""
         live = self._live
-        if live.get(offset, True):
+        if live.get(offset) != _SENT:
             raise KeyError(offset)
-        live[offset] = True
+        live[offset] = _FREED
         while live:
             oldest = next(iter(live))
-            if not live[oldest]:
+            if live[oldest] != _FREED:
                 break
             del live[oldest]
-
-    def holds(self, offset: int) -> bool:
-        return self._live.get(offset) is False
-
-    @property
-    def live(self) -> int:
-        """Places given out and not yet freed."""
-        return sum(not freed for freed in self._live.values())

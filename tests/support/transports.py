@@ -1,0 +1,136 @@
+"""Groups of transports of every kind, one thread per rank: what the conformance suite runs on."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from commfuse_dp.transport.base import Transport
+from commfuse_dp.transport.inproc import Faults, InprocWorld
+from commfuse_dp.transport.shm import ShmTransport
+from tests.support.threads import ExchangeFn, run_ranks
+
+Body = Callable[[Transport, ExchangeFn], Any]
+Opener = Callable[[int, ExchangeFn], Transport]
+
+
+class Cluster:
+    """Opens a group of one kind, runs a body per rank, closes. A rank that raises closes at once, as a program would."""
+
+    kind = "?"
+
+    def opener(self, world_size: int, inbox_bytes: int, deadline_s: float) -> Opener:
+        raise NotImplementedError
+
+    def die(self, transport: Transport) -> None:
+        """End a rank without a goodbye, as kill -9 does."""
+        transport._channel.close()  # type: ignore[attr-defined]
+
+    def run(
+        self,
+        world_size: int,
+        body: Body,
+        *,
+        sizes: Sequence[Sequence[int]] | None = None,
+        inbox_bytes: int = 4096,
+        deadline_s: float = 20.0,
+        timeout_s: float = 60.0,
+    ) -> list[Any]:
+        open_one = self.opener(world_size, inbox_bytes, deadline_s)
+
+        def main(rank: int, exchange: ExchangeFn) -> Any:
+            transport = open_one(rank, exchange)
+            try:
+                if sizes is not None:
+                    transport.expose(sizes)
+                return body(transport, exchange)
+            finally:
+                transport.close()
+
+        return run_ranks(world_size, main, timeout_s=timeout_s)
+
+
+class InprocCluster(Cluster):
+    kind = "inproc"
+
+    def __init__(self, faults: Faults | None = None) -> None:
+        self.faults = faults
+        self.world: InprocWorld | None = None
+
+    def opener(self, world_size: int, inbox_bytes: int, deadline_s: float) -> Opener:
+        world = self.world = InprocWorld(world_size, inbox_bytes=inbox_bytes, deadline_s=deadline_s, faults=self.faults)
+        return lambda rank, exchange: world.transport(rank)
+
+    def die(self, transport: Transport) -> None:
+        assert self.world is not None
+        self.world.kill(transport.rank)
+
+
+class DelayedInprocCluster(InprocCluster):
+    """Every message is held back for 0 to 5 polls of its receiver, so that most orders of arrival occur."""
+
+    kind = "inproc-delayed"
+
+    def __init__(self) -> None:
+        super().__init__(Faults(seed=7, max_delay=5))
+
+
+class ShmCluster(Cluster):
+    kind = "shm"
+    backing = "memfd"
+
+    def opener(self, world_size: int, inbox_bytes: int, deadline_s: float) -> Opener:
+        return lambda rank, exchange: ShmTransport(
+            rank,
+            world_size,
+            exchange,
+            inbox_bytes=inbox_bytes,
+            deadline_s=deadline_s,
+            backing=self.backing,  # type: ignore[arg-type]
+        )
+
+
+class DevShmCluster(ShmCluster):
+    kind = "shm-dev_shm"
+    backing = "dev_shm"
+
+
+class TcpCluster(Cluster):
+    kind = "tcp"
+
+    def opener(self, world_size: int, inbox_bytes: int, deadline_s: float) -> Opener:
+        tcp = importlib.import_module("commfuse_dp.transport.tcp")
+        return lambda rank, exchange: tcp.TcpTransport(
+            rank, world_size, exchange, inbox_bytes=inbox_bytes, deadline_s=deadline_s, address="127.0.0.1"
+        )
+
+
+CLUSTERS: dict[str, type[Cluster]] = {
+    cluster.kind: cluster for cluster in (InprocCluster, DelayedInprocCluster, ShmCluster, DevShmCluster)
+}
+if importlib.util.find_spec("commfuse_dp.transport.tcp") is not None:
+    CLUSTERS[TcpCluster.kind] = TcpCluster
+
+
+def pull_bytes(
+    transport: Transport, owner: int, key: int, epoch: int, start: int = 0, nbytes: int | None = None, size: int | None = None
+) -> torch.Tensor:
+    """Pull and wait, with a buffer where the transport needs one. `size`: of the whole segment, unless nbytes is given."""
+    out = None
+    if not transport.in_place:
+        length = nbytes if nbytes is not None else (size or 0) - start
+        out = torch.empty(length, dtype=torch.uint8)
+    return transport.pull(owner, key, epoch, start=start, nbytes=nbytes, out=out).wait()
+
+
+def pattern(*identity: int, nbytes: int) -> torch.Tensor:
+    """Bytes that depend on every part of `identity`: a mix-up of rank, key, epoch, tag or place cannot go unseen."""
+    seed = 17
+    for part in identity:
+        seed = (seed * 1_000_003 + part + 1) % (1 << 31)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
