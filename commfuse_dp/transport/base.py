@@ -190,8 +190,14 @@ class Handle(ABC):
     def wait(self, where: Where = NOWHERE) -> None: ...
 
 
+PARAM_LANE, GRAD_LANE, CONTROL_LANE = 0, 1, 2
+
+
 class TwoSidedTransport(ABC):
-    """Plain asynchronous sends and receives; `lane` 0 carries parameters, lane 1 gradients (communicators of their own)."""
+    """Plain asynchronous sends and receives on lanes (communicators of their own): parameters, gradients, control.
+
+    The control lane carries small CPU tensors only, whatever the device of the others.
+    """
 
     name: ClassVar[str]
 

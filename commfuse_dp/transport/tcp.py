@@ -15,7 +15,6 @@ The protocol is `one_sided`; what this file adds is its `Channel` over `tcp_wire
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import ClassVar
 
@@ -25,6 +24,7 @@ from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import RECEIVE, SEND, Probe, now_ns
 from commfuse_dp.transport import messages as msg
 from commfuse_dp.transport.base import CHANNEL_GRAD, CHANNEL_REPLICA, ExchangeFn
+from commfuse_dp.transport.news import News
 from commfuse_dp.transport.one_sided import OneSidedTransport
 from commfuse_dp.transport.parts import Channel, Receiver
 from commfuse_dp.transport.tcp_connect import Links, connect_all
@@ -45,9 +45,7 @@ class TcpChannel(Channel, Handler):
         self._memory = memory
         self._probe = probe
         self._receiver: Receiver | None = None
-        self._news = threading.Condition(threading.Lock())
-        self._news_count = 0
-        self._news_seen = 0
+        self._news = News()
         self._error: BaseException | None = None
         self._arriving: dict[tuple[int, int], tuple[memoryview | None, int]] = {}  # (peer, lane) -> (landing, start_ns)
         self._text: dict[int, bytearray] = {}
@@ -67,13 +65,8 @@ class TcpChannel(Channel, Handler):
             self.wire.control(dst, message)
 
     def poll(self, timeout_s: float) -> None:
-        """Return as soon as something has arrived since the last call with a timeout: nothing can be missed between the
-        caller's look at its state and the wait here."""
         if timeout_s > 0:
-            with self._news:
-                if self._news_seen == self._news_count:
-                    self._news.wait(timeout_s)
-                self._news_seen = self._news_count
+            self._news.wait(timeout_s)
         if self._error is not None:
             raise TransportError(
                 f"rank {self._rank}: the I/O thread of transport tcp failed: {type(self._error).__name__}: {self._error}"
@@ -120,7 +113,7 @@ class TcpChannel(Channel, Handler):
             self._receiver.handle(peer, frame.message)
             if self._probe.sink is not None and total:
                 self._span(RECEIVE, frame.message, peer, start_ns)
-        self._announce()
+        self._news.ring()
 
     def sent(self, peer: int, item: Outgoing) -> None:
         if self._probe.sink is not None:
@@ -129,16 +122,11 @@ class TcpChannel(Channel, Handler):
     def lost(self, peer: int, reason: str) -> None:
         assert self._receiver is not None
         self._receiver.lost(peer, reason)
-        self._announce()
+        self._news.ring()
 
     def broken(self, error: BaseException) -> None:
         self._error = error
-        self._announce()
-
-    def _announce(self) -> None:
-        with self._news:
-            self._news_count += 1
-            self._news.notify_all()
+        self._news.ring()
 
     def _span(self, lane: str, message: bytes, peer: int, start_ns: int) -> None:
         kind, _, key, seq, part, _, nbytes = msg.HEADER.unpack(message)
