@@ -188,13 +188,17 @@ class Engine:
             self._active = False
 
     # ---- parameters --------------------------------------------------------------------------------------------------
+    def expect_backward(self, unit: Unit) -> None:
+        """The gather that follows is part of a forward that autograd records: an `exchange` will come for it."""
+        self.ensure_step()
+        if not in_backward():
+            unit.pending_backwards += 1
+
     def gather(self, unit: Unit, consume: Consume) -> None:
         """Forward: consume(slice, pieces) for every slice of the unit, own first. Pieces are valid during the call only."""
         self.ensure_step()
         recompute = in_backward()
         keep = recompute or unit.policy.keep_after_forward
-        if torch.is_grad_enabled() and not recompute:
-            unit.pending_backwards += 1
         order = [item for owner in self._gather_order for item in unit.params.slices[owner]]
         self._announce(unit, order)
         for item in order:

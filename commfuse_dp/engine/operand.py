@@ -20,6 +20,9 @@ class UnitOperand:
         self.has_bias = len(self.shapes) > 1
         self.anchor = unit.anchor
 
+    def expect_backward(self) -> None:
+        self._engine.expect_backward(self._unit)
+
     def gather(self, consume: Consume) -> None:
         self._engine.gather(self._unit, consume)
 

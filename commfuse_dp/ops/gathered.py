@@ -24,6 +24,8 @@ class GatheredOperand(Protocol):
     shapes: tuple[tuple[int, ...], ...]
     anchor: torch.Tensor
 
+    def expect_backward(self) -> None: ...
+
     def gather(self, consume: Visit) -> None: ...
 
     def exchange(
@@ -122,4 +124,6 @@ def gather_parameters(operand: GatheredOperand, handle: int) -> tuple[torch.Tens
         ranks = [len(shape) for shape in operand.shapes]
         sizes = [size for shape in operand.shapes for size in shape]
         return tuple(torch.ops.commfuse.gather(operand.anchor, handle, ranks, sizes, operand.compute_dtype))
+    if torch.is_grad_enabled():
+        operand.expect_backward()
     return _GatherParameters.apply(operand.anchor, operand)

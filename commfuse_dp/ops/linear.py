@@ -62,6 +62,10 @@ class ShardedOperand(Protocol):
     has_bias: bool
     anchor: torch.Tensor
 
+    def expect_backward(self) -> None:
+        """Autograd records the forward that follows: an `exchange` will come for it. (Inside an autograd Function, and in a
+        compiled graph, gradients always look disabled, so that `gather` cannot tell by itself.)"""
+
     def gather(self, consume: Visit) -> None:
         """consume(slice, pieces) for every slice, own first."""
 
@@ -228,4 +232,6 @@ def fused_linear(x: torch.Tensor, operand: ShardedOperand, handle: int, partial_
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
+    if torch.is_grad_enabled():
+        operand.expect_backward()
     return _FusedLinear.apply(x, operand.anchor, operand, partial_dtype)
