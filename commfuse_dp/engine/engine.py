@@ -11,8 +11,6 @@ units (plan.py); how a slice is computed is the caller's business (ops/).
 
 from __future__ import annotations
 
-import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,17 +18,18 @@ import torch
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.gradients import GradientStream, ReplicaGroup
+from commfuse_dp.engine.parameters import Consume, ParameterStream
 from commfuse_dp.engine.plan import Piece, Unit, UnitSlice
-from commfuse_dp.engine.window import Key, Window
-from commfuse_dp.errors import CommFuseError, ConfigError, Where
+from commfuse_dp.engine.window import Key
+from commfuse_dp.errors import CommFuseError, Where
 from commfuse_dp.probe import COMPUTE, Probe, now_ns
-from commfuse_dp.schedule.orders import gather_owners, scatter_owners
-from commfuse_dp.transport.base import Transfer, Transport
+from commfuse_dp.schedule.orders import scatter_owners
+from commfuse_dp.transport.base import Transport
 
-log = logging.getLogger(__name__)
-
-Consume = Callable[[UnitSlice, "list[Piece]"], None]
 Produce = Callable[[UnitSlice, "list[Piece]"], None]
+
+
+LATE_NS = 20_000  # a shorter wait at the start of a step is the cost of asking, not of waiting
 
 
 def in_backward() -> bool:
@@ -60,16 +59,13 @@ class Engine:
         self.device = device
         self._pool = BufferPool(device)
         self.gradients = GradientStream(transport, self._pool, self.probe, replicas)
-        self._window: Window | None = None
-        self._slices: dict[Key, UnitSlice] = {}
+        self.parameters = ParameterStream(transport, self.units, config, self._pool)
+        self.parameters.while_waiting = self.gradients.poll
         self._sequences: dict[bool, list[Key]] = {}  # recorded orders, by whether gradients are computed
         self._mode = False
-        self._gather_order = gather_owners(self.rank, self.world_size, config.order)
         self._scatter_order = scatter_owners(self.rank, self.world_size, config.order)
         self._active = False  # between begin_step and the end of the pass it belongs to
         self._armed = False  # the end-of-backward callback of the running backward is registered
-        self._in_place = transport.in_place
-        self._exposed = False
         self._broken: BaseException | None = None
         self._accumulating: set[int] = set()
 
@@ -94,88 +90,26 @@ class Engine:
         if not self.gradients.idle:  # the last backward was broken off by an exception
             self.gradients.abandon()
         self._armed = False
-        self._close_epoch(where)
+        record = self.parameters.stop(where)
+        if record:
+            self._sequences[self._mode] = record
         start = now_ns()
         self.transport.wait_finished(self.step, where)
         waited = now_ns()
-        if waited - start > 20_000:
+        if waited - start > LATE_NS:
             self.probe.exposed("(start of step)", start, waited)
         self.step += 1
         self._mode = torch.is_grad_enabled()
-        sequence = self._sequences.get(self._mode, [])
-        if self._window is not None:
-            self._window.start(self.step, sequence)  # asked for now, served as soon as the owners have published
-        for unit in self._publication_order(sequence):
-            self._publish(unit)
+        for unit in self.units:
             unit.pending_backwards = 0
+        self.parameters.start(self.step, self._sequences.get(self._mode, []))
         self.probe.span(COMPUTE, "publish", waited, now_ns(), kind="publish")
         self._active = True
 
-    def _close_epoch(self, where: Where) -> None:
-        if self._window is not None:
-            record = self._window.stop(where)
-            if record and self.step > 0:
-                self._sequences[self._mode] = record
-        if self.step > 0:
-            self.transport.finish(self.step)
-
-    def _publication_order(self, sequence: list[Key]) -> list[Unit]:
-        if not sequence:
-            return self.units
-        first_used = list(dict.fromkeys(key[0] for key in sequence))
-        rest = set(range(len(self.units))).difference(first_used)
-        return [self.units[index] for index in (*first_used, *sorted(rest))]
-
     def ensure_exposed(self) -> None:
-        if not self._exposed:
-            self._expose()
-
-    def _expose(self) -> None:
         """First step: layouts are fixed now, when dtypes are final and meta parameters have been materialised."""
-        limit = min(self.config.prefetch_bytes, self.config.inbox_bytes, self.transport.message_limit)
-        for unit in self.units:
-            unit.bind(self.world_size, comfortable=max(1, limit // 2))
-        for unit in self.units:
-            wide = max(unit.dtype.itemsize, (unit.policy.reduce_dtype or unit.dtype).itemsize)  # partials may travel in it
-            largest = unit.params.largest_slice * wide // unit.dtype.itemsize
-            if largest > limit and self.world_size > 1:
-                need = -(-largest * unit.slices_per_rank // limit)
-                raise ConfigError(
-                    f"a slice of layer {unit.name!r} has {largest} bytes, but prefetch_bytes={self.config.prefetch_bytes} and "
-                    f"inbox_bytes={self.config.inbox_bytes} allow at most {limit}. Set slices_per_rank to {need} or more "
-                    f"(now {unit.slices_per_rank}), or raise prefetch_bytes and inbox_bytes to {largest} or more."
-                )
-        self.transport.expose([unit.params.segment_bytes for unit in self.units])
-        for unit in self.units:
-            for owned in unit.params.slices:
-                for item in owned:
-                    self._slices[(unit.index, item.owner, item.index)] = item
-        if not self._in_place and self.world_size > 1:
-            self._window = Window(self.transport, self._pool, self.config.prefetch_bytes, self.probe, self._locate)
-        self._exposed = True
-
-    def _locate(self, key: Key) -> tuple[int, int]:
-        item = self._slices[key]
-        return item.offset, item.nbytes
-
-    @torch.no_grad()
-    def _publish(self, unit: Unit) -> None:
-        """Copy (and cast) this rank's shards into the published segment; own slices are read from there too."""
-        segment = self.transport.segment(unit.index)
-        for item in unit.params.slices[self.rank]:
-            for piece in unit.params.pieces(item, segment[item.offset : item.offset + item.nbytes]):
-                local = unit.slots[piece.part].local()
-                if piece.part == 0:
-                    low = unit.params.slices[self.rank][0].start
-                    local = local[piece.row_start - low : piece.row_start - low + piece.tensor.shape[0]]
-                if local.shape != piece.tensor.shape:
-                    raise CommFuseError(
-                        f"parameter {unit.slots[piece.part].name!r} has a local shard of {tuple(local.shape)} where "
-                        f"{tuple(piece.tensor.shape)} was expected: its sharding changed after apply(). Call "
-                        "commfuse_dp.remove(model) before changing it and apply() again afterwards."
-                    )
-                piece.tensor.copy_(local)
-        self.transport.publish(unit.index, self.step)
+        if not self.parameters.exposed:
+            self.parameters.expose()
 
     def ensure_step(self) -> None:
         """A layer runs outside the root's forward (a submodule called by itself): that starts a step too."""
@@ -199,10 +133,7 @@ class Engine:
         self.ensure_step()
         recompute = in_backward()
         keep = recompute or unit.policy.keep_after_forward
-        order = [item for owner in self._gather_order for item in unit.params.slices[owner]]
-        self._announce(unit, order)
-        for item in order:
-            self._consume(unit, item, consume, pin=keep)
+        self.parameters.gather(unit, consume, keep=keep)
 
     def exchange(
         self, unit: Unit, consume: Consume | None, produce: Produce | None, *, dtype: torch.dtype, include: tuple[bool, ...]
@@ -214,59 +145,23 @@ class Engine:
         """
         self.arm()
         unit.pending_backwards = max(0, unit.pending_backwards - 1)
-        params = [item for owner in self._scatter_order for item in unit.params.slices[owner]] if consume is not None else []
-        if params:
-            self._announce(unit, params)
-        if produce is None:
-            for item in params:
-                self._consume(unit, item, consume, pin=False)
-        else:
-            sink = self._open_sink(unit, dtype, include)
-            for owner in self._scatter_order:
-                # With m > 1 the owner's slices of both kinds alternate: send one, then use the link's time for a dgrad.
-                mine = deque(item for item in params if item.owner == owner)
+        if consume is not None:
+            self.parameters.announce_backward(unit)
+        sink = self._open_sink(unit, dtype, include) if produce is not None else None
+        for owner in self._scatter_order:
+            # With m > 1 the owner's slices of both kinds alternate: send one, then use the link's time for a dgrad.
+            readers = self.parameters.readers(unit, owner, consume) if consume is not None else []
+            read = 0
+            if sink is not None and produce is not None:
                 for item in sink.slices(owner):
                     sink.fill(item, produce)
-                    if mine:
-                        self._consume(unit, mine.popleft(), consume, pin=False)
-                while mine:
-                    self._consume(unit, mine.popleft(), consume, pin=False)
-        if self._window is not None:
-            self._window.unpin(unit.index)
+                    if read < len(readers):
+                        readers[read]()
+                        read += 1
+            for reader in readers[read:]:
+                reader()
+        self.parameters.forget(unit)
         self.gradients.poll()
-
-    def _announce(self, unit: Unit, order: Sequence[UnitSlice]) -> None:
-        if self._window is not None:
-            self._window.announce([(unit.index, item.owner, item.index) for item in order if item.owner != self.rank])
-
-    def _consume(self, unit: Unit, item: UnitSlice, consume: Consume | None, *, pin: bool) -> None:
-        assert consume is not None
-        if item.owner == self.rank:
-            segment = self.transport.segment(unit.index)
-            data = segment[item.offset : item.offset + item.nbytes]
-            consume(item, unit.params.pieces(item, data))
-            return
-        if self._window is None:
-            transfer = self.transport.pull(item.owner, unit.index, self.step, start=item.offset, nbytes=item.nbytes)
-            consume(item, unit.params.pieces(item, self._await(unit, item, transfer)))
-            return
-        key = (unit.index, item.owner, item.index)
-        data = self._await(unit, item, self._window.take(key))
-        consume(item, unit.params.pieces(item, data))
-        self._window.done(key, pin=pin)
-
-    def _await(self, unit: Unit, item: UnitSlice, transfer: Transfer) -> torch.Tensor:
-        if not transfer.done():
-            start = now_ns()
-            gradients = self.gradients
-            self.transport.wait_until(
-                lambda: transfer.done() or (gradients.poll() and transfer.done()),
-                peer=item.owner,
-                where=Where(unit.name, self.step, str(item), item.nbytes),
-                doing="a parameter slice",
-            )
-            self.probe.exposed(unit.name, start, now_ns())
-        return transfer.wait()
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
     def _open_sink(self, unit: Unit, dtype: torch.dtype, include: tuple[bool, ...]) -> _Sink:
@@ -315,8 +210,6 @@ class Engine:
         self._active = False
 
     def close(self) -> None:
-        if self._window is not None and self._broken is None:
-            self._window.stop(Where("(close)", self.step))
         self.transport.close()
         self._pool.clear()
 

@@ -38,7 +38,7 @@ class UnitOperand:
     @property
     def compute_dtype(self) -> torch.dtype:
         """Dtype of the gathered parameters."""
-        return self._unit.policy.compute_dtype or self._unit.slots[0].local().dtype
+        return self._unit.dtype
 
     @property
     def partial_dtype(self) -> torch.dtype:

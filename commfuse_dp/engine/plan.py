@@ -226,5 +226,5 @@ class Unit:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Compute dtype of the gathered parameters (after `bind`)."""
-        return self.params.dtype
+        """Compute dtype of the gathered parameters: final once they have been bound, in the first step."""
+        return self.params.dtype if self._parts is not None else self.policy.compute_dtype or self.slots[0].local().dtype

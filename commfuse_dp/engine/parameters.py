@@ -1,0 +1,207 @@
+"""The way of a parameter: published by its owner once a step, fetched slice by slice, read by the layers' GEMMs.
+
+    owner     shard -> segment (one copy, cast to the compute dtype) -> publish
+    reader    own slices: from the own segment; others' slices: in place (shm), or through the window into a pooled buffer
+
+What does not change from step to step (byte ranges, views of segments that stay where they are) is worked out once per unit:
+on small layers the time is in Python, not in the GEMMs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.engine.buffers import BufferPool
+from commfuse_dp.engine.plan import Piece, Unit, UnitSlice
+from commfuse_dp.engine.window import Key, Window
+from commfuse_dp.errors import CommFuseError, ConfigError, Where
+from commfuse_dp.probe import now_ns
+from commfuse_dp.schedule.orders import gather_owners, scatter_owners
+from commfuse_dp.transport.base import Transfer, Transport
+
+Consume = Callable[[UnitSlice, "list[Piece]"], None]
+
+
+class _Visit:
+    """One slice of one unit, as this rank reads it in every step."""
+
+    __slots__ = ("data", "item", "key", "pieces")
+
+    def __init__(self, item: UnitSlice, key: Key) -> None:
+        self.item = item
+        self.key = key
+        self.data: torch.Tensor | None = None  # bytes that `pieces` are views of
+        self.pieces: list[Piece] = []
+
+
+class _Reading:
+    """How this rank reads and publishes one unit."""
+
+    __slots__ = ("by_owner", "forward", "remote_backward", "remote_forward", "shards")
+
+    def __init__(self, unit: Unit, rank: int, gather_order: Sequence[int], scatter_order: Sequence[int]) -> None:
+        visits = [
+            [_Visit(item, (unit.index, owner, item.index)) for item in own] for owner, own in enumerate(unit.params.slices)
+        ]
+        self.by_owner = visits
+        self.forward = [visit for owner in gather_order for visit in visits[owner]]
+        self.remote_forward = [visit.key for visit in self.forward if visit.item.owner != rank]
+        self.remote_backward = [visit.key for owner in scatter_order if owner != rank for visit in visits[owner]]
+        self.shards: list[tuple[torch.Tensor, int, int]] = []  # (view of the own segment, part, first row in the local shard)
+
+
+class ParameterStream:
+    """Published parameters of all ranks of one group. Layouts are fixed by `expose`, in the first step."""
+
+    def __init__(self, transport: Transport, units: Sequence[Unit], config: CommFuseConfig, pool: BufferPool) -> None:
+        self._transport = transport
+        self._units = units
+        self._config = config
+        self._pool = pool
+        self._probe = transport.probe
+        self._rank = transport.rank
+        self._world_size = transport.world_size
+        self._window: Window | None = None
+        self._readings: list[_Reading] = []
+        self._epoch = 0
+        self.exposed = False
+        self.while_waiting: Callable[[], object] = lambda: None  # useful work to do while a slice is late
+
+    # ---- layout ------------------------------------------------------------------------------------------------------
+    def expose(self) -> None:
+        """Collective. Called when dtypes are final and meta parameters have been materialised."""
+        config = self._config
+        limit = min(config.prefetch_bytes, config.inbox_bytes, self._transport.message_limit)
+        for unit in self._units:
+            unit.bind(self._world_size, comfortable=max(1, limit // 2))
+            wide = max(unit.dtype.itemsize, (unit.policy.reduce_dtype or unit.dtype).itemsize)  # partials may travel in it
+            largest = unit.params.largest_slice * wide // unit.dtype.itemsize
+            if largest > limit and self._world_size > 1:
+                need = -(-largest * unit.slices_per_rank // limit)
+                raise ConfigError(
+                    f"a slice of layer {unit.name!r} has {largest} bytes, but prefetch_bytes={config.prefetch_bytes} and "
+                    f"inbox_bytes={config.inbox_bytes} allow at most {limit}. Set slices_per_rank to {need} or more "
+                    f"(now {unit.slices_per_rank}), or raise prefetch_bytes and inbox_bytes to {largest} or more."
+                )
+        self._transport.expose([unit.params.segment_bytes for unit in self._units])
+        orders = [order(self._rank, self._world_size, config.order) for order in (gather_owners, scatter_owners)]
+        self._readings = [_Reading(unit, self._rank, *orders) for unit in self._units]
+        for unit, reading in zip(self._units, self._readings, strict=True):
+            self._bind_own(unit, reading)
+        if not self._transport.in_place and self._world_size > 1:
+            self._window = Window(self._transport, self._pool, config.prefetch_bytes, self._probe, self._locate)
+        self.exposed = True
+
+    def _bind_own(self, unit: Unit, reading: _Reading) -> None:
+        segment = self._transport.segment(unit.index)
+        own = reading.by_owner[self._rank]
+        for visit in own:
+            visit.data = segment[visit.item.offset : visit.item.offset + visit.item.nbytes]
+            visit.pieces = unit.params.pieces(visit.item, visit.data)
+            low = own[0].item.start
+            reading.shards += [(p.tensor, p.part, p.row_start - low if p.part == 0 else 0) for p in visit.pieces]
+
+    def _locate(self, key: Key) -> tuple[int, int]:
+        item = self._readings[key[0]].by_owner[key[1]][key[2]].item
+        return item.offset, item.nbytes
+
+    # ---- epochs ------------------------------------------------------------------------------------------------------
+    def start(self, epoch: int, sequence: list[Key]) -> None:
+        """Publish this rank's parameters as version `epoch`, and begin to fetch the others' along a recording."""
+        self._epoch = epoch
+        if self._window is not None:
+            self._window.start(epoch, sequence)  # asked for now, served as soon as the owners have published
+        for unit in self._publication_order(sequence):
+            self._publish(unit)
+
+    def stop(self, where: Where) -> list[Key]:
+        """This rank reads no more of the epoch; returns the order in which it fetched slices."""
+        record = self._window.stop(where) if self._window is not None else []
+        if self._epoch > 0:
+            self._transport.finish(self._epoch)
+        return record
+
+    def _publication_order(self, sequence: list[Key]) -> Sequence[Unit]:
+        if not sequence:
+            return self._units
+        first_used = list(dict.fromkeys(key[0] for key in sequence))
+        rest = set(range(len(self._units))).difference(first_used)
+        return [self._units[index] for index in (*first_used, *sorted(rest))]
+
+    @torch.no_grad()
+    def _publish(self, unit: Unit) -> None:
+        """Copy (and cast) this rank's shards into the published segment; own slices are read from there too."""
+        for target, part, first in self._readings[unit.index].shards:
+            local = unit.slots[part].local()
+            rows = target.shape[0]
+            if local.shape[0] != rows:
+                local = local[first : first + rows]
+            if local.shape != target.shape:
+                raise CommFuseError(
+                    f"parameter {unit.slots[part].name!r} has a local shard of {tuple(unit.slots[part].local().shape)}, in "
+                    f"which rows {first}:{first + rows} of shape {tuple(target.shape)} were expected: its sharding changed "
+                    "after apply(). Call commfuse_dp.remove(model) before changing it and apply() again afterwards."
+                )
+            target.copy_(local)
+        self._transport.publish(unit.index, self._epoch)
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+    def gather(self, unit: Unit, consume: Consume, *, keep: bool) -> None:
+        """consume(slice, pieces) for every slice of the unit, own first. `keep`: hold remote slices for the backward."""
+        reading = self._readings[unit.index]
+        if self._window is not None:
+            self._window.announce(reading.remote_forward)
+        for visit in reading.forward:
+            self._read(unit, visit, consume, keep)
+
+    def announce_backward(self, unit: Unit) -> None:
+        """The unit's slices are about to be read owner by owner, own last."""
+        if self._window is not None:
+            self._window.announce(self._readings[unit.index].remote_backward)
+
+    def readers(self, unit: Unit, owner: int, consume: Consume) -> list[Callable[[], None]]:
+        """One call per slice of `owner`, each of which consumes it."""
+        return [
+            lambda visit=visit: self._read(unit, visit, consume, False)  # type: ignore[misc]
+            for visit in self._readings[unit.index].by_owner[owner]
+        ]
+
+    def forget(self, unit: Unit) -> None:
+        """The unit's backward is over: what was held for it may go."""
+        if self._window is not None:
+            self._window.unpin(unit.index)
+
+    def _read(self, unit: Unit, visit: _Visit, consume: Consume, keep: bool) -> None:
+        item = visit.item
+        if item.owner == self._rank:
+            consume(item, visit.pieces)
+            return
+        if self._window is not None:
+            data = self._await(unit, item, self._window.take(visit.key))
+            consume(item, unit.params.pieces(item, data))
+            self._window.done(visit.key, pin=keep)
+            return
+        transfer = self._transport.pull(item.owner, unit.index, self._epoch, start=item.offset, nbytes=item.nbytes)
+        data = self._await(unit, item, transfer)
+        if data is not visit.data:  # segments stay where they are: the same bytes in every step
+            visit.data = data
+            visit.pieces = unit.params.pieces(item, data)
+        consume(item, visit.pieces)
+
+    def _await(self, unit: Unit, item: UnitSlice, transfer: Transfer) -> torch.Tensor:
+        if not transfer.done():
+            start = now_ns()
+
+            def ready() -> bool:
+                if transfer.done():
+                    return True
+                self.while_waiting()
+                return transfer.done()
+
+            where = Where(unit.name, self._epoch, str(item), item.nbytes)
+            self._transport.wait_until(ready, peer=item.owner, where=where, doing="a parameter slice")
+            self._probe.exposed(unit.name, start, now_ns())
+        return transfer.wait()
