@@ -132,7 +132,8 @@ def result_table(summary: dict[str, Any]) -> Table:
         f"a step; minimum {_mib(minimum)}",
     )  # fmt: skip
     peak = summary["peak_unsharded_bytes"]
-    row("unsharded weights", _mib(peak[FSDP2]), _mib(peak[COMMFUSE]), "peak held by a rank")
+    in_place = "peers' memory is read in place" if summary["transport"] == "shm" else "peak held by a rank"
+    row("unsharded weights", _mib(peak[FSDP2]), _mib(peak[COMMFUSE]), in_place)
     return table
 
 

@@ -25,6 +25,8 @@ from commfuse_dp.observe import draw_timeline, read_interface, view_step, write_
 RAW, TIMELINE, TRACE = "raw.json", "timeline.png", "trace.json"
 TITLES = {FSDP2: "FSDP2 (stock)", COMMFUSE: "FSDP2 + CommFuse"}
 
+IN_PLACE = "no transfers: compute reads and writes the slices in shared memory"
+
 
 class DemoRank:
     """The run as one rank sees it."""
@@ -128,7 +130,7 @@ class DemoRank:
         write_trace(out / TRACE, {TITLES[name]: spans for name, spans in ranks.items()}, about={"conditions": conditions})
         draw_timeline(
             out / TIMELINE,
-            [view_step(TITLES[name], spans) for name, spans in ranks.items()],
+            [view_step(TITLES[name], spans, note=IN_PLACE) for name, spans in ranks.items()],
             title=f"One training step of each, {self.settings.world_size} ranks, same time axis",
             conditions=conditions,
         )

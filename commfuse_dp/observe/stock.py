@@ -153,7 +153,7 @@ class StockMeter:
         """A collective sends and receives all the while; what it does when inside is not visible from here."""
         if self.probe.sink is not None:
             for lane in (SEND, RECEIVE):
-                self.probe.sink(lane, f"{kind} {layer}", start_ns, end_ns, {"bytes": nbytes})
+                self.probe.sink(lane, f"{kind} {layer}", start_ns, end_ns, {"nbytes": nbytes})
 
 
 def _calling_layer() -> str:

@@ -38,12 +38,23 @@ class StepView:
     number: int
     duration_ns: int
     lanes: list[dict[str, list[Interval]]]  # a rank each: phases, send, receive, wait
-    head_ns: int
-    tail_ns: int
-    exposed_ns: int  # mean of the ranks, over forward and backward
+    heads_ns: list[int]  # a rank each
+    tails_ns: list[int]
+    exposed_ns: int  # mean of the ranks
+    note: str = ""  # written into the send and receive lanes if nothing was in flight
+
+    @property
+    def head_ns(self) -> int:
+        """Mean of the ranks."""
+        return sum(self.heads_ns) // len(self.heads_ns)
+
+    @property
+    def tail_ns(self) -> int:
+        """Mean of the ranks."""
+        return sum(self.tails_ns) // len(self.tails_ns)
 
 
-def view_step(title: str, ranks: Sequence[RankSpans], number: int | None = None) -> StepView:
+def view_step(title: str, ranks: Sequence[RankSpans], number: int | None = None, *, note: str = "") -> StepView:
     """Cut one step out of gathered spans: step `number`, or the one of median duration. Raises ValueError if there is none."""
     steps = [rank.steps() for rank in ranks]
     common = sorted(set.intersection(*(set(s) for s in steps))) if steps else []
@@ -72,8 +83,7 @@ def view_step(title: str, ranks: Sequence[RankSpans], number: int | None = None)
         exposed.append(total(waits))
         shown = {**busy, **{lane: clip(merge(rank.lane(lane)), *own) for lane in (SEND, RECEIVE)}, WAIT: waits}
         lanes.append({lane: [(a - start, b - start) for a, b in spans] for lane, spans in shown.items()})
-    mean = len(ranks)
-    return StepView(title, number, end - start, lanes, sum(heads) // mean, sum(tails) // mean, sum(exposed) // mean)
+    return StepView(title, number, end - start, lanes, heads, tails, sum(exposed) // len(ranks), note)
 
 
 def draw_timeline(path: str | Path, views: Sequence[StepView], *, title: str, conditions: str, max_ranks: int = 2) -> None:
@@ -84,7 +94,7 @@ def draw_timeline(path: str | Path, views: Sequence[StepView], *, title: str, co
 
     path = Path(path)
     shown_ranks = max(1, min(max_ranks, max(len(view.lanes) for view in views)))
-    figure = Figure(figsize=(11.0, 1.5 + len(views) * (0.75 + 1.05 * shown_ranks)), dpi=160)
+    figure = Figure(figsize=(11.0, 1.5 + len(views) * (0.75 + 1.1 * shown_ranks)), dpi=160)
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(views), 1, sharex=True, squeeze=False)[:, 0]
     longest = max(view.duration_ns for view in views) / 1e6
@@ -126,11 +136,16 @@ def _draw_view(axis: Any, view: StepView, shown_ranks: int) -> None:
             -0.083, rank * pitch + rows / 2, f"rank {rank}", transform=axis.get_yaxis_transform(), rotation=90,
             ha="center", va="center", fontsize=10.5, fontweight="bold", color=_INK,
         )  # fmt: skip
-    _name_head_and_tail(axis, view, rows)
+        if view.note and not lanes.get(SEND) and not lanes.get(RECEIVE):
+            axis.text(
+                view.duration_ns / 2e6, rank * pitch + 2, view.note, ha="center", va="center", fontsize=9, style="italic",
+                color="#555555",
+            )  # fmt: skip
+        _name_head_and_tail(axis, view, rank, rank * pitch + rows + 0.33)
     axis.set_yticks(ticks, labels, fontsize=9.5, color=_INK)
     axis.tick_params(axis="y", length=0, pad=3)
     axis.tick_params(axis="x", labelsize=10, colors=_INK, labelbottom=True)
-    axis.set_ylim(shown_ranks * pitch - (0.7 if shown_ranks > 1 else 0.0), 0)
+    axis.set_ylim(shown_ranks * pitch, 0)
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
     axis.spines["bottom"].set_color(_FAINT)
@@ -145,16 +160,15 @@ def _draw_view(axis: Any, view: StepView, shown_ranks: int) -> None:
     )  # fmt: skip
 
 
-def _name_head_and_tail(axis: Any, view: StepView, rows: int) -> None:
-    """The words under rank 0's lanes, where the step begins and ends with waiting."""
-    waits = view.lanes[0][WAIT]
-    for name, length, side in (("head", view.head_ns, "left"), ("tail", view.tail_ns, "right")):
+def _name_head_and_tail(axis: Any, view: StepView, rank: int, y: float) -> None:
+    """The words under a rank's lanes, where its step begins or ends with waiting."""
+    waits = view.lanes[rank][WAIT]
+    for name, length, side in (("head", view.heads_ns[rank], "left"), ("tail", view.tails_ns[rank], "right")):
         if waits and length > 0.004 * view.duration_ns:
             at = waits[0][0] if side == "left" else waits[-1][1]
             axis.text(
-                at / 1e6, rows + 0.33, f"{name} {_ms(length)}", ha=side, va="center", fontsize=9, fontweight="bold",
-                color=COLOURS[WAIT],
-            )  # fmt: skip
+                at / 1e6, y, f"{name} {_ms(length)}", ha=side, va="center", fontsize=9, fontweight="bold", color=COLOURS[WAIT]
+            )
 
 
 def _draw_saving(axis: Any, view: StepView, reference: StepView) -> None:
