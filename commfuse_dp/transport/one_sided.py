@@ -441,6 +441,9 @@ class OneSidedTransport(Transport, Receiver):
             if self._failure is None:
                 self._failure = (peer, text)
                 self._tell_others(peer, text)
+            elif self._failure[0] not in (-1, peer):  # an I/O thread has heard of the first loss since the last progress()
+                peer, reason = self._failure
+                text = f"lost {self._channel.describe(peer)} (transport {self.name}): {reason}"
         return PeerLostError(f"rank {self.rank}: {text}.", rank=self.rank, peer=peer, where=where)
 
     def _tell_others(self, culprit: int, reason: str) -> None:
