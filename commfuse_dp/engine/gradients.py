@@ -275,9 +275,11 @@ class GradientStream:
             if item is None:
                 continue
             tag = Tag(CHANNEL_GRAD, head.unit.index, head.seq, item.index)
+            if head.own_done <= head.summed:
+                raise RuntimeError(f"gradient of layer {head.unit.name!r} was opened but its own slice was never computed")
             late = [peer for peer in self._peers if not self._transport.arrived(peer, tag)]
             if not late:
-                raise RuntimeError(f"gradient of layer {head.unit.name!r} was opened but its own slice was never computed")
+                continue  # it came just now
             start = now_ns()
             self._transport.wait_until(
                 lambda peer=late[0], tag=tag: self._transport.arrived(peer, tag),  # type: ignore[misc]
