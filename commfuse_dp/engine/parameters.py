@@ -145,6 +145,11 @@ class ParameterStream:
                     f"which rows {first}:{first + rows} of shape {tuple(target.shape)} were expected: its sharding changed "
                     "after apply(). Call commfuse_dp.remove(model) before changing it and apply() again afterwards."
                 )
+            if local.dtype != target.dtype and unit.policy.compute_dtype is None:
+                raise CommFuseError(
+                    f"parameter {unit.slots[part].name!r} is {local.dtype} now, but was {target.dtype} in the first step. "
+                    "Call commfuse_dp.remove(model) before converting it and apply() again afterwards."
+                )
             target.copy_(local)
         self._transport.publish(unit.index, self._epoch)
 
