@@ -84,20 +84,17 @@ def _tracks(pid: int, spans: Iterable[Span], origin: int) -> list[dict[str, Any]
 def _rows(spans: Sequence[Span]) -> list[int]:
     """Track of each span: nested spans share one, overlapping ones do not."""
     order = sorted(range(len(spans)), key=lambda i: (spans[i].start_ns, -spans[i].end_ns))
-    outer: list[int] = []  # spans that lie in no other one
+    outer: list[int] = []  # spans that need a row; the others lie in one of these
     inside: dict[int, int] = {}
-    stacks: list[int] = []
+    open_spans: list[int] = []
     for index in order:
-        while stacks and spans[stacks[-1]].end_ns <= spans[index].start_ns:
-            stacks.pop()
-        if stacks and spans[index].end_ns <= spans[stacks[-1]].end_ns:
-            inside[index] = stacks[-1]
-        elif stacks:  # overlaps the innermost open span: a track of its own
-            outer.append(index)
-            continue
+        while open_spans and spans[open_spans[-1]].end_ns <= spans[index].start_ns:
+            open_spans.pop()
+        if open_spans and spans[index].end_ns <= spans[open_spans[-1]].end_ns:
+            inside[index] = open_spans[-1]
         else:
             outer.append(index)
-        stacks.append(index)
+        open_spans.append(index)
     row_of = dict(zip(outer, pack((spans[i].start_ns, spans[i].end_ns) for i in outer), strict=True))
     for index in order:
         if index in inside:
