@@ -28,6 +28,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -51,12 +53,18 @@ CLOSE_FLUSH_S = 5.0  # longest time that close() serves late readers, and then h
 _open_transports: weakref.WeakSet[OneSidedTransport] = weakref.WeakSet()
 
 
-@atexit.register
 def _close_all() -> None:
     """A program that ends without close() still says goodbye: its peers may not need it any more."""
     for transport in list(_open_transports):
         with contextlib.suppress(Exception):
             transport.close()
+
+
+@functools.cache
+def _close_at_exit(pid: int) -> None:
+    """Once per process. A child forked by multiprocessing ends without running atexit functions, but runs finalizers."""
+    atexit.register(_close_all)
+    multiprocessing.util.Finalize(None, _close_all, exitpriority=100)
 
 
 class OneSidedTransport(Transport, Receiver):
@@ -104,6 +112,7 @@ class OneSidedTransport(Transport, Receiver):
         self._views: dict[tuple[int, int, int, int], torch.Tensor] = {}  # made once: pulls are the same in every step
         channel.start(self)
         _open_transports.add(self)
+        _close_at_exit(self._pid)
 
     # ---- windows -----------------------------------------------------------------------------------------------------
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:

@@ -25,9 +25,10 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -86,10 +87,15 @@ def _allocate(nbytes: int, backing: Backing) -> int:
     return fd
 
 
+# mmap objects keep a copy of the descriptor unless told not to, which they can be from Python 3.13 on.
+_UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+
+
 def _map(fd: int, offset: int, nbytes: int) -> torch.Tensor:
     """uint8 view of a shared mapping. The tensor's storage refers to the mapping, which ends with the last tensor on it."""
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-    return torch.frombuffer(mmap.mmap(fd, _page(nbytes), flags=flags, offset=offset), dtype=torch.uint8, count=nbytes)
+    mapping = mmap.mmap(fd, _page(nbytes), flags=flags, offset=offset, **_UNTRACKED)
+    return torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -153,10 +159,11 @@ class SharedMemory(Memory):
         self._segments: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
         fds = blocks.make(slot * (world_size - 1), f"inboxes (inbox_bytes = {inbox_bytes} for each of {world_size - 1} peers)")
         try:
+            inbox = _map(fds[rank], 0, slot * (world_size - 1)) if world_size > 1 else _NOTHING
             for peer in range(world_size):
                 if peer != rank:
                     # The ring of source s is block s of its owner's object; the owner itself is left out of the count.
-                    self._incoming[peer] = _map(fds[rank], slot * (peer - (peer > rank)), ring)
+                    self._incoming[peer] = inbox.narrow(0, slot * (peer - (peer > rank)), ring)
                     self._outgoing[peer] = _map(fds[peer], slot * (rank - (rank > peer)), ring)
         finally:
             for fd in fds.values():
