@@ -1,0 +1,361 @@
+"""all_gather, reduce_scatter, all_reduce and all_to_all with callbacks, for users of torch.distributed.
+
+The same arguments everywhere:
+
+* group: process group; None: the default one. All ranks of it must make the same calls in the same order.
+* order: 'pairwise' (straight between all ranks) or 'ring' (only from r to r+1).
+* slices_per_rank: m of the paper; each rank's rows are cut into so many slices, each with a callback of its own.
+* transport: an open transport to use instead of the group's own (which is opened on first use, see sessions.py).
+
+Callbacks get an `Owner` (an int: the rank) and one slice of rows. They run in the caller's thread, in a fixed order, without
+autograd, and must not call collectives on the same transport. The tensor given to `consume` is valid during the call only
+and must not be written to. Every wait has the transport's deadline; its error names the peer and the slice.
+
+`commfuse_dp.collectives.reference` has each function again, unfused, on torch.distributed's own collectives.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commfuse_dp.collectives import arguments as args
+from commfuse_dp.collectives.arguments import Op
+from commfuse_dp.collectives.execution import Bindings, ConsumeFn, Execution, ProduceFn
+from commfuse_dp.collectives.sessions import Session, begin, failed
+from commfuse_dp.collectives.summation import wide_dtype
+from commfuse_dp.errors import MismatchError
+from commfuse_dp.schedule.builders import build
+from commfuse_dp.schedule.operations import TOTAL, Piece, Problem
+from commfuse_dp.schedule.orders import check_order
+from commfuse_dp.transport.base import Transport
+
+
+@torch.no_grad()
+def all_gather(
+    shard: torch.Tensor,
+    consume: ConsumeFn | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    order: str = "pairwise",
+    sizes: Sequence[int] | None = None,
+    slices_per_rank: int = 1,
+    transport: Transport | None = None,
+) -> torch.Tensor | None:
+    """Gather the ranks' shards along dim 0.
+
+    Args:
+        shard: [rows of this rank, ...]; any dtype; rows may differ from rank to rank and be 0, the rest must be equal.
+        consume: consume(owner, slice) is called as soon as a slice is readable, own slices first, then those of
+            r+1, r+2, ... (pairwise) or r-1, r-2, ... (ring), in row order.
+        sizes: rows of every rank. If None they are exchanged first, which costs one round trip but also checks that all
+            ranks agree on row shape and dtype.
+
+    Returns the concatenation [sum of rows, ...] in rank order, or None if `consume` is given.
+
+    Raises ValueError for arguments that cannot be; MismatchError if the ranks' shards do not fit together; DeadlineError
+    or PeerLostError if a peer does not do its part.
+    """
+    check_order(order)
+    args.check_rows("shard", shard)
+    shard = shard.detach().contiguous()
+    session = begin(group, transport, shard.device)
+    found = _exchange_sizes(session, shard) if sizes is None else args.check_sizes(sizes, session.world_size)
+    if found[session.rank] != shard.shape[0]:
+        raise ValueError(f"sizes[{session.rank}]={found[session.rank]}, but shard has {shard.shape[0]} rows")
+    problem = Problem("all_gather", found, order, slices_per_rank)
+    out = None if consume is not None else shard.new_empty((sum(found), *shard.shape[1:]))
+    base = sum(found[: session.rank])
+    if out is not None:
+        out[base : base + shard.shape[0]].copy_(shard)
+
+    def landing(piece: Piece) -> torch.Tensor | None:
+        return None if out is None else out[piece.slice.start : piece.slice.stop]
+
+    _run(
+        problem,
+        session,
+        Bindings(
+            "all_gather",
+            shard.device,
+            tuple(shard.shape[1:]),
+            dtype=lambda _: shard.dtype,
+            data=lambda piece: shard[piece.slice.start - base : piece.slice.stop - base],
+            landing=landing,
+            consume=consume,
+        ),
+    )
+    return out
+
+
+@torch.no_grad()
+def reduce_scatter(
+    produce: ProduceFn | torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    op: Op = "sum",
+    sizes: Sequence[int] | None = None,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+    order: str = "pairwise",
+    slices_per_rank: int = 1,
+    transport: Transport | None = None,
+) -> torch.Tensor:
+    """Sum the ranks' tensors; each rank keeps its rows of the sum.
+
+    Args:
+        produce: produce(owner, buffer) fills `buffer` [rows of the slice, ...] (reduce_dtype, uninitialised) with this
+            rank's partial of the slice; called for r+1, r+2, ... (pairwise) or r-1, r-2, ... (ring), own slices last. Or a
+            tensor [sum of sizes, ...] that holds all partials.
+        out: receives this rank's rows, contiguous; None: a new tensor. Must not overlap the tensor given as `produce`.
+        op: 'sum' or 'mean' (the sum divided by the number of ranks, in the wide type).
+        sizes: rows kept by every rank. None: rows / N as torch.chunk does (FSDP2's rule), or, if only `out` is known, the
+            rows of every rank's `out`, which are exchanged first.
+        shape, dtype: of all rows together and of the result, where neither `out` nor a tensor tells them.
+        reduce_dtype: dtype of the partials, in which they travel; default the dtype of the result.
+
+    [Note: Order of the sum]
+    The sum is made in float32 for half types (else in the widest dtype involved) and rounded once, as a left fold: pairwise
+    in rank order 0, 1, 2, ...; ring in ring order owner+1, ..., owner, its running sums travelling in the wide type. Both are
+    bitwise equal from run to run and from transport to transport; they differ from each other by rounding. For half types
+    the ring moves twice the bytes: prefer pairwise there.
+
+    Returns [sizes[rank], ...]. Raises as all_gather does.
+    """
+    check_order(order)
+    args.check_op(op)
+    rows, row_shape, out_dtype, device = args.scatter_shapes(produce, out, shape, dtype)
+    partial_dtype = reduce_dtype if reduce_dtype is not None else out_dtype
+    args.check_summable("dtype of the result", out_dtype)
+    args.check_summable("reduce_dtype", partial_dtype)
+    session = begin(group, transport, device)
+    rank = session.rank
+    if sizes is not None:
+        found = args.check_sizes(sizes, session.world_size)
+    elif rows is not None:
+        found = args.even_sizes(rows, session.world_size)
+    else:
+        assert out is not None
+        found = _exchange_sizes(session, out)
+    if rows is not None:
+        args.check_total("the tensor to reduce", rows, found)
+    result = torch.empty((found[rank], *row_shape), dtype=out_dtype, device=device) if out is None else out
+    args.check_out(result, (found[rank], *row_shape), "reduce_scatter")
+    problem = Problem("reduce_scatter", found, order, slices_per_rank)
+    wide, base = wide_dtype(out_dtype, partial_dtype), sum(found[:rank])
+    result = result.detach()
+
+    def landing(piece: Piece) -> torch.Tensor | None:
+        own_partial = piece.origin == rank and piece.slice.owner == rank and partial_dtype == out_dtype
+        if piece.origin != TOTAL and not own_partial:
+            return None
+        return result[piece.slice.start - base : piece.slice.stop - base]
+
+    _run(
+        problem,
+        session,
+        Bindings(
+            "reduce_scatter",
+            device,
+            row_shape,
+            dtype=lambda piece: partial_dtype if piece.origin >= 0 else out_dtype if piece.origin == TOTAL else wide,
+            data=_rows_of(produce, partial_dtype),
+            landing=landing,
+            produce=None if isinstance(produce, torch.Tensor) else produce,
+            divisor=float(session.world_size) if op == "mean" else None,
+        ),
+    )
+    return result if out is None else out
+
+
+@torch.no_grad()
+def all_reduce(
+    tensor: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    op: Op = "sum",
+    reduce_dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+    order: str = "pairwise",
+    slices_per_rank: int = 1,
+    transport: Transport | None = None,
+) -> torch.Tensor:
+    """Sum (or mean) of the ranks' tensors, on all ranks: a reduce-scatter of the flattened tensor and an all-gather.
+
+    Args:
+        tensor: any shape, the same on all ranks.
+        out: receives the result, contiguous, of the same shape and dtype; may be `tensor` itself. None: a new tensor.
+        reduce_dtype: dtype in which the partials travel; default the tensor's.
+
+    Every element is summed by one rank, so the result is bitwise the same on all; see reduce_scatter for the order.
+    """
+    check_order(order)
+    args.check_op(op)
+    partial_dtype = reduce_dtype if reduce_dtype is not None else tensor.dtype
+    args.check_summable("tensor", tensor.dtype)
+    args.check_summable("reduce_dtype", partial_dtype)
+    result = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if out is None else out
+    args.check_out(result, tuple(tensor.shape), "all_reduce")
+    if result.dtype != tensor.dtype:
+        raise ValueError(f"out is {result.dtype}, tensor is {tensor.dtype}: they must be equal")
+    session = begin(group, transport, tensor.device)
+    rank = session.rank
+    problem = Problem("all_reduce", args.even_sizes(tensor.numel(), session.world_size), order, slices_per_rank)
+    flat, flat_out = tensor.detach().contiguous().view(-1), result.detach().view(-1)
+    wide = wide_dtype(tensor.dtype, partial_dtype)
+    _run(
+        problem,
+        session,
+        Bindings(
+            "all_reduce",
+            tensor.device,
+            (),
+            dtype=lambda piece: partial_dtype if piece.origin >= 0 else tensor.dtype if piece.origin == TOTAL else wide,
+            data=lambda p: flat[p.slice.start : p.slice.stop].to(partial_dtype) if p.origin == rank else None,
+            landing=lambda p: flat_out[p.slice.start : p.slice.stop] if p.origin == TOTAL else None,
+            divisor=float(session.world_size) if op == "mean" else None,
+        ),
+    )
+    return result
+
+
+@torch.no_grad()
+def all_to_all(
+    produce: ProduceFn | torch.Tensor,
+    consume: ConsumeFn | None = None,
+    *,
+    sizes: Sequence[Sequence[int]] | Sequence[int] | None = None,
+    row_shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+    order: str = "pairwise",
+    slices_per_rank: int = 1,
+    transport: Transport | None = None,
+) -> torch.Tensor | None:
+    """Every rank sends a block of rows to every rank.
+
+    Args:
+        produce: produce(to, buffer) fills the slice owed to rank `to`: others' first, the own block last. Or a tensor of all
+            blocks, one below the other in rank order.
+        consume: consume(source, slice) as soon as a slice is readable: the own block first, then those of r-1, r-2, ...
+        sizes: sizes[source][destination] in rows, the same table on all ranks; or only this rank's line of it, which is
+            exchanged first. None: the rows of the tensor given as `produce`, divided as torch.chunk does, exchanged.
+        row_shape, dtype: of the rows, if `produce` is a function (default: (), torch.get_default_dtype()).
+
+    Returns the blocks received, concatenated in the order of their sources, or None if `consume` is given.
+    """
+    check_order(order)
+    given = produce if isinstance(produce, torch.Tensor) else None
+    if given is not None:
+        args.check_rows("produce", given)
+        row_shape, dtype, device = tuple(given.shape[1:]), given.dtype, given.device
+    else:
+        row_shape, device = tuple(row_shape or ()), torch.device("cpu")
+        dtype = dtype if dtype is not None else torch.get_default_dtype()
+    session = begin(group, transport, device)
+    table = _exchange_table(session, sizes, given)
+    rank = session.rank
+    if given is not None:
+        args.check_total("the tensor to send", int(given.shape[0]), table[rank])
+    problem = Problem("all_to_all", table, order, slices_per_rank)
+    starts = [sum(row[rank] for row in table[:source]) for source in range(session.world_size)]
+    received = sum(row[rank] for row in table)
+    out = None if consume is not None else torch.empty((received, *row_shape), dtype=dtype, device=device)
+
+    def landing(piece: Piece) -> torch.Tensor | None:
+        if out is None or piece.slice.owner != rank:
+            return None
+        start = starts[piece.origin] + piece.slice.start - sum(table[piece.origin][:rank])
+        return out[start : start + piece.slice.size]
+
+    own_rows = _rows_of(produce, dtype)
+
+    def data(piece: Piece) -> torch.Tensor | None:
+        rows = own_rows(piece) if piece.origin == rank else None
+        if rows is not None and (place := landing(piece)) is not None:
+            return place.copy_(rows)
+        return rows
+
+    bindings = Bindings(
+        "all_to_all",
+        device,
+        row_shape,
+        dtype=lambda _: dtype,
+        data=data,
+        landing=landing,
+        produce=None if isinstance(produce, torch.Tensor) else produce,
+        consume=consume,
+    )
+    _run(problem, session, bindings)
+    return out
+
+
+# ---- shared ----------------------------------------------------------------------------------------------------------
+def _run(problem: Problem, session: Session, bindings: Bindings) -> None:
+    try:
+        Execution(build(problem, session.rank), bindings, session.transport, session.call).run()
+    except BaseException as error:
+        if session.transport is not None:
+            failed(session.transport, bindings.name, error)
+        raise
+
+
+def _rows_of(produce: Any, dtype: torch.dtype) -> Any:
+    """Bindings.data of a tensor given in place of a produce function."""
+    if not isinstance(produce, torch.Tensor):
+        return lambda _: None
+    whole = produce.detach().contiguous()
+    return lambda piece: whole[piece.slice.start : piece.slice.stop].to(dtype)
+
+
+def _gather_integers(session: Session, row: list[int]) -> list[list[int]]:
+    """Every rank's list (all of one length), in rank order."""
+    inner = session if session.transport is None else begin(None, session.transport, torch.device("cpu"))
+    line = torch.tensor([row], dtype=torch.int64)
+    out = torch.empty(session.world_size, len(row), dtype=torch.int64)
+    out[session.rank] = line[0]
+    problem = Problem("all_gather", (1,) * session.world_size)
+    bindings = Bindings(
+        "exchange of sizes",
+        torch.device("cpu"),
+        (len(row),),
+        dtype=lambda _: torch.int64,
+        data=lambda _: line,
+        landing=lambda piece: out[piece.slice.start : piece.slice.stop],
+    )
+    _run(problem, inner, bindings)
+    return out.tolist()
+
+
+def _exchange_sizes(session: Session, shard: torch.Tensor) -> tuple[int, ...]:
+    """Rows of every rank's shard. Raises MismatchError unless row shapes and dtypes are equal."""
+    kind = zlib.crc32(f"{tuple(shard.shape[1:])} {shard.dtype}".encode())
+    everyone = _gather_integers(session, [int(shard.shape[0]), kind])
+    for rank, (_, other) in enumerate(everyone):
+        if other != kind:
+            raise MismatchError(
+                f"rank {session.rank} has rows of shape {tuple(shard.shape[1:])} and {shard.dtype}; rank {rank} has others. "
+                "All ranks need the same row shape and dtype; only the number of rows may differ."
+            )
+    return tuple(rows for rows, _ in everyone)
+
+
+def _exchange_table(session: Session, sizes: Any, given: torch.Tensor | None) -> tuple[tuple[int, ...], ...]:
+    n = session.world_size
+    if sizes is None:
+        if given is None:
+            raise ValueError("produce is a function: pass sizes, the rows for every destination")
+        line = args.even_sizes(int(given.shape[0]), n)
+    elif len(sizes) and not isinstance(sizes[0], int):
+        if len(sizes) != n:
+            raise ValueError(f"sizes has {len(sizes)} lines: one for each of {n} sources is needed")
+        return tuple(args.check_sizes(row, n) for row in sizes)
+    else:
+        line = args.check_sizes(sizes, n)
+    return tuple(tuple(row) for row in _gather_integers(session, list(line)))

@@ -1,0 +1,96 @@
+"""Which transport a call uses, and its call number.
+
+A call that is given no transport uses the one of its process group, which is opened on the first such call and kept as long
+as the group lives. All ranks of a group must make the same calls in the same order, as with torch.distributed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from commfuse_dp.errors import TransportError
+from commfuse_dp.transport.base import Transport
+from commfuse_dp.transport.one_sided import OneSidedTransport
+from commfuse_dp.transport.select import open_transport
+
+INBOX_BYTES = 8 << 20  # per pair of ranks; pieces up to half of it travel in one message
+DEADLINE_S = 300.0
+_LAST_CALL = (1 << 31) - 1
+
+_lock = threading.Lock()
+_opened: weakref.WeakKeyDictionary[object, dict[str, Transport]] = weakref.WeakKeyDictionary()
+_calls: weakref.WeakKeyDictionary[Transport, int] = weakref.WeakKeyDictionary()
+
+
+class Session(NamedTuple):
+    """One call's place. `transport` is None in a world of one rank."""
+
+    transport: Transport | None
+    rank: int
+    world_size: int
+    call: int
+
+
+def begin(group: dist.ProcessGroup | None, transport: Transport | None, device: torch.device) -> Session:
+    """The transport given, else that of the group (None: the default group; without torch.distributed, one rank alone).
+
+    Raises ValueError if this process is no member of the group; what open_transport raises.
+    """
+    if transport is None:
+        if not dist.is_available() or not dist.is_initialized():
+            return Session(None, 0, 1, 0)
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise ValueError(f"global rank {dist.get_rank()} is no member of the group it calls a collective on")
+        if dist.get_world_size(group) == 1:
+            return Session(None, 0, 1, 0)
+        transport = _transport_of(group if group is not None else dist.group.WORLD, group, device)
+    with _lock:
+        call = _calls.get(transport, 0)
+        _calls[transport] = (call + 1) & _LAST_CALL
+    return Session(transport, transport.rank, transport.world_size, call)
+
+
+def _transport_of(key: object, group: dist.ProcessGroup | None, device: torch.device) -> Transport:
+    with _lock:
+        found = _opened.setdefault(key, {}).get(device.type)
+    if found is None:
+        found, _ = open_transport(
+            "auto", group=group, inbox_bytes=INBOX_BYTES, deadline_s=DEADLINE_S, probe=None, device=device
+        )
+        with _lock:
+            _opened[key][device.type] = found
+    return found
+
+
+def failed(transport: Transport, what: str, error: BaseException) -> None:
+    """A call ended by an exception on this rank: peers that wait for its part are told now and not at their deadline.
+
+    The transport cannot be used any more, for the ranks' calls no longer match; one that was opened here is closed, and the
+    next call of all ranks opens another.
+    """
+    if isinstance(transport, OneSidedTransport):
+        with contextlib.suppress(TransportError):
+            transport.abort(f"its {what} failed: {type(error).__name__}: {error}")
+    with _lock:
+        holders = [opened for opened in _opened.values() if transport in opened.values()]
+        for opened in holders:
+            opened.pop(next(kind for kind, known in opened.items() if known is transport))
+    if holders:
+        with contextlib.suppress(TransportError):
+            transport.close()
+
+
+def close_transports() -> None:
+    """Close every transport that was opened for a process group; collective calls after that open new ones."""
+    with _lock:
+        transports = [transport for opened in _opened.values() for transport in opened.values()]
+        _opened.clear()
+    for transport in transports:
+        transport.close()
