@@ -509,7 +509,7 @@ def test_misuse_is_refused(cluster: Cluster) -> None:
         with pytest.raises(ValueError, match="not reserved"):
             transport.send(other, Tag(CHANNEL_GRAD), torch.zeros(8, dtype=torch.uint8))
         with pytest.raises(ValueError, match="no message"):
-            transport.release(other, Tag(CHANNEL_GRAD))
+            transport.release(other, Tag(CHANNEL_GRAD, 99))
         buffer = transport.try_reserve(other, 8)
         assert buffer is not None
         with pytest.raises(ValueError, match=r"0 \.\. 2\*\*31-1"):
