@@ -79,12 +79,13 @@ def run_demo(
                 seed=seed,
                 threads=max(1, (os.cpu_count() or 1) // world_size),
                 budget_s=minutes * 60,
+                link=link or "none",
                 interface=place.interface,
                 **(shape or {}),
             )
             ready = _watch(settings, place, console)
         raw = json.loads((scratch / "raw.json").read_text())
-        summary = summarise(raw, ready, settings, corpus, link or "none")
+        summary = summarise(raw, ready, settings, corpus)
         for name in ("timeline.png", "trace.json"):
             _move(scratch / name, out / name)
     write_json(out / "summary.json", summary)

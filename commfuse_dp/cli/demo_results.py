@@ -20,9 +20,7 @@ FSDP2, COMMFUSE, COMPUTE_ONLY = "fsdp2", "commfuse", "compute_only"
 _PAIR = (FSDP2, COMMFUSE)
 
 
-def summarise(
-    raw: dict[str, Any], ready: dict[str, Any], settings: DemoSettings, corpus: CorpusInfo, link: str
-) -> dict[str, Any]:
+def summarise(raw: dict[str, Any], ready: dict[str, Any], settings: DemoSettings, corpus: CorpusInfo) -> dict[str, Any]:
     """`raw`: what rank 0 wrote; `ready`: its first event. Times in ms, sizes in bytes, a rank and step each.
 
     A figure of a step is the mean of the ranks; over the steps the median is taken, without the warm-up.
@@ -60,7 +58,7 @@ def summarise(
         "transport": ready["transport"],
         "transport_reason": ready["transport_reason"],
         "order": settings.order,
-        "link": link,
+        "link": settings.link,
         "world_size": settings.world_size,
         "seed": settings.seed,
         "parameters": ready["parameters"],

@@ -33,6 +33,7 @@ class DemoSettings:
     learning_rate: float = 5e-4
     learning_rate_steps: int = 12  # over which it rises to its full value
     validation_batches: int = 6  # a rank
+    link: str = "none"  # speed of the shaped link between the ranks
     interface: str = ""  # read the bytes off this network interface; empty: payload as counted
 
     @property

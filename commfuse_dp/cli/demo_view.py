@@ -129,7 +129,7 @@ def result_table(summary: dict[str, Any]) -> Table:
     )  # fmt: skip
     row(
         "bytes into a rank", _mib(moved[FSDP2]), _mib(moved[COMMFUSE]),
-        f"a step; minimum {_mib(minimum)}",
+        f"a step; textbook minimum {_mib(minimum)}",
     )  # fmt: skip
     peak = summary["peak_unsharded_bytes"]
     in_place = "peers' memory is read in place" if summary["transport"] == "shm" else "peak held by a rank"

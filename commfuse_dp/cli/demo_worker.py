@@ -138,7 +138,7 @@ class DemoRank:
     def _conditions(self) -> str:
         settings = self.settings
         millions = sum(p.numel() for p in self.variants[COMPUTE_ONLY].model.parameters()) / 1e6
-        link = "shaped link" if settings.interface else "one host"
+        link = "one host" if settings.link == "none" else f"a link of {settings.link}"
         return (
             f"byte-level GPT, {millions:.1f} M parameters, fp32, {settings.batch * settings.context} tokens a rank; "
             f"{settings.world_size} ranks on {os.cpu_count()} cores, {link}, transport "

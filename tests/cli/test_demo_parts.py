@@ -127,7 +127,7 @@ CORPUS = demo_corpus.CorpusInfo("/lib", 10, 100, 1, 10, "abc")
 
 
 def test_summary_takes_the_mean_of_ranks_and_the_median_of_steps_without_warm_up() -> None:
-    summary = summarise(raw_results(), READY, SETTINGS, CORPUS, "none")
+    summary = summarise(raw_results(), READY, SETTINGS, CORPUS)
     assert summary["step_ms"] == {"fsdp2": 210, "commfuse": 110, "compute_only": 100}
     assert summary["exposed_ms"] == {"fsdp2": 20, "commfuse": 10}
     assert summary["ratio_fsdp2_over_commfuse"] == pytest.approx(210 / 110)
@@ -142,13 +142,13 @@ def test_summary_takes_the_mean_of_ranks_and_the_median_of_steps_without_warm_up
 
 
 def test_on_a_link_the_bytes_are_those_of_the_interface() -> None:
-    summary = summarise(raw_results(), READY, replace(SETTINGS, interface="cf0"), CORPUS, "1gbit")
+    summary = summarise(raw_results(), READY, replace(SETTINGS, interface="cf0", link="1gbit"), CORPUS)
     assert summary["bytes_per_step"]["commfuse"] == (4000 + 4200 + 4001 + 4200) / 8
     assert "interface" in summary["bytes_source"]
 
 
 def test_stock_on_cuda_has_no_exposed_time_and_still_a_table() -> None:
-    summary = summarise(raw_results(), READY, replace(SETTINGS, device="cuda"), CORPUS, "none")
+    summary = summarise(raw_results(), READY, replace(SETTINGS, device="cuda"), CORPUS)
     assert summary["exposed_ms"] == {"fsdp2": None, "commfuse": 10}
     assert "not measured" in rendered(summary)
 
@@ -161,13 +161,13 @@ def rendered(summary: dict[str, Any], width: int = 120) -> str:
 
 
 def test_the_table_says_how_much_faster_and_how_equal() -> None:
-    text = rendered(summarise(raw_results(), READY, SETTINGS, CORPUS, "none"))
+    text = rendered(summarise(raw_results(), READY, SETTINGS, CORPUS))
     for piece in ("1.91 x as fast", "differ by 1e-05", "210 ms", "110 ms", "10.0 ms (9.1 %)", "1.10 x", "2.5000"):
         assert piece in text, piece
 
 
 def test_the_table_does_not_call_a_slower_run_faster() -> None:
-    summary = summarise(raw_results(), READY, SETTINGS, CORPUS, "none")
+    summary = summarise(raw_results(), READY, SETTINGS, CORPUS)
     summary["ratio_fsdp2_over_commfuse"] = 0.8
     assert "1.25 x slower" in rendered(summary)
 

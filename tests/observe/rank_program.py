@@ -1,4 +1,4 @@
-"""One of two ranks of `test_processes.py`: runs every scenario and prints what it saw as one JSON line."""
+"""One of two ranks of `test_stock.py`: runs every scenario and prints what it saw as one JSON line."""
 
 from __future__ import annotations
 
