@@ -238,7 +238,7 @@ def _case_lines(case: Summary) -> list[str]:
         lines.append("| " + " | ".join(cells) + " |")
     chosen = [f"{name}: {row['notes']['settings']}" for name, row in summary["variants"].items() if "tried" in row["notes"]]
     chosen += [
-        f"{name}: transport {row['notes']['transport']}"
+        f"{name}: transport {row['notes']['transport']}, window at most {row['notes']['window_bytes_peak'] / 1e6:.1f} MB"
         for name, row in summary["variants"].items()
         if "transport" in row["notes"]
     ]

@@ -21,6 +21,7 @@ from torch import nn
 
 from benchmarks.case import BenchmarkError, Case
 from benchmarks.models import Batch, Task, build
+from commfuse_dp.config import CommFuseConfig
 
 
 class Variant:
@@ -93,7 +94,8 @@ class Fsdp2(Variant):
     """`fully_shard` with one of FSDP2's public settings.
 
     `grouping`: what is gathered at once ("linear", "layer", "two-layers", "model"); `prefetch`: explicit prefetch lists in
-    both directions; `keep_last`: the last group stays gathered between forward and backward, which needs it at once.
+    both directions; `keep_last`: the last groups stay gathered between forward and backward, which needs them first: as many
+    as fit into the memory that CommFuse may use for the same (`prefetch_bytes`), at least one.
     """
 
     def __init__(
@@ -119,14 +121,26 @@ class Fsdp2(Variant):
             return [layers[i : i + 2] for i in range(0, len(layers), 2)]
         return [] if self.grouping == "model" else [[layer] for layer in layers]
 
+    def groups_kept(self, groups: list[list[nn.Module]]) -> int:
+        """How many trailing groups fit into the window, at least one."""
+        room = self.case.prefetch_bytes or CommFuseConfig().prefetch_bytes
+        count = 0
+        for modules in reversed(groups):
+            room -= sum(p.nbytes for module in modules for p in module.parameters())
+            if room < 0:
+                break
+            count += 1
+        return max(1, count)
+
     def prepare(self) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         mesh = init_device_mesh(self.case.device, (self.case.world_size,))
         groups = self.groups()
+        kept = self.groups_kept(groups) if self.keep_last else 0
         for i, modules in enumerate(groups):
-            last = self.keep_last and i == len(groups) - 1
+            last = i >= len(groups) - kept
             fully_shard(
                 modules if len(modules) > 1 else modules[0], mesh=mesh, reshard_after_forward=not (self.case.keep or last)
             )
@@ -181,7 +195,6 @@ class CommFuse(Fsdp2):
         super().prepare()
         try:
             import commfuse_dp
-            from commfuse_dp.config import CommFuseConfig
 
             apply = commfuse_dp.apply
         except (ImportError, AttributeError) as error:

@@ -62,7 +62,20 @@ def test_bytes_on_the_link_are_those_of_the_algorithms(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_leaves_nothing(number: int) -> None:
     process = subprocess.Popen(
-        [sys.executable, SCRIPT, "--variants", "compute", "--link", "1gbit", "--rounds", "500"],
+        [
+            sys.executable,
+            SCRIPT,
+            "--variants",
+            "compute",
+            "--link",
+            "1gbit",
+            "--rounds",
+            "5000",
+            "--tokens",
+            "8",
+            "--steps",
+            "1",
+        ],
         stderr=subprocess.PIPE,
         text=True,
     )
