@@ -77,9 +77,12 @@ class ShardedOperand(Protocol):
         """Which of (weight, bias) want a gradient now."""
 
 
-def linear_forward(x: torch.Tensor, operand: ShardedOperand) -> torch.Tensor:
-    """y = x @ W.T + b, [..., in] -> [..., out], in x's dtype, slice by slice. No autograd."""
-    if x.shape[-1] != operand.in_features:
+def linear_forward(x: torch.Tensor, operand: ShardedOperand, *, convert: bool = False) -> torch.Tensor:
+    """y = x @ W.T + b, [..., in] -> [..., out], in x's dtype, slice by slice. No autograd.
+
+    convert: cast the parameters to x's dtype (autocast); otherwise the dtypes must agree, as in torch's own linear.
+    """
+    if x.dim() == 0 or x.shape[-1] != operand.in_features:
         raise RuntimeError(f"linear layer of {operand.in_features} input features got an input of shape {tuple(x.shape)}")
     rows = x.reshape(-1, operand.in_features)
     y = x.new_empty((*x.shape[:-1], operand.out_features))
@@ -91,7 +94,11 @@ def linear_forward(x: torch.Tensor, operand: ShardedOperand) -> torch.Tensor:
             if piece.part == 1:  # comes with the owner's first slice and is needed by all of them
                 bias[item.owner] = (piece.row_start, piece.tensor.to(x.dtype, copy=True))
                 continue
-            weight = piece.tensor if piece.tensor.dtype == x.dtype else piece.tensor.to(x.dtype)
+            weight = piece.tensor
+            if weight.dtype != x.dtype:
+                if not convert:
+                    raise RuntimeError(f"linear layer with parameters of dtype {weight.dtype} got an input of dtype {x.dtype}")
+                weight = weight.to(x.dtype)
             out = columns[:, item.start : item.stop]
             if operand.has_bias:
                 low, rows_bias = bias[item.owner]
@@ -149,19 +156,19 @@ def linear_backward(
 class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, anchor: torch.Tensor, operand: ShardedOperand, partial_dtype: torch.dtype
+        ctx: Any, x: torch.Tensor, anchor: torch.Tensor, operand: ShardedOperand, partial_dtype: torch.dtype, convert: bool
     ) -> torch.Tensor:
         ctx.operand = operand
         ctx.partial_dtype = partial_dtype
         ctx.save_for_backward(x)
-        return linear_forward(x, operand)
+        return linear_forward(x, operand, convert=convert)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
         (x,) = ctx.saved_tensors
         dx = linear_backward(grad, x, ctx.operand, ctx.needs_input_grad[0], ctx.partial_dtype)
-        return dx, None, None, None
+        return dx, None, None, None, None
 
 
 # ---- torch.compile: the same two functions as registered ops ---------------------------------------------------------
@@ -230,8 +237,9 @@ def fused_linear(x: torch.Tensor, operand: ShardedOperand, handle: int, partial_
     if torch.compiler.is_compiling():
         return torch.ops.commfuse.linear(x, operand.anchor, handle, operand.out_features)
     device = x.device.type
-    if torch.is_autocast_enabled(device):
+    convert = torch.is_autocast_enabled(device)
+    if convert:
         x = x.to(torch.get_autocast_dtype(device))
     if torch.is_grad_enabled():
         operand.expect_backward()
-    return _FusedLinear.apply(x, operand.anchor, operand, partial_dtype)
+    return _FusedLinear.apply(x, operand.anchor, operand, partial_dtype, convert)

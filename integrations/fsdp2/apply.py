@@ -44,6 +44,7 @@ class _Application:
         self.hooked: list[tuple[FSDPModule, Any, Any, bool]] = []  # module, its collectives before, prefetch set by us
         self.handles: list[Any] = []
         self.operands: list[UnitOperand] = []
+        self.finalizer: weakref.finalize | None = None
 
 
 def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
@@ -104,6 +105,8 @@ def remove(model: nn.Module) -> None:
         if prefetch:
             fsdp_module.set_modules_to_forward_prefetch([])
     application.engine.close()
+    if application.finalizer is not None:
+        application.finalizer.detach()  # it would keep the engine and its memory as long as the model
 
 
 def engine_of(model: nn.Module) -> Engine | None:
@@ -176,7 +179,7 @@ def _install(model: nn.Module, selection: Selection, config: CommFuseConfig) -> 
     rows += _hook_rest(application, selection, engine)
     _hook_root(application, model, engine)
     vars(model)[_ATTRIBUTE] = application
-    weakref.finalize(model, engine.close)  # also at interpreter exit: peers are told goodbye
+    application.finalizer = weakref.finalize(model, engine.close)  # also at interpreter exit: peers are told goodbye
     names = {name: number for number, (name, _) in enumerate(model.named_parameters())}
     rows.sort(key=lambda row: names.get(row.name, len(names)))
     report = Report(
