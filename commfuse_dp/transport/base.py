@@ -83,6 +83,7 @@ class Transport(ABC):
         self.world_size = world_size
         self.deadline_s = deadline_s
         self.probe = probe if probe is not None else Probe()
+        self.activity = 0  # messages taken in so far
 
     # ---- windows: published parameters -------------------------------------------------------------------------------
     @abstractmethod
@@ -158,10 +159,13 @@ class Transport(ABC):
 
     def wait_until(self, ready: Callable[[], bool], *, peer: int, where: Where, doing: str) -> None:
         """Block until ready(), with progress and the deadline. `doing` completes "rank 1 waits for ..." in the error."""
-        if ready():
-            return
         limit = time.monotonic() + self.deadline_s
-        while not ready():
+        while True:
+            before = self.activity
+            if ready():
+                return
+            if self.activity != before:  # something was taken in while it looked: it may be ready now, do not sleep
+                continue
             left = limit - time.monotonic()
             if left <= 0:
                 who = f"rank {peer}" if peer >= 0 else "its peers"

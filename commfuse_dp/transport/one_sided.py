@@ -322,6 +322,7 @@ class OneSidedTransport(Transport, Receiver):
     def handle(self, src: int, message: bytes) -> None:
         kind, a, b, c, d, x, y = msg.HEADER.unpack_from(message)
         with self._lock:
+            self.activity += 1
             if kind < len(self._handlers):
                 self._handlers[kind](src, a, b, c, d, x, y)
             elif kind == msg.GOODBYE:
