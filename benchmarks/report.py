@@ -232,7 +232,7 @@ def _case_lines(case: Summary) -> list[str]:
             _range(row.get("speedup_over_fsdp2_best"), 2),
             _range(row["exposed_ms"]),
             "" if row["bytes_over_minimum"] is None else f"{row['bytes_over_minimum']:.2f}",
-            f"{row['cpu'].get('network_s', float('nan')):.2f}",
+            f"{row['cpu']['network_s']:.2f}" if "network_s" in row["cpu"] else "n/a",
             f"{row['cpu']['softirq_s']:.2f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
