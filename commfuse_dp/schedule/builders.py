@@ -37,10 +37,6 @@ def build(problem: Problem, rank: int) -> Schedule:
     """The program of one rank. Raises ValueError for a rank outside the world."""
     if not 0 <= rank < problem.world_size:
         raise ValueError(f"rank={rank}: must lie in 0 .. {problem.world_size - 1} (world_size={problem.world_size})")
-    if problem.order == "hierarchical":
-        from commfuse_dp.schedule.hierarchical import build_hierarchical  # it imports this module's parts
-
-        return build_hierarchical(problem, rank)
     return Schedule(problem, rank, tuple(_BUILDERS[problem.collective, problem.order](problem, rank)))
 
 

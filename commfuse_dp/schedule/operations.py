@@ -8,7 +8,7 @@ What moves is a `Piece`: one slice together with whose numbers they are.
 | origin | the piece is |
 | --- | --- |
 | a rank | that rank's own data (all-gather, all-to-all) or its partial of the slice (reduce-scatter) |
-| partial_sum(rank) | what that rank passes on: the sum of some ranks' partials, its own included (ring, hierarchical) |
+| partial_sum(rank) | what that rank passes on: the sum of some ranks' partials, its own included (ring) |
 | TOTAL | the sum of the partials of all ranks |
 
 [Note: Lanes]
@@ -97,20 +97,17 @@ class Problem:
 
     sizes: rows that each rank keeps (all_gather, reduce_scatter, all_reduce), any sizes >= 0; for all_to_all a table,
         sizes[source][destination].
-    local_size: ranks per host for order "hierarchical", 0 otherwise.
     """
 
     collective: Collective
     sizes: tuple
     order: str = "pairwise"
     slices_per_rank: int = 1
-    local_size: int = 0
 
     def __post_init__(self) -> None:
         if self.collective not in COLLECTIVES:
             raise ValueError(f"collective={self.collective!r}: must be one of {', '.join(COLLECTIVES)}")
-        if self.order != "hierarchical":
-            check_order(self.order)
+        check_order(self.order)
         n = len(self.sizes)
         if n == 0:
             raise ValueError("sizes is empty: one entry per rank is needed")

@@ -198,8 +198,6 @@ def _check_terms(problem: Problem, rank: int, part: Slice, leaves: list[Value], 
     found = [leaf[0] for leaf in leaves]
     if any(leaf[1] != part for leaf in leaves) or sorted(found) != list(range(problem.world_size)):
         raise VerificationError(f"{what} has the terms of ranks {found}: each must count exactly once", rank=rank, slice=part)
-    if problem.order == "hierarchical":
-        return
     wanted = summation_order(part.owner, problem.world_size, problem.order)
     if tuple(found) != wanted or not left_fold:
         raise VerificationError(f"{what} adds up in the order {found}, not {list(wanted)}", rank=rank, slice=part)

@@ -270,3 +270,20 @@ def test_a_slice_is_consumed_before_the_next_one_is_sent() -> None:
 
     results, _ = in_world(3, body)
     assert results == [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
+
+
+def test_consume_reads_in_the_inbox() -> None:
+    """No copy on the receiving side either: the slice handed to `consume` lies where the owner wrote it."""
+
+    def body(rank: int, transport: Any) -> Any:
+        ring = transport._memory.incoming(1 - rank)
+        places = {}
+
+        def consume(owner: Owner, part: torch.Tensor) -> None:
+            places[int(owner)] = ring.data_ptr() <= part.data_ptr() < ring.data_ptr() + ring.numel()
+
+        all_gather(torch.ones(4, 4), consume, sizes=(4, 4), transport=transport)
+        return places
+
+    results, _ = in_world(2, body)
+    assert results == [{0: False, 1: True}, {1: False, 0: True}]
