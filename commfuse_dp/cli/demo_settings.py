@@ -22,7 +22,7 @@ class DemoSettings:
     device: str
     seed: int
     threads: int  # of each rank
-    budget_s: float  # training stops early, after a whole round, when it has taken this long
+    budget_s: float  # training stops early, after a whole round, when one more would take longer than this
     warmup: int = 2  # first steps of each variant: trained and compared, not timed
     recorded: int = 3  # steps with spans, after the timed ones
     width: int = 512
@@ -32,7 +32,7 @@ class DemoSettings:
     batch: int = 2  # sequences a rank and step
     learning_rate: float = 5e-4
     learning_rate_steps: int = 12  # over which it rises to its full value
-    validation_batches: int = 6  # a rank
+    validation_batches: int = 4  # a rank
     link: str = "none"  # speed of the shaped link between the ranks
     interface: str = ""  # read the bytes off this network interface; empty: payload as counted
 

@@ -85,7 +85,7 @@ class Progression:
         return Group(self._bar, table)
 
 
-def sparkline(values: Sequence[float], width: int = 24) -> str:
+def sparkline(values: Sequence[float], width: int = 16) -> str:
     """The curve in one line of text, at most `width` characters."""
     if not values:
         return ""
