@@ -71,9 +71,7 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     inside = [name for name, module in model.named_modules() if module is not model and _application_of(module)]
     if inside:
         raise ConfigError(f"commfuse_dp.apply() was already called for the submodule {inside[0]!r}; remove() it first")
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # a root that was used before keeps its parameters gathered
+    _reshard(model)
     selection = select(model, config)
     if selection.shard_group is not None:
         check_equal(describe(model, config), selection.shard_group)
@@ -93,6 +91,7 @@ def remove(model: nn.Module) -> None:
             "commfuse_dp.remove(): this model has no CommFuse; apply() was not called for it, or remove() already"
         )
     del vars(model)[_ATTRIBUTE]
+    _reshard(model)
     for handle in application.handles:
         handle.remove()
     for module in application.modules:
@@ -117,6 +116,13 @@ def engine_of(model: nn.Module) -> Engine | None:
 
 def _application_of(module: nn.Module) -> _Application | None:
     return vars(module).get(_ATTRIBUTE)
+
+
+def _reshard(model: nn.Module) -> None:
+    """A group that was used without a backward keeps its parameters gathered, and would miss those that come or go."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _require_fusion(selection: Selection) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
-import threading
 
 import pair
 import pytest
@@ -16,28 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import commfuse_dp
 from commfuse_dp import CommFuseConfig, CommFuseError, ConfigError, MismatchError, TransportError
-
-
-def leftovers() -> tuple[list[str], list[threading.Thread], list[str], list[str]]:
-    """(descriptors, threads, children, names in /dev/shm) of this process."""
-    gc.collect()
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        children = file.read().split()
-    descriptors = [(fd, _target(fd)) for fd in os.listdir("/proc/self/fd")]
-    return [target for _, target in descriptors if target], threading.enumerate(), children, os.listdir("/dev/shm")
-
-
-def _target(fd: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{fd}")
-    except FileNotFoundError:  # the one that lists the folder
-        return ""
-
-
-def assert_nothing_left(before) -> None:
-    after = leftovers()
-    for what, old, new in zip(("descriptors", "threads", "children", "names in /dev/shm"), before, after, strict=True):
-        assert set(new) <= set(old) and len(new) <= len(old), f"new {what}: {[x for x in new if x not in old]}"
+from tests.support.leftovers import assert_nothing_left, leftovers
 
 
 def still_trains(net: nn.Module, rank: int, world_size: int) -> None:

@@ -236,3 +236,17 @@ def _saved(state: dict[str, torch.Tensor]) -> io.BytesIO:
 
 def test_deepcopy_and_pickle_say_what_stock_says(workers):
     workers(2).run(copies)
+
+
+def remove_after_eval(rank: int, world_size: int) -> None:
+    """A root that was last used without a backward is gathered when apply() or remove() comes."""
+    stock, net = pair.build(), pair.build()
+    for last in (commfuse_dp.apply, commfuse_dp.remove, lambda model: None):
+        with torch.no_grad():
+            pair.loss_of(net, pair.batch(rank, world_size, 0))
+        last(net)
+        pair.assert_gradients_of_one_step(net, stock, rank, world_size)
+
+
+def test_apply_and_remove_after_an_evaluation(workers):
+    workers(2).run(remove_after_eval)

@@ -1,0 +1,252 @@
+"""The fused linear as a function, for users of torch.distributed who shard their weights themselves.
+
+    y = fused_linear(x, weight_shard, bias_shard, out_features=3072)
+    loss(y).backward()                                  # x.grad as usual; weight_shard.grad is the sum over all ranks
+
+N ranks, rank o keeps rows_o of the weight [out, in] and of the bias [out]; x is this rank's own data (data parallelism).
+
+| pass | collective | computed in its callback | order |
+| --- | --- | --- | --- |
+| forward | all_gather | y[:, rows_o] = x @ W_o.T + b_o | own first |
+| dgrad | all_gather | dx += dy[:, rows_o] @ W_o | own first |
+| wgrad | reduce_scatter | dW_o = dy[:, rows_o].T @ x, db_o = sum of dy | own last |
+
+The bias travels as one more column of its weight rows, so that it costs no message of its own. Each call is complete when it
+returns; overlap beyond one layer is the engine's business. `fused_linear_reference` computes the same, unfused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from commfuse_dp.collectives import Owner, all_gather, reduce_scatter, reference
+from commfuse_dp.collectives.arguments import Op, check_op, check_sizes, even_sizes
+from commfuse_dp.ops.linear import Visit, linear_backward, linear_forward
+from commfuse_dp.transport.base import Transport
+
+
+class _Rows(NamedTuple):
+    """A `SliceInfo`."""
+
+    owner: int
+    start: int
+    stop: int
+
+
+class _Part(NamedTuple):
+    """A `PieceInfo`."""
+
+    part: int
+    row_start: int
+    tensor: torch.Tensor
+
+
+class _Options(NamedTuple):
+    sizes: tuple[int, ...]  # rows of every rank
+    op: Op
+    reduce_dtype: torch.dtype | None
+    calls: dict[str, Any]  # arguments of every collective call
+
+
+class _ShardOperand:
+    """A `ShardedOperand` moved by the plain collectives: one call for every pass."""
+
+    def __init__(self, packed: torch.Tensor, has_bias: bool, options: _Options) -> None:
+        self.out_features = sum(options.sizes)
+        self.in_features = packed.shape[1] - has_bias
+        self.has_bias = has_bias
+        self.anchor = packed
+        self.trainable = (False, False)
+        self.reduced: torch.Tensor | None = None  # [own rows, columns of the parts that have a gradient]
+        self._packed = packed
+        self._options = options
+
+    def expect_backward(self) -> None:
+        pass
+
+    def gather(self, consume: Visit) -> None:
+        def take(owner: Owner, rows: torch.Tensor) -> None:
+            consume(_Rows(int(owner), owner.start, owner.stop), self._parts(rows, owner.start, (True, self.has_bias)))
+
+        all_gather(self._packed, take, sizes=self._options.sizes, **self._options.calls)
+
+    def exchange(self, consume: Visit | None, produce: Visit | None, *, dtype: torch.dtype, include: tuple[bool, ...]) -> None:
+        if consume is not None:
+            self.gather(consume)
+        if produce is None:
+            return
+
+        def fill(owner: Owner, rows: torch.Tensor) -> None:
+            produce(_Rows(int(owner), owner.start, owner.stop), self._parts(rows, owner.start, include))
+
+        width = self.in_features * include[0] + include[1]
+        self.reduced = reduce_scatter(
+            fill,
+            shape=(self.out_features, width),
+            dtype=self._packed.dtype,
+            reduce_dtype=dtype,
+            op=self._options.op,
+            sizes=self._options.sizes,
+            **self._options.calls,
+        )
+
+    def _parts(self, rows: torch.Tensor, start: int, include: tuple[bool, ...]) -> list[_Part]:
+        parts = [_Part(1, start, rows[:, -1])] if include[1] else []
+        return [*parts, _Part(0, start, rows[:, : self.in_features])] if include[0] else parts
+
+
+class _FusedShardLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: _Options) -> torch.Tensor:
+        ctx.options = options
+        ctx.save_for_backward(x, weight, bias)
+        return linear_forward(x, _operand(weight, bias, options))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        options: _Options = ctx.options
+        operand = _operand(weight, bias, options)
+        wanted = operand.trainable = (ctx.needs_input_grad[1], bias is not None and ctx.needs_input_grad[2])
+        partial_dtype = options.reduce_dtype if options.reduce_dtype is not None else weight.dtype
+        dx = linear_backward(grad, x, operand, ctx.needs_input_grad[0], partial_dtype)
+        reduced = operand.reduced
+        if reduced is None:
+            return dx, None, None, None
+        dw = reduced[:, : operand.in_features].contiguous() if wanted[0] else None
+        db = reduced[:, -1].contiguous() if wanted[1] else None
+        return dx, dw, db, None
+
+
+def _operand(weight: torch.Tensor, bias: torch.Tensor | None, options: _Options) -> _ShardOperand:
+    packed = weight if bias is None else torch.cat([weight, bias.unsqueeze(1)], dim=1)
+    return _ShardOperand(packed, bias is not None, options)
+
+
+def fused_linear(
+    x: torch.Tensor,
+    weight_shard: torch.Tensor,
+    bias_shard: torch.Tensor | None = None,
+    *,
+    out_features: int,
+    op: Op = "sum",
+    reduce_dtype: torch.dtype | None = None,
+    sizes: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    order: str = "pairwise",
+    slices_per_rank: int = 1,
+    transport: Transport | None = None,
+) -> torch.Tensor:
+    """y = x @ W.T + b with W and b sharded by rows over the ranks of a group. Differentiable in x and in the shards.
+
+    Args:
+        x: [..., in]; this rank's data; leading dimensions may differ from rank to rank.
+        weight_shard: [rows of this rank, in]; bias_shard: [rows of this rank]; of x's dtype (under autocast they are cast to
+            the autocast dtype before they travel).
+        out_features: rows of the whole weight.
+        op: how the ranks' gradients of a shard are put together: their 'sum' (of the ranks' losses) or 'mean'.
+        reduce_dtype: dtype in which partial gradients travel; default the shards'. They are always summed in a wide type.
+        sizes: rows of every rank; default torch.chunk's division of out_features (FSDP2's rule): ceil(out / N), the last
+            ones short or empty.
+        group, order, slices_per_rank, transport: as in `commfuse_dp.collectives`.
+
+    Returns [..., out]. All ranks must call it alike, and run the backwards of several calls in the same order; the same of
+    x, weight_shard and bias_shard must require gradients on all ranks.
+
+    Raises ValueError for shards that do not fit, RuntimeError for an x that does not, and what the collectives raise.
+    """
+    x, weight_shard, bias_shard, options = _prepare(
+        x, weight_shard, bias_shard, out_features, op, reduce_dtype, sizes, group, order, slices_per_rank, transport
+    )
+    return _FusedShardLinear.apply(x, weight_shard, bias_shard, options)
+
+
+class _GatherWhole(torch.autograd.Function):
+    """Whole tensor from shards; backward: reduce-scatter of its gradient. Stock collectives."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: torch.Tensor, options: _Options) -> torch.Tensor:
+        ctx.options, ctx.dtype = options, shard.dtype
+        return reference.all_gather(shard, sizes=options.sizes, **options.calls)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        options: _Options = ctx.options
+        partial = grad.to(options.reduce_dtype if options.reduce_dtype is not None else ctx.dtype)
+        own = reference.reduce_scatter(partial, op=options.op, sizes=options.sizes, dtype=ctx.dtype, **options.calls)
+        return own, None
+
+
+def fused_linear_reference(
+    x: torch.Tensor,
+    weight_shard: torch.Tensor,
+    bias_shard: torch.Tensor | None = None,
+    *,
+    out_features: int,
+    op: Op = "sum",
+    reduce_dtype: torch.dtype | None = None,
+    sizes: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    order: str = "pairwise",
+    slices_per_rank: int = 1,
+    transport: Transport | None = None,
+) -> torch.Tensor:
+    """What `fused_linear` computes, unfused: gather everything, one GEMM, reduce everything. `transport` is not used."""
+    x, weight_shard, bias_shard, options = _prepare(
+        x, weight_shard, bias_shard, out_features, op, reduce_dtype, sizes, group, order, slices_per_rank, transport
+    )
+    weight = _GatherWhole.apply(weight_shard, options)
+    bias = None if bias_shard is None else _GatherWhole.apply(bias_shard, options)
+    return F.linear(x, weight, bias)
+
+
+def _prepare(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int,
+    op: Op,
+    reduce_dtype: torch.dtype | None,
+    sizes: Sequence[int] | None,
+    group: dist.ProcessGroup | None,
+    order: str,
+    slices_per_rank: int,
+    transport: Transport | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, _Options]:
+    """Check the arguments, before any rank has sent anything, and cast them under autocast (a differentiable cast)."""
+    check_op(op)
+    rank, world_size = _place(group, transport)
+    rows = check_sizes(sizes, world_size) if sizes is not None else even_sizes(out_features, world_size)
+    if sum(rows) != out_features:
+        raise ValueError(f"sizes={list(rows)} add up to {sum(rows)}, but out_features={out_features}")
+    if weight.dim() != 2 or weight.shape[0] != rows[rank]:
+        raise ValueError(
+            f"weight_shard of rank {rank} has shape {tuple(weight.shape)}: [{rows[rank]}, in_features] is needed, as "
+            f"out_features={out_features} are divided among {world_size} ranks in {list(rows)} rows"
+        )
+    if bias is not None and (tuple(bias.shape) != (rows[rank],) or bias.dtype != weight.dtype):
+        raise ValueError(
+            f"bias_shard of rank {rank} is {bias.dtype} of shape {tuple(bias.shape)}: {weight.dtype} of shape "
+            f"({rows[rank]},) is needed"
+        )
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    calls = {"group": group, "order": order, "slices_per_rank": slices_per_rank, "transport": transport}
+    return x, weight, bias, _Options(rows, op, reduce_dtype, calls)
+
+
+def _place(group: dist.ProcessGroup | None, transport: Transport | None) -> tuple[int, int]:
+    """(rank, world size)."""
+    if transport is not None:
+        return transport.rank, transport.world_size
+    if not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
