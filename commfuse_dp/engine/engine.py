@@ -11,6 +11,7 @@ units (plan.py); how a slice is computed is the caller's business (ops/).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -210,6 +211,8 @@ class Engine:
         self._active = False
 
     def close(self) -> None:
+        with contextlib.suppress(CommFuseError):  # a peer may be gone already
+            self.parameters.stop(Where("(close)", self.step))  # else the peers' close() goes on serving this rank for a while
         self.transport.close()
         self._pool.clear()
 
