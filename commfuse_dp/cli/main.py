@@ -53,7 +53,7 @@ def demo(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the ranks' rendezvous; 0: a free one.")] = 0,
     minutes: Annotated[
         float, typer.Option(min=0.1, help="Training ends early, after a round of all variants, to keep to this.")
-    ] = 3.0,
+    ] = 2.75,
 ) -> None:
     """Train a byte-level GPT with stock FSDP2 and with CommFuse, side by side, and compare them."""
     from commfuse_dp.cli.demo import run_demo
