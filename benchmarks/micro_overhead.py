@@ -67,9 +67,11 @@ def main() -> None:
     if dist.get_rank() == 0:
         added = [fused - plain for fused, plain in zip(rows["fused"], rows["plain"], strict=True)]
         print(json.dumps({"transport": arguments.transport, "world_size": dist.get_world_size(), "torch": torch.__version__}))
-        print(f"us a layer: plain forward {rows['plain'][0]:.1f} backward {rows['plain'][1]:.1f}; "
-              f"fused forward {rows['fused'][0]:.1f} backward {rows['fused'][1]:.1f}; "
-              f"added forward {added[0]:.1f} backward {added[1]:.1f}")
+        print(
+            f"us a layer: plain forward {rows['plain'][0]:.1f} backward {rows['plain'][1]:.1f}; "
+            f"fused forward {rows['fused'][0]:.1f} backward {rows['fused'][1]:.1f}; "
+            f"added forward {added[0]:.1f} backward {added[1]:.1f}"
+        )
     dist.destroy_process_group()
 
 

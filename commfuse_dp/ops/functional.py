@@ -173,7 +173,9 @@ class _GatherWhole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: torch.Tensor, options: _Options) -> torch.Tensor:
         ctx.options, ctx.dtype = options, shard.dtype
-        return reference.all_gather(shard, sizes=options.sizes, **options.calls)
+        whole = reference.all_gather(shard, sizes=options.sizes, **options.calls)
+        assert whole is not None  # it is only without a consume callback that there is a result
+        return whole
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -138,7 +138,8 @@ class Transport(ABC):
         """Hand over a buffer got from `try_reserve(dst, ...)`; it must not be touched afterwards. Never blocks."""
 
     def expect(self, src: int, tag: Tag, nbytes: int) -> None:
-        """Announce a message so that a two-sided transport posts the receive early. One-sided transports need no announcement."""
+        """Announce a message, so that a two-sided transport posts the receive early; the one-sided ones need no notice."""
+        return
 
     @abstractmethod
     def arrived(self, src: int, tag: Tag) -> bool:

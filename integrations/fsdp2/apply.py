@@ -167,7 +167,8 @@ def _install(model: nn.Module, selection: Selection, config: CommFuseConfig) -> 
         ranks = dist.get_process_group_ranks(selection.replicate_group)
         if len(ranks) > 1:  # a communicator of our own: FSDP2's must not see our all-reduces between its collectives
             replicas = ReplicaGroup(dist.new_group(ranks, use_local_synchronization=True), len(ranks))
-    units, rows = [], []
+    units: list[Unit] = []
+    rows: list[ParameterRow] = []
     for adoption in selection.adoptions:
         slots = [
             ModuleParameter(f"{adoption.name}.{param_name}" if adoption.name else param_name, adoption.module, param_name)
@@ -205,10 +206,10 @@ def _adopt(application: _Application, adoption: Adoption, unit: Unit) -> list[Pa
     operand = UnitOperand(application.engine, unit)
     application.operands.append(operand)
     if adoption.fused:
-        assert isinstance(adoption.module, nn.Linear)
-        adoption.module.forward = fused_forward(operand)
+        forward = fused_forward(operand)
     else:
-        adoption.module.forward = gathered_forward(adoption.module, operand, adoption.param_names)
+        forward = gathered_forward(adoption.module, operand, adoption.param_names)
+    vars(adoption.module)["forward"] = forward  # an instance attribute: the class keeps its own
     application.modules.append(adoption.module)
     kind = "nn.Linear" if adoption.fused else f"{type(adoption.module).__name__} cannot be computed by row slices"
     return [ParameterRow(slot.name, "fused" if adoption.fused else "gathered", kind, _numel(slot.shape)) for slot in unit.slots]
