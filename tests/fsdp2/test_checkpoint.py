@@ -242,6 +242,7 @@ def remove_after_eval(rank: int, world_size: int) -> None:
     """A root that was last used without a backward is gathered when apply() or remove() comes."""
     stock, net = pair.build(), pair.build()
     for last in (commfuse_dp.apply, commfuse_dp.remove, lambda model: None):
+        net.zero_grad()  # now: while the root is gathered, parameters() are the gathered ones, and the others would keep theirs
         with torch.no_grad():
             pair.loss_of(net, pair.batch(rank, world_size, 0))
         last(net)

@@ -33,6 +33,7 @@ def compiled_blocks(rank: int, world_size: int, how: str, backend: str, blocks: 
                 report, lambda step=step: pair.assert_gradients_of_one_step(net, stock, rank, world_size, step, relative=5e-6)
             )
             assert 0.9 * remote <= moved.param_bytes_received <= 2.1 * remote + 8192
+        net.zero_grad()
         found = {"breaks": sum(counters["graph_break"].values()), "graphs": counters["stats"]["unique_graphs"]}
         with torch.no_grad():
             data = pair.batch(rank, world_size, 7)
