@@ -29,7 +29,9 @@ class StreamAllGather(_Allocate):
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work:
+    ) -> dist.Work | None:
+        if group.size() != self._port.world_size:  # reshard_after_forward=int: the second all-gather is among fewer ranks
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
         return self._port.all_gather(output_tensor, input_tensor)
 
 
