@@ -187,5 +187,5 @@ def test_shards_that_do_not_fit(linear, shape, bias, kw, wanted):
 def test_an_input_that_does_not_fit():
     with pytest.raises(RuntimeError, match="3 input features"):
         fused_linear(torch.zeros(2, 4), torch.zeros(5, 3), out_features=5)
-    with pytest.raises(RuntimeError, match="float32.*float64"):
+    with pytest.raises(RuntimeError, match=r"float32.*float64"):
         fused_linear(torch.zeros(2, 3).double(), torch.zeros(5, 3), out_features=5)
