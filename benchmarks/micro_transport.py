@@ -1,12 +1,12 @@
 """What a transport costs: time of an exchange between two ranks, and CPU seconds per GB.
 
-    python -m benchmarks.micro_transport                                   two ranks of this host: shm, tcp, tcp-copy, p2p, gloo
-    python -m benchmarks.micro_transport --link 2gbit --rounds 5           the same over a shaped link (needs root; no shm)
+    python -m benchmarks.micro_transport                            two ranks of this host
+    python -m benchmarks.micro_transport --link 2gbit --rounds 5    the same over a shaped link (needs root; no shm)
 
 An exchange: both ranks fetch `size` bytes from each other at the same time. `pull` fetches a published slice (shm: sums it in
 place, so that its bytes are really read), `message` sends a gradient slice. Variants:
-    shm       shared memory                         tcp        sockets, sendfile from a memfd
-    p2p       torch.distributed, one-sided          tcp-copy   sockets, ordinary send
+    shm       shared memory                         tcp            sockets
+    p2p       torch.distributed, one-sided          tcp-sendfile   sockets, pages of a memfd attached without a copy
     gloo      bare isend + irecv + wait of torch.distributed: the price of the stock path, without any protocol
 
 All variants alternate within one launch, size by size and round by round. CPU seconds are those of both processes with all
@@ -35,7 +35,7 @@ from commfuse_dp.transport.select import exchange_of
 
 WORLD_SIZE = 2
 SIZES = (64 << 10, 1 << 20, 5 << 20, 16 << 20)
-VARIANTS = ("shm", "tcp", "tcp-copy", "p2p", "gloo")
+VARIANTS = ("shm", "tcp", "tcp-sendfile", "p2p", "gloo")
 DEADLINE_S = 60.0
 GB = 1e9
 _RESULT = "RESULT "
@@ -116,7 +116,7 @@ def _open(name: str, largest: int) -> Transport:
         return open_p2p(None, **settings)
     from commfuse_dp.transport.tcp import TcpTransport
 
-    return TcpTransport(dist.get_rank(), WORLD_SIZE, exchange, zero_copy=name == "tcp", **settings)
+    return TcpTransport(dist.get_rank(), WORLD_SIZE, exchange, zero_copy=name == "tcp-sendfile", **settings)
 
 
 def worker(options: argparse.Namespace) -> None:
@@ -180,7 +180,7 @@ def launch(options: argparse.Namespace) -> dict[str, list[list[float]]]:
 
 
 def show(found: dict[str, list[list[float]]]) -> None:
-    print(f"{'variant':10}{'size':>10}{'median ms':>11}{'p20':>9}{'p80':>9}{'MB/s each way':>15}{'CPU s/GB':>10}{'softirq':>9}")
+    print(f"{'variant':14}{'size':>10}{'median ms':>11}{'p20':>9}{'p80':>9}{'MB/s each way':>15}{'CPU s/GB':>10}{'softirq':>9}")
     for label in sorted(found, key=lambda text: (int(text.split()[1]), text)):
         name, size = label.split()
         times = sorted(sample[0] for sample in found[label])
@@ -188,7 +188,7 @@ def show(found: dict[str, list[list[float]]]) -> None:
         cpu = statistics.median(sample[1] for sample in found[label])
         softirq = statistics.mean(sample[2] for sample in found[label])
         print(
-            f"{name:10}{int(size) >> 10:>7} KB{median * 1e3:>11.3f}{p20 * 1e3:>9.3f}{p80 * 1e3:>9.3f}"
+            f"{name:14}{int(size) >> 10:>7} KB{median * 1e3:>11.3f}{p20 * 1e3:>9.3f}{p80 * 1e3:>9.3f}"
             f"{int(size) / median / 1e6:>15.0f}{cpu:>10.3f}{softirq:>9.3f}"
         )
 

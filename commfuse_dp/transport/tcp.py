@@ -6,7 +6,7 @@ I/O thread answers pulls as soon as the epoch is published, whatever the owner's
 
     rank 1 (user)   pull(0, key, epoch, out=window) --------------------- wait() ok
     rank 1 (I/O)        PULL \\                              / straight into `window`
-    rank 0 (I/O)              held until published, then DATA, in chunks, attached to the socket without a copy
+    rank 0 (I/O)              held until published, then DATA, in chunks, gradients behind parameters
     rank 0 (user)   ... publish(key, epoch) ... computes, takes no part
 
 Messages go the same way: computed into a staging ring that mirrors the owner's inbox, DEPOSIT carries them into that inbox.
@@ -145,7 +145,7 @@ class TcpTransport(OneSidedTransport):
         deadline_s: longest single wait, also for the connections of the start, in seconds.
         address: this rank's address; default: environment COMMFUSE_TCP_ADDRESS, else the interface GLOO_SOCKET_IFNAME, else
             the interface on the route to MASTER_ADDR, else loopback.
-        zero_copy: send with sendfile instead of a copy into the socket.
+        zero_copy: send with sendfile instead of a copy into the socket; see [Note: Sending without a copy] in `tcp_wire`.
 
     Raises:
         TransportError, MismatchError: on all ranks, if one cannot listen or reach its peers, or settings differ.
@@ -164,7 +164,7 @@ class TcpTransport(OneSidedTransport):
         deadline_s: float,
         probe: Probe | None = None,
         address: str | None = None,
-        zero_copy: bool = True,
+        zero_copy: bool = False,
     ) -> None:
         probe = probe if probe is not None else Probe()
         links = connect_all(rank, exchange, deadline_s=deadline_s, inbox_bytes=inbox_bytes, address=address)

@@ -21,15 +21,17 @@ from typing import NamedTuple
 
 from commfuse_dp.errors import MismatchError, TransportError
 from commfuse_dp.transport.base import ExchangeFn
+from commfuse_dp.transport.tcp_wire import CONTROL_ROLE, DATA_ROLE
 
 ADDRESS_VARIABLE = "COMMFUSE_TCP_ADDRESS"
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 MASTER_VARIABLE = "MASTER_ADDR"
 
 _TOKEN_BYTES = 16
-_HELLO = struct.Struct(f"<8sI{_TOKEN_BYTES}s")
+_HELLO = struct.Struct(f"<8sII{_TOKEN_BYTES}s")  # magic, rank, role of the connection, token of the rank spoken to
 _HELLO_MAGIC = b"CFTCP/1\0"
 _RETRY_S = 0.05
+_ROLES = (CONTROL_ROLE, DATA_ROLE)
 _SIOCGIFADDR = 0x8915
 
 
@@ -46,7 +48,7 @@ class _Card(NamedTuple):
 
 
 class Links(NamedTuple):
-    sockets: dict[int, socket.socket]  # connected, by peer
+    sockets: dict[tuple[int, int], socket.socket]  # connected, by peer and role
     names: list[str]  # how to find each rank, for errors
 
 
@@ -66,13 +68,14 @@ def connect_all(rank: int, exchange: ExchangeFn, *, deadline_s: float, inbox_byt
         _check_loopback(cards)
         if len({c.inbox_bytes for c in cards}) > 1:
             raise MismatchError(f"inbox_bytes must be the same on all ranks; by rank: {[c.inbox_bytes for c in cards]}")
-        sockets: dict[int, socket.socket] = {}
+        sockets: dict[tuple[int, int], socket.socket] = {}
         try:
             failure = None
             try:
                 limit = time.monotonic() + deadline_s
                 for peer in range(rank):
-                    sockets[peer] = _connect(rank, peer, cards, limit)
+                    for role in _ROLES:
+                        sockets[peer, role] = _connect(rank, peer, role, cards, limit)
                 assert listener is not None
                 _accept(rank, cards, listener, sockets, limit)
             except (OSError, TransportError) as error:
@@ -180,15 +183,15 @@ def _refuse(failures: Iterable[str]) -> None:
         raise TransportError(f"the tcp transport could not be set up: {text}")
 
 
-def _connect(rank: int, peer: int, cards: list[_Card], limit: float) -> socket.socket:
+def _connect(rank: int, peer: int, role: int, cards: list[_Card], limit: float) -> socket.socket:
     card = cards[peer]
     last = "no time left"
     while (left := limit - time.monotonic()) > 0:
         sock = None
         try:
             sock = socket.create_connection((card.host, card.port), timeout=left)
-            sock.sendall(_HELLO.pack(_HELLO_MAGIC, rank, card.token))
-            if _valid(_read_exactly(sock, _HELLO.size), cards[rank].token) == peer:
+            sock.sendall(_HELLO.pack(_HELLO_MAGIC, rank, role, card.token))
+            if _valid(_read_exactly(sock, _HELLO.size), cards[rank].token) == (peer, role):
                 return sock
             last = "something else answered there"
         except OSError as error:
@@ -202,9 +205,11 @@ def _connect(rank: int, peer: int, cards: list[_Card], limit: float) -> socket.s
     )
 
 
-def _accept(rank: int, cards: list[_Card], listener: socket.socket, sockets: dict[int, socket.socket], limit: float) -> None:
+def _accept(
+    rank: int, cards: list[_Card], listener: socket.socket, sockets: dict[tuple[int, int], socket.socket], limit: float
+) -> None:
     """Accept until all higher ranks are there. Greetings are read as they come, so that a silent stranger delays nobody."""
-    missing = set(range(rank + 1, len(cards)))
+    missing = {(peer, role) for peer in range(rank + 1, len(cards)) for role in _ROLES}
     listener.setblocking(False)
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
@@ -213,9 +218,10 @@ def _accept(rank: int, cards: list[_Card], listener: socket.socket, sockets: dic
             while missing:
                 left = limit - time.monotonic()
                 if left <= 0:
+                    absent = sorted({peer for peer, _ in missing})
                     raise TransportError(
-                        f"ranks {sorted(missing)} did not connect to {cards[rank].host} port {cards[rank].port} in time. Did "
-                        f"they die? Is there a firewall? Set {ADDRESS_VARIABLE} on rank {rank} to an address all ranks reach."
+                        f"ranks {absent} did not connect to {cards[rank].host} port {cards[rank].port} in time. Did they die? "
+                        f"Is there a firewall? Set {ADDRESS_VARIABLE} on rank {rank} to an address that all ranks reach."
                     )
                 for key, _ in selector.select(left):
                     sock = key.fileobj
@@ -239,12 +245,12 @@ def _accept(rank: int, cards: list[_Card], listener: socket.socket, sockets: dic
                         continue
                     selector.unregister(sock)
                     del greetings[sock]
-                    peer = _valid(bytes(text), cards[rank].token)
-                    if peer in missing:
+                    name = _valid(bytes(text), cards[rank].token)
+                    if name in missing:
                         sock.setblocking(True)
-                        sock.sendall(_HELLO.pack(_HELLO_MAGIC, rank, cards[peer].token))
-                        sockets[peer] = sock
-                        missing.remove(peer)
+                        sock.sendall(_HELLO.pack(_HELLO_MAGIC, rank, name[1], cards[name[0]].token))
+                        sockets[name] = sock
+                        missing.remove(name)
                     else:
                         sock.close()
         finally:
@@ -252,12 +258,12 @@ def _accept(rank: int, cards: list[_Card], listener: socket.socket, sockets: dic
                 sock.close()
 
 
-def _valid(text: bytes, token: bytes) -> int:
-    """Rank of who sent this greeting, or -1 if it does not know our token."""
+def _valid(text: bytes, token: bytes) -> tuple[int, int]:
+    """Rank of who sent this greeting and role of the connection; (-1, -1) if it does not know our token."""
     if len(text) != _HELLO.size:
-        return -1
-    magic, rank, given = _HELLO.unpack(text)
-    return int(rank) if magic == _HELLO_MAGIC and hmac.compare_digest(given, token) else -1
+        return -1, -1
+    magic, rank, role, given = _HELLO.unpack(text)
+    return (int(rank), int(role)) if magic == _HELLO_MAGIC and hmac.compare_digest(given, token) else (-1, -1)
 
 
 def _read_exactly(sock: socket.socket, nbytes: int) -> bytes:

@@ -1,10 +1,12 @@
-"""The wire engine of the TCP transport: framed, prioritised, chunked transfer over one socket per peer, one I/O thread a rank.
+"""The wire engine of the TCP transport: framed, prioritised, chunked transfer, one I/O thread a rank.
 
 What it knows: frames, lanes, chunks, sockets. What it does not know: epochs, credits, what a message means (see `tcp`).
 
 A frame is a 16-byte prefix (magic, lane, payload bytes, offset), the 40-byte message it belongs to (messages.py) and a payload.
-Data are cut into chunks, each a frame of its own, so that whatever has the higher priority waits for at most one chunk of the
-lower one: control before parameters before gradients. Within a lane the order is kept.
+Every peer has two connections. Control messages have one to themselves: a request must not queue behind megabytes of payload in
+the kernel's send buffer (measured at 2 Gbit/s: 9 of 30 ms of an exchange of 5 MB). On the other, data are cut into chunks, each
+a frame of its own, so that a slice of parameters waits for at most one chunk of gradients. Within a lane the order is kept;
+between lanes it is not.
 
 [Note: Few wake-ups]
 The cores that move the bytes are those that compute, so CPU seconds per GB is the figure that counts here. A receiver woken for
@@ -13,17 +15,20 @@ The mark never exceeds what is still due of the chunk under way, so the kernel n
 of a connection is reported whatever the mark. One `recvmsg` takes the rest of a chunk and the next header together.
 
 [Note: Priority is only worth what the kernel's queue allows]
-What is in the kernel's send queue cannot be overtaken. TCP_NOTSENT_LOWAT keeps the unsent part of it small; bytes that are sent
-and wait for their acknowledgement are not limited by it, so throughput does not suffer.
+What is in the kernel's send queue cannot be overtaken. TCP_NOTSENT_LOWAT bounds the unsent part of it; bytes that are sent and
+wait for their acknowledgement are not limited by it, so throughput does not suffer. Smaller values, like smaller chunks, cost
+wake-ups: per GB 2500 of the sender's thread with 512 KB, 900 with 2 MB.
 
 [Note: Sending without a copy]
 `sendfile` from a memfd attaches the pages themselves to the socket: the bytes are read when the network card (or, on one host,
 the receiving process) takes them, not at the call. The memory must therefore rest until the peer *process* has read the bytes.
-It does: a published segment is rewritten only after every peer's FINISH of that epoch, a staging slot only after its CREDIT.
-Both are frames that the peer sends on the *same connection* after its process has taken the payload from its socket, and every
-segment of a connection carries the cumulative acknowledgement. Whoever has read that frame has therefore also processed an
-acknowledgement of all those payload bytes: they are in no retransmission queue of ours any more. A copy of an old segment still
-inside the network (a spurious retransmission) lies below the receiver's window and is dropped unread.
+It does: a published segment is rewritten only after every peer's FINISH of that epoch, a staging slot only after its CREDIT,
+and a peer sends those after it has taken the payload from its socket. What may still linger on our side then (a segment whose
+acknowledgement is on its way) or in the network (a spurious retransmission) lies below the receiver's window: TCP drops it by
+its sequence number, whatever it contains, or by its checksum; bytes beyond it belong to memory that still rests.
+It is off by default: it saves the sender's copy, but on a virtual link the receiver then copies from the sender's memory, in
+pages of 4 KB that nobody has just written. Alternating runs over a shaped link cost as much or more (docs: benchmarks/results).
+A real card reads the pages by DMA; measure there with benchmarks/micro_transport.py before switching it on.
 """
 
 from __future__ import annotations
@@ -49,12 +54,13 @@ from commfuse_dp.transport.messages import HEADER_BYTES
 
 MAGIC = 0xCF
 HEADER = struct.Struct(f"<BBxxIQ{HEADER_BYTES}s")  # magic, lane, payload bytes of this frame, offset, message
-CHUNK_BYTES = 1 << 20
-NOTSENT_BYTES = 512 << 10
+CHUNK_BYTES = 2 << 20
+NOTSENT_BYTES = 2 << 20
 LOWAT_FLOOR = 32 << 10  # below this much still due, a receive low-water mark costs more calls than it saves wake-ups
 READ_BUDGET = 4 << 20  # bytes read from one peer before the others get their turn
 CONTROL_JOIN_BYTES = 32 << 10
 CONTROL_LANE, PARAM_LANE, GRAD_LANE = 0, 1, 2  # by falling priority
+CONTROL_ROLE, DATA_ROLE = 0, 1  # of a connection
 
 
 class Frame(NamedTuple):
@@ -111,6 +117,8 @@ class Outgoing:
 
 @dataclass
 class _Link:
+    """One connection. The control connection uses `control` only, the other one `lanes` only."""
+
     peer: int
     sock: socket.socket
     control: deque[bytes] = field(default_factory=deque)
@@ -135,26 +143,26 @@ class Wire:
     """Sockets to all peers and the thread that serves them. `control` and `data` may be called from any thread.
 
     Args:
-        sockets: connected stream sockets by peer; the wire owns them from now on.
+        sockets: by peer and role (CONTROL_ROLE, DATA_ROLE); connected stream sockets, which the wire owns from now on.
         zero_copy: send with sendfile where the source has a file descriptor.
     """
 
     def __init__(
         self,
         rank: int,
-        sockets: Mapping[int, socket.socket],
+        sockets: Mapping[tuple[int, int], socket.socket],
         handler: Handler,
         *,
         chunk_bytes: int = CHUNK_BYTES,
         notsent_bytes: int = NOTSENT_BYTES,
-        zero_copy: bool = True,
+        zero_copy: bool = False,
     ) -> None:
         self.bytes_sent = 0  # headers included; written by the I/O thread only
         self.bytes_received = 0
         self._handler = handler
         self._chunk_bytes = chunk_bytes
         self._zero_copy = zero_copy and hasattr(os, "sendfile")
-        self._links = {peer: _Link(peer, sock) for peer, sock in sockets.items()}
+        self._links = {(peer, role): _Link(peer, sock) for (peer, role), sock in sockets.items()}
         self._selector = selectors.DefaultSelector()
         self._bell_in, self._bell_out = socket.socketpair()
         self._sleeping = False
@@ -179,11 +187,13 @@ class Wire:
     def control(self, peer: int, message: bytes) -> None:
         """Queue a message of the highest priority; what exceeds the 40 bytes of a header is sent as its payload."""
         text = message[HEADER_BYTES:]
-        self._links[peer].control.append(HEADER.pack(MAGIC, CONTROL_LANE, len(text), 0, message[:HEADER_BYTES]) + text)
+        self._links[peer, CONTROL_ROLE].control.append(
+            HEADER.pack(MAGIC, CONTROL_LANE, len(text), 0, message[:HEADER_BYTES]) + text
+        )
         self._ring()
 
     def data(self, peer: int, item: Outgoing) -> None:
-        self._links[peer].lanes[item.lane - PARAM_LANE].append(item)
+        self._links[peer, DATA_ROLE].lanes[item.lane - PARAM_LANE].append(item)
         self._ring()
 
     def idle(self) -> bool:
@@ -273,8 +283,14 @@ class Wire:
         link.pending = link.chunk = link.sink = None
 
     def _lose(self, link: _Link, reason: str) -> None:
+        """The peer is lost when both of its connections have ended: the other one may still bring its last messages."""
         self._shut(link)
-        self._handler.lost(link.peer, reason)
+        others = [other for other in self._links.values() if other.peer == link.peer and other.open]
+        for other in others:
+            with contextlib.suppress(OSError):
+                other.sock.shutdown(socket.SHUT_WR)  # if only this connection broke, the peer must learn that we gave up
+        if not others:
+            self._handler.lost(link.peer, reason)
 
     # ---- sending -----------------------------------------------------------------------------------------------------
     def _write(self, link: _Link) -> None:
@@ -284,8 +300,9 @@ class Wire:
                     count = link.sock.send(link.pending, socket.MSG_MORE if link.chunk else 0)
                     self.bytes_sent += count
                     link.pending = link.pending[count:] if count < len(link.pending) else None
-                else:
-                    self._write_payload(link)
+                elif not self._write_payload(link):
+                    self._want_write(link, True)  # the queue is full now; another call would only tell us so
+                    return
         except BlockingIOError:
             self._want_write(link, True)
         except OSError as error:
@@ -317,7 +334,8 @@ class Wire:
                 return True
         return False
 
-    def _write_payload(self, link: _Link) -> None:
+    def _write_payload(self, link: _Link) -> bool:
+        """True if the kernel took all of what was offered."""
         item = link.chunk
         assert item is not None
         source = item.source
@@ -334,6 +352,8 @@ class Wire:
             link.chunk = None
             if item.done == len(source.view):
                 self._handler.sent(link.peer, item)
+            return True
+        return False
 
     def _want_write(self, link: _Link, wanted: bool) -> None:
         if link.open and link.writing != wanted:
