@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -109,11 +110,42 @@ class TcpCluster(Cluster):
         )
 
 
+class P2PCluster(Cluster):
+    """Real gloo communicators, made without torch.distributed's global state, which knows only one rank per process."""
+
+    kind = "p2p"
+
+    def opener(self, world_size: int, inbox_bytes: int, deadline_s: float) -> Opener:
+        import torch.distributed as dist
+
+        from commfuse_dp.transport.p2p import TorchP2PTransport
+        from commfuse_dp.transport.paired import FOREVER_S, PairedTransport
+
+        store = dist.HashStore()
+        timeout = datetime.timedelta(seconds=deadline_s)
+
+        def open_one(rank: int, exchange: ExchangeFn) -> Transport:
+            lanes = {
+                lane: dist.ProcessGroupGloo(dist.PrefixStore(str(lane), store), rank, world_size, timeout) for lane in range(3)
+            }
+            return PairedTransport(
+                TorchP2PTransport(lanes, deadline_s=FOREVER_S), exchange, inbox_bytes=inbox_bytes, deadline_s=deadline_s
+            )
+
+        return open_one
+
+    def die(self, transport: Transport) -> None:
+        for lane in transport._channel._two_sided._lanes.values():  # type: ignore[attr-defined]
+            lane.abort()
+
+
 CLUSTERS: dict[str, type[Cluster]] = {
     cluster.kind: cluster for cluster in (InprocCluster, DelayedInprocCluster, ShmCluster, DevShmCluster)
 }
 if importlib.util.find_spec("commfuse_dp.transport.tcp") is not None:
     CLUSTERS[TcpCluster.kind] = TcpCluster
+if importlib.util.find_spec("commfuse_dp.transport.paired") is not None:
+    CLUSTERS[P2PCluster.kind] = P2PCluster
 
 
 def pull_bytes(

@@ -1,0 +1,151 @@
+"""Transport p2p on real gloo communicators between processes: what ranks as threads cannot show."""
+
+from __future__ import annotations
+
+import datetime
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commfuse_dp.errors import DeadlineError, PeerLostError, TransportError, Where
+from commfuse_dp.transport.base import CHANNEL_GRAD, GRAD_LANE, PARAM_LANE, Tag
+from commfuse_dp.transport.p2p import TorchP2PTransport, open_lanes
+from commfuse_dp.transport.paired import open_p2p
+from commfuse_dp.transport.select import open_transport
+from tests.support.processes import RankPipe, RankProcesses
+from tests.support.transports import pattern, pull_bytes
+
+WHERE = Where(layer="blocks.2.fc", step=8, slice="1/0", nbytes=123)
+
+
+def _step(rank: int, world_size: int) -> tuple[str, str, int]:
+    """Uneven shards, pulled in another order by each rank and by one rank twice; gradients beside them."""
+    users = torch.zeros(4)
+    pending = dist.irecv(users, (rank - 1) % world_size, tag=1)  # the user's own traffic on the default group
+    transport, reason = open_transport(
+        "p2p", group=None, inbox_bytes=500_000, deadline_s=30, probe=None, device=torch.device("cpu")
+    )
+    sizes = [[200_000 - 60_001 * owner if owner < 3 else 0 for owner in range(world_size)] for _ in range(3)]
+    transport.expose(sizes)
+    for epoch in (1, 2, 3):
+        transport.wait_finished(epoch - 1)
+        for key in range(3):
+            transport.segment(key).copy_(pattern(rank, key, epoch, nbytes=sizes[key][rank]))
+            transport.publish(key, epoch)
+        order = [(owner, key) for key in range(3) for owner in range(world_size)]
+        for owner, key in (order if rank % 2 else reversed(order)) if rank else order + order[::-1]:
+            got = pull_bytes(transport, owner, key, epoch, size=sizes[key][owner])
+            assert torch.equal(got, pattern(owner, key, epoch, nbytes=sizes[key][owner]))
+        for dst in range(world_size):
+            if dst != rank:
+                buffer = transport.try_reserve(dst, 400_000 + rank)
+                assert buffer is not None
+                buffer.copy_(pattern(9, rank, dst, epoch, nbytes=400_000 + rank))
+                transport.send(dst, Tag(CHANNEL_GRAD, 1, epoch), buffer)
+        for src in range(world_size):
+            if src != rank:
+                got = transport.receive(src, Tag(CHANNEL_GRAD, 1, epoch), WHERE)
+                assert torch.equal(got, pattern(9, src, rank, epoch, nbytes=400_000 + src))
+                transport.release(src, Tag(CHANNEL_GRAD, 1, epoch))
+        transport.finish(epoch)
+    transport.wait_finished(3)
+    sending = dist.isend(torch.full((4,), float(rank)), (rank + 1) % world_size, tag=1)
+    assert pending is not None and sending is not None
+    pending.wait()
+    sending.wait()
+    assert users.tolist() == [float((rank - 1) % world_size)] * 4
+    received = transport.probe.counters.param_bytes_received
+    transport.close()
+    expected = 3 * 3 * sum(sizes[0][owner] for owner in range(world_size) if owner != rank) * (1 if rank else 2)
+    assert received == expected, (received, expected)
+    return transport.name, reason, received
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_steps_between_processes(workers: Any, world_size: int) -> None:
+    for name, reason, received in workers(world_size).run(_step, timeout=90):
+        assert name == "p2p" and "asked for" in reason and received > 0
+
+
+def _two_sided(rank: int, world_size: int) -> str:
+    transport = TorchP2PTransport(open_lanes(None, setup_s=30), deadline_s=1.0)
+    peer = 1 - rank
+    with pytest.raises(ValueError, match="contiguous"):
+        transport.isend(torch.zeros(4, 4).t(), peer, lane=PARAM_LANE, tag=0)
+    with pytest.raises(ValueError, match="no such peer"):
+        transport.irecv(torch.zeros(4), rank, lane=PARAM_LANE, tag=0)
+    with pytest.raises(ValueError, match="tag"):
+        transport.irecv(torch.zeros(4), peer, lane=PARAM_LANE, tag=-1)
+
+    # Equal tags on two lanes do not meet; tags on one lane are told apart whatever the order.
+    buffers = {(lane, tag): torch.zeros(1000) for lane in (PARAM_LANE, GRAD_LANE) for tag in (3, 4)}
+    receives = {name: transport.irecv(buffers[name], peer, lane=name[0], tag=name[1]) for name in buffers}
+    sends = [
+        transport.isend(torch.full((1000,), 100.0 * rank + 10 * lane + tag), peer, lane=lane, tag=tag)
+        for lane, tag in reversed(list(buffers))
+    ]
+    for name, handle in receives.items():
+        handle.wait(WHERE)
+        assert handle.done()
+        assert buffers[name].tolist() == [100.0 * peer + 10 * name[0] + name[1]] * 1000
+    for handle in sends:
+        handle.wait(WHERE)
+    dist.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"blocks\.2\.fc") as caught:  # nobody sends this
+        transport.irecv(torch.zeros(4), peer, lane=PARAM_LANE, tag=9).wait(WHERE)
+    assert caught.value.peer == peer and caught.value.where == WHERE and 0.9 < time.monotonic() - start < 20
+    dist.barrier()
+    transport.close()
+    transport.close()
+    with pytest.raises(TransportError, match="closed"):
+        transport.isend(torch.zeros(4), peer, lane=PARAM_LANE, tag=0)
+    return str(caught.value)
+
+
+def test_sends_and_receives(workers: Any) -> None:
+    texts = workers(2).run(_two_sided, timeout=60)
+    assert all(f"rank {1 - rank}" in text for rank, text in enumerate(texts))
+
+
+def test_without_torch_distributed() -> None:
+    with pytest.raises(TransportError, match="init_process_group"):
+        open_p2p(None, inbox_bytes=64, deadline_s=1)
+
+
+def _wait_for_a_dead_peer(rank: int, pipe: RankPipe, port: int, victim: int) -> tuple[str, int, float]:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=datetime.timedelta(seconds=60))
+    transport = open_p2p(None, inbox_bytes=4096, deadline_s=60)
+    transport.expose([[100] * 3])
+    pipe.exchange("ready")
+    pipe.report("waiting")
+    try:
+        if rank == victim:
+            signal.pause()
+        transport.receive(3 - rank - victim, Tag(CHANNEL_GRAD), WHERE)
+    except PeerLostError as error:
+        return str(error), error.peer, time.monotonic()
+    finally:
+        transport.close()
+    raise AssertionError("nothing was sent")
+
+
+def test_killed_rank_is_named_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    victim = 2
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with RankProcesses(3, _wait_for_a_dead_peer, store.port, victim) as ranks:
+        for _ in range(3):
+            ranks.next_report()
+        killed = ranks.kill(victim)
+        results = ranks.results(40.0)
+    assert sorted(results) == [0, 1]
+    for text, peer, seen in results.values():
+        assert peer == victim and f"rank {victim}" in text and "blocks.2.fc" in text
+        assert seen - killed < 10.0
