@@ -160,3 +160,16 @@ def test_buffers_are_used_again():
     free = sum(len(buffers) for buffers in rig.pool._free.values())
     rig.step(order(0, 1, 2, 1, 0))
     assert sum(len(buffers) for buffers in rig.pool._free.values()) == free
+
+
+def test_what_was_fetched_for_uses_that_did_not_come_is_given_up():
+    rig = Rig(sum(SIZES))
+    rig.step(order(0, 1, 2, 3, 4, 5))
+    rig.epoch += 1
+    rig.window.start(rig.epoch, rig.record)
+    assert rig.window.used == sum(SIZES)
+    rig.window.take((4, 1, 0))
+    assert rig.window.used == SIZES[4] + SIZES[5]
+    rig.window.done((4, 1, 0))
+    assert rig.window.used == SIZES[5]
+    rig.window.stop(NOWHERE)
