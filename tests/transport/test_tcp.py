@@ -146,6 +146,28 @@ def test_wire_takes_frames_in_any_pieces(seed: int) -> None:
         wire.close(0.0)
 
 
+@pytest.mark.parametrize("size", [LOWAT_FLOOR, LOWAT_FLOOR + 1, 1_000_000])
+def test_last_bytes_are_not_waited_past(size: int) -> None:
+    """A chunk that comes in two parts, and nothing after it: a low-water mark above what is due would sleep for ever."""
+    near, far = tcp_pair()
+    control, far_control = tcp_pair()
+    recorder = Recorder({message(1): size})
+    wire = Wire(0, {(1, DATA_ROLE): near, (1, CONTROL_ROLE): control}, recorder)
+    wire.start()
+    try:
+        payload = random.Random(size).randbytes(size)
+        far.sendall(HEADER.pack(MAGIC, GRAD_LANE, size, 0, message(1)))
+        recorder.wait_for(lambda: wire.bytes_received == HEADER.size)
+        far.sendall(payload[: size // 2])
+        far.sendall(payload[size // 2 :])
+        recorder.wait_for(lambda: bool(recorder.delivered))
+        assert recorder.delivered == [(1, GRAD_LANE, message(1), payload)]
+    finally:
+        wire.close(0.0)
+        far.close()
+        far_control.close()
+
+
 def test_wire_refuses_a_stream_out_of_step() -> None:
     near, far = tcp_pair()
     control, far_control = tcp_pair()
