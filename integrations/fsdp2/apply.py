@@ -205,12 +205,10 @@ def _install(model: nn.Module, selection: Selection, config: CommFuseConfig) -> 
 def _adopt(application: _Application, adoption: Adoption, unit: Unit) -> list[ParameterRow]:
     operand = UnitOperand(application.engine, unit)
     application.operands.append(operand)
-    if adoption.fused:
-        forward = fused_forward(operand)
-    else:
-        forward = gathered_forward(adoption.module, operand, adoption.param_names)
-    vars(adoption.module)["forward"] = forward  # an instance attribute: the class keeps its own
-    application.modules.append(adoption.module)
+    module, names = adoption.module, adoption.param_names
+    forward = fused_forward(operand) if adoption.fused else gathered_forward(module, operand, names)
+    vars(module)["forward"] = forward  # an instance attribute: the class keeps its own
+    application.modules.append(module)
     kind = "nn.Linear" if adoption.fused else f"{type(adoption.module).__name__} cannot be computed by row slices"
     return [ParameterRow(slot.name, "fused" if adoption.fused else "gathered", kind, _numel(slot.shape)) for slot in unit.slots]
 
