@@ -98,8 +98,10 @@ class Transport(ABC):
         """This rank's published bytes under `key`: uint8, 1-D, 64-byte aligned, writable until `publish`."""
 
     @abstractmethod
-    def publish(self, key: int, epoch: int) -> None:
-        """Make the segment's bytes readable to all peers as version `epoch` (> 0, rising by one)."""
+    def publish(self, key: int, epoch: int, *, more: bool = False) -> None:
+        """Make the segment's bytes readable to all peers as version `epoch` (> 0, rising by one).
+
+        more: other publications follow at once, or `push`; the notices may travel together."""
 
     @abstractmethod
     def pull(
@@ -118,6 +120,11 @@ class Transport(ABC):
     @abstractmethod
     def wait_finished(self, epoch: int, where: Where = NOWHERE) -> None:
         """Block until every peer has finished `epoch`: own segments may be rewritten. At once for epoch <= 0."""
+
+    def read_again(self, owner: int, key: int, epoch: int, nbytes: int) -> bool:
+        """An `in_place` pull of bytes whose view the caller still has from an earlier epoch (segments stay where they are):
+        True if they may be read now. False says nothing: `pull`. Never blocks, takes nothing in."""
+        return False
 
     # ---- messages: gradients and collectives -------------------------------------------------------------------------
     @property
@@ -150,8 +157,12 @@ class Transport(ABC):
         """The message's bytes (uint8, read only, until `release`)."""
 
     @abstractmethod
-    def release(self, src: int, tag: Tag) -> None:
-        """Give the message's slot back to its sender (credit)."""
+    def release(self, src: int, tag: Tag, *, more: bool = False) -> None:
+        """Give the message's slot back to its sender (credit). more: as in `publish`."""
+
+    def push(self) -> None:
+        """Send the notices that were held back for company (`more`). Waits do so by themselves. Never blocks."""
+        return
 
     # ---- progress and end --------------------------------------------------------------------------------------------
     @abstractmethod

@@ -186,7 +186,7 @@ class _InprocChannel(Channel):
     def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
 
-    def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None) -> None:
+    def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None, *, hold: bool = False) -> None:
         if self._rank not in self._world.dead:
             self._world.send(self._rank, dst, message)
 

@@ -130,7 +130,7 @@ class OneSidedTransport(Transport, Receiver):
         self._size(self.rank, key)
         return self._memory.segment(self.rank, key)
 
-    def publish(self, key: int, epoch: int) -> None:
+    def publish(self, key: int, epoch: int, *, more: bool = False) -> None:
         self._check_open()
         self._size(self.rank, key)
         with self._lock:
@@ -147,7 +147,7 @@ class OneSidedTransport(Transport, Receiver):
             for src, request, start, nbytes in self._pulls_waiting.pop((key, epoch), ()):
                 self._answer(src, key, request, start, nbytes)
         if self._memory.in_place:  # otherwise peers ask, and are answered when the time has come
-            self._post_all(msg.pack(msg.PUBLISH, key, epoch))
+            self._post_all(msg.pack(msg.PUBLISH, key, epoch), hold=more)
 
     def pull(
         self, owner: int, key: int, epoch: int, *, start: int = 0, nbytes: int | None = None, out: torch.Tensor | None = None
@@ -177,6 +177,12 @@ class OneSidedTransport(Transport, Receiver):
             self._fetches[request] = fetch
             self._channel.post(owner, msg.pack(msg.PULL, key, epoch, request, x=start, y=nbytes))
         return fetch
+
+    def read_again(self, owner: int, key: int, epoch: int, nbytes: int) -> bool:
+        if not self._memory.in_place or self._published[owner].get(key) != epoch:
+            return False
+        self.probe.counters.param_bytes_received += nbytes
+        return True
 
     def finish(self, epoch: int) -> None:
         self._check_open()
@@ -256,12 +262,16 @@ class OneSidedTransport(Transport, Receiver):
             entry = self._inbox[src, tag]
         return self._memory.incoming(src).narrow(0, *entry)
 
-    def release(self, src: int, tag: Tag) -> None:
+    def release(self, src: int, tag: Tag, *, more: bool = False) -> None:
         with self._lock:
             entry = self._inbox.pop((src, tag), None)
             if entry is None:
                 raise ValueError(f"release: no message {tag} of rank {src} is here (released twice, or not yet received)")
-            self._channel.post(src, msg.pack(msg.CREDIT, x=entry[0]))
+            self._channel.post(src, msg.pack(msg.CREDIT, x=entry[0]), hold=more)
+
+    def push(self) -> None:
+        with self._lock:
+            self._channel.push()
 
     # ---- progress and end --------------------------------------------------------------------------------------------
     def progress(self, timeout_s: float = 0.0) -> None:
@@ -320,20 +330,29 @@ class OneSidedTransport(Transport, Receiver):
 
     # ---- receiver ----------------------------------------------------------------------------------------------------
     def handle(self, src: int, message: bytes) -> None:
-        kind, a, b, c, d, x, y = msg.HEADER.unpack_from(message)
         with self._lock:
-            self.activity += 1
-            if kind < len(self._handlers):
-                self._handlers[kind](src, a, b, c, d, x, y)
-            elif kind == msg.GOODBYE:
-                self._departed.add(src)
-            elif kind == msg.ABORT:
-                reason = bytes(message[msg.HEADER_BYTES :]).decode(errors="replace")
-                culprit = a if a != self.rank else src
-                self._fail(culprit, reason if a == src else f"rank {src} reports: {reason}")
-            else:
-                self._fail(-1, f"rank {src} sent a message of unknown kind {kind}: do all ranks run the same version?")
+            self._take_in(src, message)
             self.changed.notify_all()
+
+    def handle_all(self, src: int, messages: Sequence[bytes]) -> None:
+        with self._lock:
+            for message in messages:
+                self._take_in(src, message)
+            self.changed.notify_all()
+
+    def _take_in(self, src: int, message: bytes) -> None:
+        kind, a, b, c, d, x, y = msg.HEADER.unpack_from(message)
+        self.activity += 1
+        if kind < len(self._handlers):
+            self._handlers[kind](src, a, b, c, d, x, y)
+        elif kind == msg.GOODBYE:
+            self._departed.add(src)
+        elif kind == msg.ABORT:
+            reason = bytes(message[msg.HEADER_BYTES :]).decode(errors="replace")
+            culprit = a if a != self.rank else src
+            self._fail(culprit, reason if a == src else f"rank {src} reports: {reason}")
+        else:
+            self._fail(-1, f"rank {src} sent a message of unknown kind {kind}: do all ranks run the same version?")
 
     def landing(self, src: int, header: bytes) -> torch.Tensor | None:
         kind, _, _, request, _, x, y = msg.HEADER.unpack_from(header)
@@ -394,13 +413,13 @@ class OneSidedTransport(Transport, Receiver):
         self._channel.post(src, msg.pack(msg.DATA, c=request, y=nbytes), payload)
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
-    def _post_all(self, message: bytes) -> None:
+    def _post_all(self, message: bytes, *, hold: bool = False) -> None:
         """To every peer, beginning after this rank, so that not all ranks turn to rank 0 first."""
         with self._lock:
             for step in range(1, self.world_size):
                 peer = (self.rank + step) % self.world_size
                 if peer not in self._departed:
-                    self._channel.post(peer, message)
+                    self._channel.post(peer, message, hold=hold)
 
     def _count(self, channel: int, nbytes: int, *, sent: bool) -> None:
         """Bytes of messages count as gradients except on the parameter channel."""

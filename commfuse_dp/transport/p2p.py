@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import re
+import threading
+from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -31,18 +33,27 @@ class TorchP2PTransport(TwoSidedTransport):
     * Messages with different tags may overtake each other; equal tags keep their order. NCCL ignores tags and keeps the order
       of calls per pair, so users must post matching sends and receives of a lane in the same order.
 
+    [Note: Communicators are kept]
+    They are never destroyed: `close` keeps them for the next `open_lanes` of the same ranks. Making them is slow, gloo frees
+    its connections only with the process anyway, and torch names a group after its ranks and the number of groups alive
+    (`new_group` with local synchronisation): a group made after one was destroyed can get that one's name, finds its
+    addresses in the store, and fails to connect. Communicators with transfers left open are not used again.
+
     Args:
-        lanes: a communicator per lane, all of the same ranks; owned from now on. `open_lanes` makes them.
+        lanes: communicators of one set of ranks, made by `open_lanes`; owned until `close`.
         deadline_s: longest wait of a handle, in seconds.
     """
 
     name: ClassVar[str] = "p2p"
 
-    def __init__(self, lanes: Mapping[int, dist.ProcessGroup], *, deadline_s: float, probe: Probe | None = None) -> None:
-        first = lanes[PARAM_LANE]
+    def __init__(self, lanes: Lanes, *, deadline_s: float, probe: Probe | None = None) -> None:
+        first = lanes.groups[PARAM_LANE]
         super().__init__(first.rank(), first.size(), deadline_s=deadline_s, probe=probe)
-        self._lanes = dict(lanes)
+        self._owned: Lanes | None = lanes
+        self._lanes = dict(lanes.groups)
         self._backend = first.name()
+        self._under_way = 0  # handles that were not waited for successfully
+        self._lock = threading.Lock()  # handles are waited for in several threads
 
     def isend(self, buffer: torch.Tensor, dst: int, *, lane: int, tag: int) -> Handle:
         self._check(buffer, dst, tag, "send to")
@@ -50,7 +61,7 @@ class TorchP2PTransport(TwoSidedTransport):
             work = self._lanes[lane].send([buffer], dst, tag)
         except RuntimeError as error:
             raise self._error(error, dst, NOWHERE) from error
-        return _WorkHandle(self, work, dst, buffer)
+        return self._handle(work, dst, buffer)
 
     def irecv(self, buffer: torch.Tensor, src: int, *, lane: int, tag: int) -> Handle:
         self._check(buffer, src, tag, "receive from")
@@ -58,13 +69,21 @@ class TorchP2PTransport(TwoSidedTransport):
             work = self._lanes[lane].recv([buffer], src, tag)
         except RuntimeError as error:
             raise self._error(error, src, NOWHERE) from error
-        return _WorkHandle(self, work, src, buffer)
+        return self._handle(work, src, buffer)
 
     def close(self) -> None:
-        lanes, self._lanes = self._lanes, {}
-        for group in lanes.values():
-            with contextlib.suppress(ValueError, AssertionError):  # the user has destroyed everything already
-                dist.destroy_process_group(group)
+        owned, self._owned, self._lanes = self._owned, None, {}
+        if owned is not None and not self._under_way:
+            owned.keep()
+
+    def _handle(self, work: dist.Work, peer: int, buffer: torch.Tensor) -> Handle:
+        with self._lock:
+            self._under_way += 1
+        return _WorkHandle(self, work, peer, buffer)
+
+    def _settled(self) -> None:
+        with self._lock:
+            self._under_way -= 1
 
     def _check(self, buffer: torch.Tensor, peer: int, tag: int, doing: str) -> None:
         if not self._lanes:
@@ -121,14 +140,35 @@ class _WorkHandle(Handle):
             if self._buffer is not None and self._buffer.is_cuda:
                 # NCCL's wait only orders the current stream behind the transfer; whoever waits here wants the bytes.
                 torch.cuda.current_stream(self._buffer.device).synchronize()
+            self._transport._settled()
         self._finished = True
         self._work = self._buffer = None
 
 
-def open_lanes(group: dist.ProcessGroup | None, *, setup_s: float) -> dict[int, dist.ProcessGroup]:
+@dataclass(frozen=True)
+class Lanes:
+    """A communicator per lane, all of the same ranks; `serial` is the same on all of them."""
+
+    groups: Mapping[int, dist.ProcessGroup]
+    world: object  # the default group under which they were made
+    key: tuple[tuple[int, ...], str]
+    serial: int
+
+    def keep(self) -> None:
+        """For the next `open_lanes`."""
+        if dist.is_initialized() and self.world is dist.group.WORLD:
+            _idle[self.key].append(self)
+
+
+_idle: dict[tuple[tuple[int, ...], str], list[Lanes]] = defaultdict(list)
+_made: Counter[tuple[tuple[int, ...], str]] = Counter()
+
+
+def open_lanes(group: dist.ProcessGroup | None, *, setup_s: float) -> Lanes:
     """Collective over `group` (None: the default group): the communicators of a `TorchP2PTransport`.
 
-    `new_group` with local synchronisation: ranks outside `group` take no part.
+    Kept ones if all ranks have the same to offer, else new ones by `new_group` with local synchronisation: ranks outside
+    `group` take no part.
 
     Raises TransportError if torch.distributed is not initialised or a communicator cannot be made within setup_s seconds.
     """
@@ -136,13 +176,21 @@ def open_lanes(group: dist.ProcessGroup | None, *, setup_s: float) -> dict[int, 
         raise TransportError("transport 'p2p' needs torch.distributed: call init_process_group first, or start with torchrun")
     own = dist.get_backend(group)
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    key = (tuple(ranks), own)
+    kept = _idle[key] = [lanes for lanes in _idle[key] if lanes.world is dist.group.WORLD]
+    offers: list[set[int]] = [set()] * len(ranks)
+    dist.all_gather_object(offers, {lanes.serial for lanes in kept}, group=group)
+    common = set.intersection(*offers)
+    if common:
+        chosen = next(lanes for lanes in kept if lanes.serial == min(common))
+        kept.remove(chosen)
+        return chosen
     timeout = datetime.timedelta(seconds=setup_s)
-    lanes: dict[int, dist.ProcessGroup] = {}
+    groups: dict[int, dist.ProcessGroup] = {}
     for lane, backend in ((PARAM_LANE, own), (GRAD_LANE, own), (CONTROL_LANE, "gloo")):
         try:
-            lanes[lane] = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+            groups[lane] = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
         except (RuntimeError, ValueError) as error:
-            for made in lanes.values():
-                dist.destroy_process_group(made)
             raise TransportError(f"cannot make a {backend} communicator of ranks {ranks}, lane {lane}: {error}") from error
-    return lanes
+    _made[key] += 1
+    return Lanes(groups, dist.group.WORLD, key, _made[key])

@@ -129,7 +129,7 @@ class TwoSidedChannel(Channel):
             self._spawn(self._await_payloads, peer, GRAD_LANE)
         self._reaper.start()
 
-    def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None) -> None:
+    def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None, *, hold: bool = False) -> None:
         try:
             self._post(dst, message, payload)
         except TransportError as error:
@@ -321,7 +321,7 @@ class PairedTransport(OneSidedTransport):
             probe=probe if probe is not None else two_sided.probe,
         )
 
-    def publish(self, key: int, epoch: int) -> None:
+    def publish(self, key: int, epoch: int, *, more: bool = False) -> None:
         self._settle()
         super().publish(key, epoch)
 

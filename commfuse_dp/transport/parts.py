@@ -16,6 +16,11 @@ class Receiver(ABC):
     def handle(self, src: int, message: bytes) -> None:
         """One message of `src` has arrived (header, text of an ABORT; a payload, if any, is already in its landing)."""
 
+    def handle_all(self, src: int, messages: Sequence[bytes]) -> None:
+        """`handle` for several messages that arrived together, in their order."""
+        for message in messages:
+            self.handle(src, message)
+
     @abstractmethod
     def landing(self, src: int, header: bytes) -> torch.Tensor | None:
         """Where the payload that follows `header` must be written, before `handle`; None: read it and throw it away."""
@@ -33,8 +38,15 @@ class Channel(ABC):
         """Deliver to `receiver` from now on."""
 
     @abstractmethod
-    def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None) -> None:
-        """Queue a message, and the uint8 payload that follows it; never blocks, never raises for a peer that is gone."""
+    def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None, *, hold: bool = False) -> None:
+        """Queue a message, and the uint8 payload that follows it; never blocks, never raises for a peer that is gone.
+
+        hold: it may be kept back, to travel with others, until the next message that is not held, `push`, `poll` or `flush`.
+        """
+
+    def push(self) -> None:
+        """Send what was held back; never blocks."""
+        return
 
     @abstractmethod
     def poll(self, timeout_s: float) -> None:

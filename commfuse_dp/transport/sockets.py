@@ -172,6 +172,8 @@ def pass_descriptor(rank: int, world_size: int, exchange: ExchangeFn, fd: int, d
     return received
 
 
+HELD_BYTES = 16384  # held messages are sent at the latest when there are so many: the peer may have use for them
+
 _open_channels: weakref.WeakSet[SocketChannel] = weakref.WeakSet()
 
 
@@ -186,6 +188,7 @@ class SocketChannel(Channel):
         self._mesh = mesh
         self._receiver: Receiver | None = None
         self._queued: dict[int, bytearray] = {}
+        self._held: set[int] = set()  # peers whose queue was not tried to be sent yet
         self._partial: dict[int, bytes] = {}
         self._peer_of: dict[int, int] = {}
         self._closed = False
@@ -201,22 +204,44 @@ class SocketChannel(Channel):
     def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
 
-    def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None) -> None:
+    def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None, *, hold: bool = False) -> None:
         sock = self._mesh.sockets.get(dst)
         if sock is None:  # lost, which poll has reported, or closed
             return
         queue = self._queued[dst]
+        if hold and (not queue or dst in self._held) and len(queue) < HELD_BYTES:
+            queue += message
+            self._held.add(dst)
+            return
         if queue:
             queue += message
+            if dst in self._held:
+                self._send_held(dst)
             return
         sent = self._try_send(sock, message)
         if sent < len(message):
             queue += message[sent:]
             self._epoll.modify(sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
 
+    def push(self) -> None:
+        for peer in tuple(self._held):
+            self._send_held(peer)
+
+    def _send_held(self, peer: int) -> None:
+        self._held.discard(peer)
+        sock = self._mesh.sockets.get(peer)
+        if sock is None:
+            return
+        queue = self._queued[peer]
+        del queue[: self._try_send(sock, queue)]
+        if queue:
+            self._epoll.modify(sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
+
     def poll(self, timeout_s: float) -> None:
         if self._closed:
             return
+        if self._held:
+            self.push()
         for fd, events in self._epoll.poll(timeout_s):
             peer = self._peer_of.get(fd)
             if peer is None:
@@ -275,15 +300,21 @@ class SocketChannel(Channel):
             return
         if self._partial[peer]:
             data = self._partial[peer] + data
-        at = 0
+        if len(data) == msg.HEADER_BYTES and not msg.text_bytes(data):
+            self._partial[peer] = b""
+            self._receiver.handle(peer, data)
+            return
+        at, messages = 0, []
         while len(data) - at >= msg.HEADER_BYTES:
             end = at + msg.HEADER_BYTES
-            end += msg.text_bytes(data[at:end])
+            header = data[at:end]
+            end += msg.text_bytes(header)
             if end > len(data):
                 break
-            self._receiver.handle(peer, data[at:end])
+            messages.append(header if end - at == msg.HEADER_BYTES else data[at:end])
             at = end
         self._partial[peer] = data[at:]
+        self._receiver.handle_all(peer, messages)
 
     def _end(self, peer: int) -> None:
         assert self._receiver is not None

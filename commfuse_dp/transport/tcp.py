@@ -56,16 +56,20 @@ class TcpChannel(Channel, Handler):
         self._receiver = receiver
         self.wire.start()
 
-    def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None) -> None:
+    def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None, *, hold: bool = False) -> None:
         if payload is not None and payload.numel():
             self.wire.data(dst, Outgoing(_lane(message), message, self._memory.source(payload)))
         elif payload is not None or msg.kind_of(message) == msg.GOODBYE:
             self.wire.data(dst, Outgoing(_lane(message), message, _EMPTY))
         else:
-            self.wire.control(dst, message)
+            self.wire.control(dst, message, wake=not hold)
+
+    def push(self) -> None:
+        self.wire.push()
 
     def poll(self, timeout_s: float) -> None:
         if timeout_s > 0:
+            self.wire.push()
             self._news.wait(timeout_s)
         if self._error is not None:
             raise TransportError(

@@ -184,17 +184,28 @@ class Wire:
             self._started = True
             self._thread.start()
 
-    def control(self, peer: int, message: bytes) -> None:
-        """Queue a message of the highest priority; what exceeds the 40 bytes of a header is sent as its payload."""
+    def control(self, peer: int, message: bytes, *, wake: bool = True) -> None:
+        """Queue a message of the highest priority; what exceeds the 40 bytes of a header is sent as its payload.
+
+        wake: False leaves it to the thread's next turn, or to `push`."""
         text = message[HEADER_BYTES:]
         self._links[peer, CONTROL_ROLE].control.append(
             HEADER.pack(MAGIC, CONTROL_LANE, len(text), 0, message[:HEADER_BYTES]) + text
         )
-        self._ring()
+        if wake:
+            self.push()
 
     def data(self, peer: int, item: Outgoing) -> None:
         self._links[peer, DATA_ROLE].lanes[item.lane - PARAM_LANE].append(item)
-        self._ring()
+        self.push()
+
+    def push(self) -> None:
+        """Wake the I/O thread if it sleeps."""
+        # The thread announces that it will sleep, then looks at the queues, then sleeps; callers append, then look at the
+        # announcement. Both sides run under the interpreter's lock, so one of the two sees the other.
+        if self._sleeping:
+            with contextlib.suppress(BlockingIOError, OSError):
+                self._bell_in.send(b"\0")
 
     def idle(self) -> bool:
         """True if everything queued has been handed to the kernel."""
@@ -212,13 +223,6 @@ class Wire:
             self._free()
 
     # ---- the I/O thread ----------------------------------------------------------------------------------------------
-    def _ring(self) -> None:
-        # The thread announces that it will sleep, then looks at the queues, then sleeps; callers append, then look at the
-        # announcement. Both sides run under the interpreter's lock, so one of the two sees the other.
-        if self._sleeping:
-            with contextlib.suppress(BlockingIOError, OSError):
-                self._bell_in.send(b"\0")
-
     def _run(self) -> None:
         try:
             self._loop()

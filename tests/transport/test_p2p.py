@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from commfuse_dp.errors import DeadlineError, PeerLostError, TransportError, Where
 from commfuse_dp.transport.base import CHANNEL_GRAD, GRAD_LANE, PARAM_LANE, Tag
+from commfuse_dp.transport import p2p
 from commfuse_dp.transport.p2p import TorchP2PTransport, open_lanes
 from commfuse_dp.transport.paired import open_p2p
 from commfuse_dp.transport.select import open_transport
@@ -149,3 +150,25 @@ def test_killed_rank_is_named_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, peer, seen in results.values():
         assert peer == victim and f"rank {victim}" in text and "blocks.2.fc" in text
         assert seen - killed < 10.0
+
+
+def _opened_again(rank: int, world_size: int) -> tuple[int, int]:
+    made = []
+    for step in range(3):
+        transport = open_p2p(None, inbox_bytes=1 << 12, deadline_s=20)
+        transport.expose([[64] * world_size])
+        transport.segment(0).fill_(10 * step + rank)
+        transport.publish(0, 1)
+        for peer in range(world_size):
+            out = torch.zeros(64, dtype=torch.uint8)
+            assert transport.pull(peer, 0, 1, out=out).wait(WHERE).tolist() == [10 * step + peer] * 64
+        transport.finish(1)
+        transport.wait_finished(1)
+        transport.close()
+        made.append(sum(p2p._made.values()))
+    return made[0], made[-1]
+
+
+def test_communicators_are_kept_for_the_next_transport(workers: Any) -> None:
+    for first, last in workers(2).run(_opened_again, timeout=60):
+        assert first == last
