@@ -23,8 +23,10 @@ from commfuse_dp.errors import (
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from commfuse_dp.integrations.fsdp2 import Report
+    from commfuse_dp.integrations.fsdp2 import Claimed, Report
 
 __version__ = "0.1.0"
 
@@ -41,6 +43,20 @@ def remove(model: nn.Module) -> None:
     from commfuse_dp.integrations.fsdp2 import remove as remove_fsdp2
 
     remove_fsdp2(model)
+
+
+def claim(
+    model: nn.Module,
+    config: CommFuseConfig | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+) -> Claimed:
+    """Before `fully_shard`: fused layers without private names of torch. See `commfuse_dp.integrations.fsdp2.claim`."""
+    from commfuse_dp.integrations.fsdp2 import claim as claim_fsdp2
+
+    return claim_fsdp2(model, config, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard_after_forward)
 
 
 def __getattr__(name: str) -> Any:
@@ -60,5 +76,6 @@ __all__ = [
     "PeerLostError",
     "TransportError",
     "apply",
+    "claim",
     "remove",
 ]

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.fsdp2 import compat
+from commfuse_dp.integrations.fsdp2.claim import ClaimedLayer, ClaimPolicy, follow
 from commfuse_dp.integrations.fsdp2.fingerprint import check_equal, describe
-from commfuse_dp.integrations.fsdp2.hooks import StreamAllGather, StreamReduceScatter
+from commfuse_dp.integrations.fsdp2.hooks import StockAllGather, StockReduceScatter, StreamAllGather, StreamReduceScatter
 from commfuse_dp.integrations.fsdp2.layers import GroupPolicy, ModuleParameter, fused_forward, gathered_forward
-from commfuse_dp.integrations.fsdp2.report import ParameterRow, Report
-from commfuse_dp.integrations.fsdp2.select import Adoption, Selection, select
+from commfuse_dp.integrations.fsdp2.report import ParameterRow, Path, Report
+from commfuse_dp.integrations.fsdp2.select import Left, Selection, select
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten
@@ -24,7 +25,7 @@ from commfuse_dp.engine.collective_port import CollectivePort
 from commfuse_dp.engine.engine import Engine, in_backward
 from commfuse_dp.engine.gradients import ReplicaGroup
 from commfuse_dp.engine.operand import UnitOperand
-from commfuse_dp.engine.plan import Unit
+from commfuse_dp.engine.plan import Unit, UnitPolicy
 from commfuse_dp.errors import CommFuseError, ConfigError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.select import open_transport
@@ -41,6 +42,7 @@ class _Application:
         self.engine = engine
         self.groups: list[tuple[Any, list[Any]]] = []  # parameter group, its first FSDPParams
         self.modules: list[nn.Module] = []  # with a forward of ours
+        self.claims: list[ClaimedLayer] = []  # likewise
         self.hooked: list[tuple[FSDPModule, Any, Any, bool]] = []  # module, its collectives before, prefetch set by us
         self.handles: list[Any] = []
         self.operands: list[UnitOperand] = []
@@ -51,7 +53,9 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     """Replace the communication of an FSDP2 model by CommFuse. Collective: all ranks of the model's mesh call it.
 
     Call it once, after the last `fully_shard`; the optimizer may be built before or after, and state_dict, checkpoints and
-    gradient clipping keep working as they do with FSDP2. The default config fuses whatever can be fused.
+    gradient clipping keep working as they do with FSDP2. The default config fuses whatever can be fused. With a torch that
+    lacks the private names this needs (a warning and the report say so), layers are fused only if `claim` got them before
+    `fully_shard`.
 
     Returns a printable report: path and reason for every parameter.
     Raises ConfigError (wrong settings, apply() twice or before fully_shard), MismatchError (ranks differ), TransportError.
@@ -74,12 +78,16 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     _reshard(model)
     selection = select(model, config)
     if selection.shard_group is not None:
-        check_equal(describe(model, config), selection.shard_group)
+        claims = ", ".join(f"{name} ({layer.policy})" for name, layer in selection.claims) or "none"
+        check_equal([*describe(model, config), ("claimed layers", claims)], selection.shard_group)
+    follow(model)
     if not config.enabled or selection.shard_group is None:
         reason = "enabled=False" if not config.enabled else "no parameter group that CommFuse can serve"
         return _untouched(selection, config, reason)
     if config.fuse == "always":
         _require_fusion(selection)
+    if selection.missing is not None:
+        _warn(selection)
     return _install(model, selection, config)
 
 
@@ -96,6 +104,8 @@ def remove(model: nn.Module) -> None:
         handle.remove()
     for module in application.modules:
         del module.forward
+    for layer in application.claims:
+        layer.restore()
     for group, original in application.groups:
         compat.reattach_params(group, original)
     for fsdp_module, gather, reduce, prefetch in application.hooked:
@@ -126,17 +136,31 @@ def _reshard(model: nn.Module) -> None:
 
 
 def _require_fusion(selection: Selection) -> None:
-    lost = [
-        f"{name} ({why})"
-        for name, _, fsdp_param, why in selection.left
-        if isinstance(fsdp_param._module_info.module, nn.Linear)
-    ]
+    lost = [f"{item.name} ({item.reason})" for item in selection.left if _is_linear(item)]
+    lost += [f"{name} ({why})" for name, layer, why in selection.plain if layer.fused]
     if lost:
         raise ConfigError(f"fuse='always', but these linears cannot be fused: {'; '.join(lost)}. Use fuse='auto'.")
 
 
+def _is_linear(item: Left) -> bool:
+    return any(isinstance(module, nn.Linear) for module in item.modules)
+
+
+def _warn(selection: Selection) -> None:
+    unfused = sum(_is_linear(item) for item in selection.left)
+    log.warning(
+        "CommFuse cannot take layers out of FSDP2's groups: %s. %d parameters of linear layers stay unfused, over FSDP2's "
+        "hooks and without prefetch of ours; %d layers are served because they were claimed. To serve all: "
+        "claimed = commfuse_dp.claim(model) before the first fully_shard, and ignored_params=claimed.params for each.",
+        selection.missing,
+        unfused,
+        len(selection.claims),
+    )
+
+
 def _untouched(selection: Selection, config: CommFuseConfig, why: str) -> Report:
-    rows = [ParameterRow(name, "stock", reason, param.sharded_param.numel()) for name, _, param, reason in selection.left]
+    rows = [ParameterRow(item.name, "stock", item.reason, item.param.numel()) for item in selection.left]
+    rows += _plain_rows(selection)
     for adoption in selection.adoptions:
         for param_name, param in zip(adoption.param_names, adoption.fsdp_params, strict=True):
             rows.append(ParameterRow(f"{adoption.name}.{param_name}", "stock", why, param.sharded_param.numel()))
@@ -150,6 +174,14 @@ def _untouched(selection: Selection, config: CommFuseConfig, why: str) -> Report
         world_size=world_size,
         minimum_bytes_per_step=0,
     )
+
+
+def _plain_rows(selection: Selection) -> list[ParameterRow]:
+    return [
+        ParameterRow(slot.name, "plain", why, _numel(slot.shape))
+        for name, layer, why in selection.plain
+        for slot in layer.slots(name)
+    ]
 
 
 def _install(model: nn.Module, selection: Selection, config: CommFuseConfig) -> Report:
@@ -175,10 +207,17 @@ def _install(model: nn.Module, selection: Selection, config: CommFuseConfig) -> 
             for param_name in adoption.param_names
         ]
         units.append(Unit(len(units), adoption.name, slots, GroupPolicy(adoption.group), config.slices_per_rank))
+    for name, layer in selection.claims:
+        units.append(Unit(len(units), name, layer.slots(name), layer.policy, config.slices_per_rank))
     engine = Engine(transport, units, config, device=device, replicas=replicas)
     application = _Application(engine)
-    for adoption, unit in zip(selection.adoptions, units, strict=True):
-        rows += _adopt(application, adoption, unit)
+    for adoption, unit in zip(selection.adoptions, units, strict=False):
+        rows += _serve(application, unit, adoption.module, adoption.fused, adoption.param_names)
+        application.modules.append(adoption.module)
+    for (_, layer), unit in zip(selection.claims, units[len(selection.adoptions) :], strict=True):
+        rows += _serve(application, unit, layer.module, layer.fused, layer.param_names, claimed=True)
+        application.claims.append(layer)
+    rows += _plain_rows(selection)
     _keep_originals(application, selection)
     for adoption in selection.adoptions:
         for fsdp_param in adoption.fsdp_params:
@@ -202,15 +241,16 @@ def _install(model: nn.Module, selection: Selection, config: CommFuseConfig) -> 
     return report
 
 
-def _adopt(application: _Application, adoption: Adoption, unit: Unit) -> list[ParameterRow]:
+def _serve(
+    application: _Application, unit: Unit, module: nn.Module, fused: bool, param_names: list[str], *, claimed: bool = False
+) -> list[ParameterRow]:
     operand = UnitOperand(application.engine, unit)
     application.operands.append(operand)
-    module, names = adoption.module, adoption.param_names
-    forward = fused_forward(operand) if adoption.fused else gathered_forward(module, operand, names)
+    forward = fused_forward(operand) if fused else gathered_forward(module, operand, param_names)
     vars(module)["forward"] = forward  # an instance attribute: the class keeps its own
-    application.modules.append(module)
-    kind = "nn.Linear" if adoption.fused else f"{type(adoption.module).__name__} cannot be computed by row slices"
-    return [ParameterRow(slot.name, "fused" if adoption.fused else "gathered", kind, _numel(slot.shape)) for slot in unit.slots]
+    reason = "nn.Linear" if fused else f"{type(module).__name__} cannot be computed by row slices"
+    reason += ", claimed" if claimed else ""
+    return [ParameterRow(slot.name, "fused" if fused else "gathered", reason, _numel(slot.shape)) for slot in unit.slots]
 
 
 def _numel(shape: tuple[int, ...]) -> int:
@@ -231,26 +271,26 @@ def _hook_rest(application: _Application, selection: Selection, engine: Engine) 
     served: set[int] = set()
     waiting: list[FSDPModule] = []
     for module, group in selection.groups:
-        if not group.fsdp_params or id(group) in selection.foreign:
+        if id(group) in selection.foreign or all(item.group is not group for item in selection.left):
             continue
         assert isinstance(module, FSDPModule)
-        if len(compat.param_groups(module)) > 1:
+        before = (StockAllGather(), StockReduceScatter()) if selection.missing else compat.collectives(group)
+        try:
+            module.set_custom_all_gather(StreamAllGather(port))
+        except ValueError:
             selection.foreign[id(group)] = "FSDP2 allows no custom collectives for a module with several parameter groups"
             continue
-        before = compat.collectives(group)
-        module.set_custom_all_gather(StreamAllGather(port))
         module.set_custom_reduce_scatter(StreamReduceScatter(port))
-        prefetch = not compat.has_forward_prefetch(module)
+        prefetch = selection.missing is None and not compat.has_forward_prefetch(module)
         application.hooked.append((module, *before, prefetch))
         served.add(id(group))
         if prefetch:
             waiting.append(module)
     for module, following in itertools.pairwise(waiting):
         module.set_modules_to_forward_prefetch([following])
-    for name, group, fsdp_param, reason in selection.left:
-        path = "hooks" if id(group) in served else "stock"
-        why = selection.foreign.get(id(group), reason)
-        rows.append(ParameterRow(name, path, why, fsdp_param.sharded_param.numel()))  # type: ignore[arg-type]
+    for item in selection.left:
+        path: Path = "hooks" if id(item.group) in served else "stock"
+        rows.append(ParameterRow(item.name, path, selection.foreign.get(id(item.group), item.reason), item.param.numel()))
     return rows
 
 
@@ -276,16 +316,26 @@ def _hook_root(application: _Application, model: nn.Module, engine: Engine) -> N
 
 
 def _minimum_bytes(selection: Selection, rank: int, world_size: int) -> int:
-    """Bytes this rank must receive in a training step: see Report.minimum_bytes_per_step."""
+    """Bytes this rank must receive in a training step: see Report.minimum_bytes_per_step.
+
+    Without the private names, FSDP2's own groups are taken to reshard after forward and to communicate in full precision.
+    """
+    served: list[tuple[UnitPolicy, torch.Tensor, bool]] = [
+        (GroupPolicy(adoption.group), param.sharded_param, adoption.fused)
+        for adoption in selection.adoptions
+        for param in adoption.fsdp_params
+    ]
+    served += [(layer.policy, slot.parameter, layer.fused) for name, layer in selection.claims for slot in layer.slots(name)]
+    for item in selection.left:
+        if id(item.group) not in selection.foreign:
+            served.append((ClaimPolicy() if selection.missing else GroupPolicy(item.group), item.param, True))
     total = 0
-    adopted = [(adoption.group, param, adoption.fused) for adoption in selection.adoptions for param in adoption.fsdp_params]
-    left = [(group, param, True) for _, group, param, _ in selection.left if id(group) not in selection.foreign]
-    for group, fsdp_param, again in (*adopted, *left):
-        param = fsdp_param.sharded_param
-        computed = (group.mp_policy.param_dtype or param.dtype).itemsize
-        reduced = min(computed, (group.mp_policy.reduce_dtype or param.dtype).itemsize)
-        own = compat.local_tensor(param).numel()
-        gathers = 2 if again and not compat.keeps_after_forward(group) else 1
+    for policy, param, again in served:
+        computed = (policy.compute_dtype or param.dtype).itemsize
+        reduced = min(computed, (policy.reduce_dtype or param.dtype).itemsize)
+        with torch.no_grad():
+            own = param.to_local().numel()  # type: ignore[attr-defined]
+        gathers = 2 if again and not policy.keep_after_forward else 1
         total += (param.numel() - own) * computed * gathers
         if param.requires_grad:
             total += own * (world_size - 1) * reduced

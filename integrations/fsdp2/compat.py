@@ -1,7 +1,8 @@
 """Every private name of FSDP2 that this project touches, checked in one place.
 
-Tried with torch 2.11 and 2.13. `probe()` says what is missing; the integration then leaves FSDP2's parameters where they are
-and uses the public hooks only, or raises if fusion was asked for explicitly.
+Tried with torch 2.11 and 2.13. `probe()` says what is missing; the integration then touches none of these names: it leaves
+FSDP2's parameters where they are, over the public hooks, fuses only layers that were claimed before `fully_shard` (claim.py),
+and says so.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _GROUP_FIELDS = (
     "gradient_divide_factor",
     "unshard",
     "lazy_init",
+    "_all_gather_comm",
+    "_reduce_scatter_comm",
 )
 _PARAM_FIELDS = (
     "sharded_param",
@@ -57,6 +60,11 @@ def probe(model: nn.Module) -> str | None:
             continue
         if not hasattr(module, "_get_fsdp_state"):
             return f"torch {torch.__version__}: FSDPModule has no _get_fsdp_state"
+        state = module._get_fsdp_state()
+        if not hasattr(state, "_fsdp_param_groups") and not hasattr(state, "_fsdp_param_group"):
+            return f"torch {torch.__version__}: FSDP2 has no _fsdp_param_groups"
+        if not hasattr(state, "_states_to_forward_prefetch"):
+            return f"torch {torch.__version__}: FSDP2 has no _states_to_forward_prefetch"
         for group in param_groups(module):
             missing = [name for name in _GROUP_FIELDS if not hasattr(group, name)]
             for param in group.fsdp_params:
@@ -64,6 +72,12 @@ def probe(model: nn.Module) -> str | None:
             if missing:
                 return f"torch {torch.__version__}: FSDP2 has no {', '.join(sorted(set(missing)))}"
     return None
+
+
+def users(fsdp_param: Any) -> list[nn.Module]:
+    """The module that a parameter belongs to, then those that it is tied to."""
+    info = fsdp_param._module_info
+    return [info.module, *info.shared_modules]
 
 
 def local_tensor(param: torch.Tensor) -> torch.Tensor:
@@ -136,6 +150,11 @@ def set_sharded_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
             param.grad = DTensor(grad, param._spec, requires_grad=False)  # as FSDP2 itself does, without a collective
     else:
         param.grad = grad
+    run_gradient_hooks(param)
+
+
+def run_gradient_hooks(param: nn.Parameter) -> None:
+    """What autograd does after it has accumulated a gradient. (A name of torch.Tensor; without it, such hooks do not run.)"""
     for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
         hook(param)
 

@@ -35,6 +35,29 @@ class StreamAllGather(_Allocate):
         return self._port.all_gather(output_tensor, input_tensor)
 
 
+class StockAllGather(_Allocate):
+    """What FSDP2 does by itself. `remove` sets it where the public names do not say what was set before."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class StockReduceScatter(_Allocate):
+    """See `StockAllGather`."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
 class StreamReduceScatter(_Allocate):
     """For `FSDPModule.set_custom_reduce_scatter`. Sums in rank order in a wide type."""
 

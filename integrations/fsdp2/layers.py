@@ -84,13 +84,24 @@ def fused_forward(operand: UnitOperand) -> Callable[[torch.Tensor], torch.Tensor
 
 def gathered_forward(module: nn.Module, operand: UnitOperand, param_names: list[str]) -> Callable[[torch.Tensor], torch.Tensor]:
     """The forward of a norm or an embedding over parameters gathered whole."""
-    with_bias = "bias" in param_names
-
     handle = register_operand(operand)
 
     def gathered() -> tuple[torch.Tensor, ...]:
         return gather_parameters(operand, handle)
 
+    return functional_forward(module, gathered, "bias" in param_names)
+
+
+def functional_forward(
+    module: nn.Module, gathered: Callable[[], tuple[torch.Tensor, ...]], with_bias: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The forward of a module over what `gathered` returns: the whole weight and, `with_bias`, the whole bias."""
+    if isinstance(module, nn.Linear):
+
+        def linear(input: torch.Tensor) -> torch.Tensor:
+            return F.linear(input, *gathered())
+
+        return linear
     if isinstance(module, nn.LayerNorm):
 
         def layer_norm(input: torch.Tensor) -> torch.Tensor:

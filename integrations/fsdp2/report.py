@@ -8,13 +8,14 @@ from typing import Literal, NamedTuple
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.probe import Probe
 
-Path = Literal["fused", "gathered", "hooks", "stock"]
+Path = Literal["fused", "gathered", "hooks", "stock", "plain"]
 
 MEANING = {
     "fused": "GEMM by slices: forward, dgrad and wgrad overlap their own communication",
     "gathered": "gathered whole in the same stream of slices, prefetched; compute unfused",
     "hooks": "FSDP2's own groups, over CommFuse's all-gather and reduce-scatter",
     "stock": "left to FSDP2 as it was",
+    "plain": "claimed, but CommFuse is off: blocking collectives, compute unfused",
 }
 
 

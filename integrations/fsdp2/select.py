@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import fnmatch
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.fsdp2 import compat
+from commfuse_dp.integrations.fsdp2.claim import ClaimedLayer, claimed_layer, holders
+from commfuse_dp.integrations.fsdp2.rules import FUSED_TYPE, excluded, module_obstacle, original_type, tensor_obstacle
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
 
 from commfuse_dp.config import CommFuseConfig
-
-FUSED_TYPE = nn.Linear
-GATHERED_TYPES = (nn.LayerNorm, nn.RMSNorm, nn.Embedding)
-
-# Modules whose own forward reads its children's weights without calling the children.
-_READS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 @dataclass
@@ -33,32 +29,47 @@ class Adoption:
     param_names: list[str]
 
 
+class Left(NamedTuple):
+    """One parameter that stays with FSDP2."""
+
+    name: str
+    modules: list[nn.Module]  # the one it belongs to, then those that it is tied to
+    param: torch.Tensor  # sharded
+    group: Any  # its parameter group; without the private names, the FSDP2 module that holds it
+    reason: str
+
+
 @dataclass
 class Selection:
+    missing: str | None  # private names that this torch lacks: then FSDP2 is used by its public names only
     adoptions: list[Adoption] = field(default_factory=list)
-    left: list[tuple[str, Any, Any, str]] = field(default_factory=list)  # (name, group, FSDPParam, reason)
+    claims: list[tuple[str, ClaimedLayer]] = field(default_factory=list)  # claimed layers to be served
+    plain: list[tuple[str, ClaimedLayer, str]] = field(default_factory=list)  # claimed layers that are not, and why
+    left: list[Left] = field(default_factory=list)
     shard_group: dist.ProcessGroup | None = None
     replicate_group: dist.ProcessGroup | None = None
     groups: list[tuple[nn.Module, Any]] = field(default_factory=list)
     foreign: dict[int, str] = field(default_factory=dict)  # id(group) -> why the engine cannot serve this group at all
 
 
-def original_type(module: nn.Module) -> type:
-    """The module's class without the FSDP class that `fully_shard` mixes in."""
-    kind = type(module)
-    return kind.__mro__[2] if isinstance(module, FSDPModule) else kind
-
-
 def select(model: nn.Module, config: CommFuseConfig) -> Selection:
-    """Walk over all FSDP2 parameter groups of `model` and decide for each parameter."""
-    out = Selection()
+    """Decide for every parameter that FSDP2 holds, and for every claimed layer."""
+    out = Selection(compat.probe(model))
+    if out.missing is None:
+        _select_from_groups(model, config, out)
+    else:
+        _select_by_public_names(model, config, out)
+    _select_claims(model, config, out)
+    return out
+
+
+def _select_from_groups(model: nn.Module, config: CommFuseConfig, out: Selection) -> None:
     for _, module in model.named_modules():
         for group in compat.param_groups(module):
             if all(group is not known for _, known in out.groups):
                 out.groups.append((module, group))
     names = {id(module): name for name, module in model.named_modules()}
     parents = {id(child): module for _, module in model.named_modules() for child in module.children()}
-    unadoptable = compat.probe(model)
 
     for _, group in out.groups:
         reason = _foreign(group, out)
@@ -70,10 +81,10 @@ def select(model: nn.Module, config: CommFuseConfig) -> Selection:
         for key, fsdp_params in by_module.items():
             module = fsdp_params[0]._module_info.module
             name = names.get(key, "?")
-            why = reason or (unadoptable and f"adoption is not possible: {unadoptable}")
+            why = reason
             if why is None and config.fuse == "never":
                 why = "fuse='never'"
-            why = why or _obstacle(name, module, parents.get(key), group, fsdp_params, config)
+            why = why or _obstacle(name, module, parents.get(key), group, fsdp_params, config, names)
             order = sorted(fsdp_params, key=lambda p: p._module_info.param_name != "weight")
             if why is None:
                 out.adoptions.append(
@@ -88,9 +99,58 @@ def select(model: nn.Module, config: CommFuseConfig) -> Selection:
                 )
             else:
                 for fsdp_param in order:
-                    full = f"{name}.{fsdp_param._module_info.param_name}" if name else fsdp_param._module_info.param_name
-                    out.left.append((full, group, fsdp_param, why))
-    return out
+                    full = _full(name, fsdp_param._module_info.param_name)
+                    out.left.append(Left(full, compat.users(fsdp_param), fsdp_param.sharded_param, group, why))
+
+
+def _select_by_public_names(model: nn.Module, config: CommFuseConfig, out: Selection) -> None:
+    """Nothing can be taken out of FSDP2's hands: all that it holds goes over the public hooks."""
+    parents = {id(child): module for module in model.modules() for child in module.children()}
+    holder_of = holders(model)
+    users: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            users.setdefault(id(param), []).append(module)
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        holder = holder_of.get(id(module))
+        if holder is None or claimed_layer(module) is not None:
+            continue
+        if all(holder is not known for known, _ in out.groups):
+            out.groups.append((holder, holder))
+        for param_name, param in module.named_parameters(recurse=False):
+            if id(param) in seen or not isinstance(param, DTensor):  # ignored by FSDP2
+                continue
+            seen.add(id(param))
+            why = "fuse='never'" if config.fuse == "never" else f"adoption is not possible: {out.missing}"
+            if config.fuse != "never" and module_obstacle(name, module, parents.get(id(module)), config) is None:
+                why += "; commfuse_dp.claim(model) before fully_shard would serve this layer"
+            out.left.append(Left(_full(name, param_name), users[id(param)], param, holder, why))
+            foreign = _foreign_publicly(param, out)
+            if foreign is not None:
+                out.foreign[id(holder)] = foreign
+
+
+def _select_claims(model: nn.Module, config: CommFuseConfig, out: Selection) -> None:
+    for name, module in model.named_modules():
+        layer = claimed_layer(module)
+        if layer is None:
+            continue
+        why = _other_ranks(layer.shard_group, layer.replicate_group, out) or excluded(name, config)
+        if why is None and (config.fuse == "never" or not config.enabled):
+            why = "fuse='never'" if config.enabled else "enabled=False"
+        if why is None and vars(module).get("forward") is not layer.plain:
+            why = "its forward was replaced after claim()"
+        for slot in layer.slots(name):
+            why = why or tensor_obstacle(slot.local())
+        if why is None:
+            out.claims.append((name, layer))
+        else:
+            out.plain.append((name, layer, why))
+
+
+def _full(name: str, param_name: str) -> str:
+    return f"{name}.{param_name}" if name else param_name
 
 
 def _foreign(group: Any, out: Selection) -> str | None:
@@ -100,61 +160,67 @@ def _foreign(group: Any, out: Selection) -> str | None:
         return "replicated, not sharded"
     if isinstance(group.offload_policy, CPUOffloadPolicy):
         return "CPU offloading: parameters and gradients live on another device than the compute"
+    return _other_ranks(shard, compat.replicate_group(group), out)
+
+
+def _foreign_publicly(param: DTensor, out: Selection) -> str | None:
+    """The same, read off a sharded parameter: (Shard,) over a 1-D mesh or (Replicate, Shard) over a 2-D one."""
+    mesh, sharded = param.device_mesh, [isinstance(placement, Shard) for placement in param.placements]
+    if sharded not in ([True], [False, True]):
+        return f"placed as {param.placements}"
+    if param.device.type not in (mesh.device_type, "meta"):
+        return "CPU offloading: parameters and gradients live on another device than the compute"
+    return _other_ranks(mesh.get_group(mesh.ndim - 1), mesh.get_group(0) if mesh.ndim == 2 else None, out)
+
+
+def _other_ranks(shard: dist.ProcessGroup, replicate: dist.ProcessGroup | None, out: Selection) -> str | None:
     if out.shard_group is None:
         out.shard_group = shard
-        out.replicate_group = compat.replicate_group(group)
+        out.replicate_group = replicate
     ranks, first = dist.get_process_group_ranks(shard), dist.get_process_group_ranks(out.shard_group)
     if ranks != first:
         return f"sharded over ranks {ranks}, other layers over {first}: one engine serves one group"
-    if (compat.replicate_group(group) is None) != (out.replicate_group is None):
+    if (replicate is None) != (out.replicate_group is None):
         return "some layers have replicas and some have not"
     return None
 
 
 def _obstacle(
-    name: str, module: nn.Module, parent: nn.Module | None, group: Any, fsdp_params: list[Any], config: CommFuseConfig
+    name: str,
+    module: nn.Module,
+    parent: nn.Module | None,
+    group: Any,
+    fsdp_params: list[Any],
+    config: CommFuseConfig,
+    names: dict[int, str],
 ) -> str | None:
     """Why a module's parameters cannot leave FSDP2's group (None: they can)."""
-    for pattern in config.exclude:
-        if fnmatch.fnmatchcase(name, pattern):
-            return f"excluded by {pattern!r}"
-    kind = original_type(module)
-    if kind is not FUSED_TYPE and kind not in GATHERED_TYPES:
-        return f"{kind.__name__} is not a layer type that can be served by slices"
-    if type(module).forward is not kind.forward or "forward" in vars(module):
-        return f"the forward of this {kind.__name__} was replaced"
-    if hasattr(module, "parametrizations"):
-        return "its parameters are parametrized"
-    if isinstance(parent, _READS_CHILDREN):
-        return f"{type(parent).__name__} reads this layer's weights without calling it"
+    why = module_obstacle(name, module, parent, config)
+    if why is not None:
+        return why
     own = {param_name for param_name, param in module.named_parameters(recurse=False)}
     adoptable = {fsdp_param._module_info.param_name for fsdp_param in fsdp_params}
     if own != adoptable:
         return f"its parameters lie in several FSDP2 groups or outside of them: {', '.join(sorted(own - adoptable))}"
-    if "weight" not in adoptable:
-        return "it has no weight"
-    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
-        return "an embedding with max_norm or sparse gradients"
     if compat.reshards_to_smaller_mesh(group):
         return "reshard_after_forward is an int: kept sharded over fewer ranks between forward and backward"
     for fsdp_param in fsdp_params:
-        reason = _param_obstacle(fsdp_param)
+        reason = _param_obstacle(fsdp_param, names)
         if reason is not None:
             return reason
     return None
 
 
-def _param_obstacle(fsdp_param: Any) -> str | None:
+def _param_obstacle(fsdp_param: Any, names: dict[int, str]) -> str | None:
     info = fsdp_param._module_info
     if info.shared_modules:
-        return f"tied: {info.param_name} is shared by {1 + len(info.shared_modules)} modules"
+        others = [
+            f"{names.get(id(module), '?')}.{param_name}"
+            for module, param_name in zip(info.shared_modules, info.shared_param_names, strict=True)
+        ]
+        return f"tied to {', '.join(others)}"
     if fsdp_param.fsdp_placement.dim != 0:
         return f"sharded along dim {fsdp_param.fsdp_placement.dim}, not along dim 0"
     if getattr(fsdp_param, "is_dtensor", False):
         return "also sharded by another parallelism (a DTensor before fully_shard)"
-    local = compat.local_tensor(fsdp_param.sharded_param)
-    if type(local) is not torch.Tensor:
-        return f"its data is a {type(local).__name__}"
-    if local.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        return f"dtype {local.dtype}"
-    return None
+    return tensor_obstacle(compat.local_tensor(fsdp_param.sharded_param))

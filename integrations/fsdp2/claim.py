@@ -1,0 +1,288 @@
+"""Fused layers through public names of FSDP2 alone: `claim` layers before `fully_shard`, which is told to ignore them.
+
+    claimed = commfuse_dp.claim(model, mp_policy=policy)
+    for block in model.layers:
+        fully_shard(block, mp_policy=policy, ignored_params=claimed.params)
+    fully_shard(model, mp_policy=policy, ignored_params=claimed.params)
+    report = commfuse_dp.apply(model)
+
+`apply` alone takes layers out of FSDP2's hands after `fully_shard`, which needs private names (compat.py). A claimed layer
+never gets there: its parameters are made sharded DTensors here, equal to FSDP2's in mesh, placement and rows, so optimizers,
+gradient clipping and checkpoints see no difference. Its settings (mixed precision, resharding, accumulation) live in
+`ClaimPolicy`, not in an FSDP2 group.
+
+Until `apply`, and again after `remove`, a claimed layer works by blocking collectives of its own: see plain.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from commfuse_dp.integrations.fsdp2 import compat
+from commfuse_dp.integrations.fsdp2.layers import ModuleParameter
+from commfuse_dp.integrations.fsdp2.plain import plain_forward
+from commfuse_dp.integrations.fsdp2.rules import FUSED_TYPE, module_obstacle, original_type, tensor_obstacle
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.errors import ConfigError
+from commfuse_dp.schedule.layout import chunk_bounds
+
+_ATTRIBUTE = "_commfuse_claim"  # on a claimed module
+
+
+@dataclass
+class ClaimPolicy:
+    """A `UnitPolicy` of our own: what the parameter group is for the layers that FSDP2 holds."""
+
+    compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    keep_after_forward: bool = False
+    reduce_grads: bool = True
+    all_reduce_grads: bool = True
+    divide_factor: float | None = None
+
+
+class ClaimedParameter(ModuleParameter):
+    """A `ParamSlot` that uses public names of DTensor only."""
+
+    def local(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self.parameter.to_local()  # type: ignore[attr-defined]  # a view: same memory
+
+    def deliver(self, grad: torch.Tensor) -> None:
+        param = self.parameter
+        assert isinstance(param, DTensor)
+        with torch.no_grad():
+            if param.grad is None:
+                param.grad = _sharded(grad, param.device_mesh, param)
+            else:
+                param.grad.to_local().add_(grad)  # type: ignore[attr-defined]
+        compat.run_gradient_hooks(param)
+
+
+class ClaimedLayer:
+    """One claimed module: all of its own parameters, weight first."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, policy: ClaimPolicy) -> None:
+        self.module = module
+        self.policy = policy
+        self.fused = original_type(module) is FUSED_TYPE
+        self.param_names = sorted((name for name, _ in module.named_parameters(recurse=False)), key=lambda n: n != "weight")
+        self.shard_group = mesh.get_group(mesh.ndim - 1)
+        self.replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
+        self.plain = plain_forward(self)
+
+    def restore(self) -> None:
+        """Compute by blocking collectives, as before `apply`."""
+        vars(self.module)["forward"] = self.plain
+
+    def slots(self, name: str) -> list[ClaimedParameter]:
+        return [ClaimedParameter(f"{name}.{param}" if name else param, self.module, param) for param in self.param_names]
+
+
+class Claimed:
+    """Result of `claim`. `print(claimed)` shows which modules were claimed, and why others were not.
+
+    The setters have the meaning of FSDP2's own and concern all claimed layers. Only settings made before `apply` need them:
+    from `apply` on, FSDP2's setters, called on the model or on any of its modules, reach the claimed layers too.
+    """
+
+    def __init__(self, layers: dict[str, ClaimedLayer], left: dict[str, str]) -> None:
+        self.layers = layers
+        self.left = left
+        """Modules with parameters of their own that stay with FSDP2: name -> reason."""
+
+    @property
+    def params(self) -> set[nn.Parameter]:
+        """For `ignored_params` of every `fully_shard`."""
+        return {slot.parameter for layer in self.layers.values() for slot in layer.slots("")}
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        self._set("set_requires_gradient_sync", requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool) -> None:
+        self._set("set_requires_all_reduce", requires_all_reduce)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool) -> None:
+        self._set("set_reshard_after_forward", reshard_after_forward)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        self._set("set_gradient_divide_factor", factor)
+
+    def _set(self, setter: str, value: Any) -> None:
+        for layer in self.layers.values():
+            for field, setting in _SETTERS[setter](value).items():
+                setattr(layer.policy, field, setting)
+
+    def __str__(self) -> str:
+        numel = sum(param.numel() for param in self.params)
+        lines = [f"CommFuse claims {numel:,} parameters in {len(self.layers)} modules; call fully_shard with ignored_params"]
+        width = max(map(len, [*self.layers, *self.left]), default=4)
+        lines += [f"  {name:<{width}}  claimed" for name in self.layers]
+        lines += [f"  {name:<{width}}  left to FSDP2: {why}" for name, why in self.left.items()]
+        return "\n".join(lines)
+
+
+_SETTERS: dict[str, Callable[[Any], dict[str, Any]]] = {  # FSDP2's setter -> fields of ClaimPolicy
+    "set_requires_gradient_sync": lambda value: {"reduce_grads": value, "all_reduce_grads": value},
+    "set_requires_all_reduce": lambda value: {"all_reduce_grads": value},
+    "set_reshard_after_forward": lambda value: {"keep_after_forward": not value},
+    "set_gradient_divide_factor": lambda value: {"divide_factor": value},
+}
+
+
+def claim(
+    model: nn.Module,
+    config: CommFuseConfig | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+) -> Claimed:
+    """Shard the layers that CommFuse can serve, before `fully_shard`, which must then ignore them (`claimed.params`).
+
+    model: the whole model, plain or on the meta device. mesh, mp_policy, reshard_after_forward: as given to `fully_shard`
+    (mesh None: all ranks); mp_policy casts no inputs and outputs, which stays with `fully_shard`. config: as given to
+    `apply`; with `enabled=False` or `fuse="never"` nothing is claimed.
+
+    Every `fully_shard` must get `ignored_params=claimed.params`: torch fails on a claimed parameter otherwise. No
+    communication: every rank keeps its rows of what it has, as with FSDP2. Raises ConfigError.
+    """
+    config = config if config is not None else CommFuseConfig()
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ConfigError(
+                f"commfuse_dp.claim() came after fully_shard, which holds {name or 'the model'!r} already. "
+                "Call claim() on the whole model before the first fully_shard."
+            )
+        if claimed_layer(module) is not None:
+            raise ConfigError(f"commfuse_dp.claim() was called twice: {name or 'the model'!r} is claimed already")
+    if not isinstance(reshard_after_forward, bool):
+        raise ConfigError(
+            f"reshard_after_forward={reshard_after_forward!r} for claimed layers; allowed are True and False. For resharding "
+            "to a smaller mesh use fully_shard without claim()."
+        )
+    mesh = _checked(mesh)
+    policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
+    layers: dict[str, ClaimedLayer] = {}
+    left: dict[str, str] = {}
+    for name, module, why in _candidates(model, config):
+        if why is not None:
+            left[name] = why
+            continue
+        for param_name, param in list(module.named_parameters(recurse=False)):
+            setattr(module, param_name, _shard(param, mesh))
+        settings = ClaimPolicy(policy.param_dtype, policy.reduce_dtype, keep_after_forward=not reshard_after_forward)
+        layer = ClaimedLayer(module, mesh, settings)
+        vars(module)[_ATTRIBUTE] = layer
+        layer.restore()
+        layers[name] = layer
+    return Claimed(layers, left)
+
+
+def claimed_layer(module: nn.Module) -> ClaimedLayer | None:
+    return vars(module).get(_ATTRIBUTE)
+
+
+def follow(model: nn.Module) -> None:
+    """From now on FSDP2's setters, called on any module of `model`, reach the claimed layers too."""
+    own: dict[int, list[ClaimedLayer]] = {}  # id(FSDP2 module) -> the claimed layers that would be in its parameter group
+    holder_of = holders(model)
+    for module in model.modules():
+        layer = claimed_layer(module)
+        if layer is not None and id(module) in holder_of:
+            own.setdefault(id(holder_of[id(module)]), []).append(layer)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            below = [layer for child in module.modules() for layer in own.get(id(child), [])]
+            for setter in _SETTERS:
+                if below and setter not in vars(module):
+                    vars(module)[setter] = _following(module, setter, own.get(id(module), []), below)
+
+
+def _following(module: nn.Module, setter: str, own: list[ClaimedLayer], below: list[ClaimedLayer]) -> Callable[..., None]:
+    stock = getattr(module, setter)
+    recursive = setter != "set_gradient_divide_factor"
+
+    def set_both(value: Any, *, recurse: bool = True) -> None:
+        if recursive:
+            stock(value, recurse=recurse)
+        else:
+            stock(value)
+        for layer in below if recursive and recurse else own:
+            for field, setting in _SETTERS[setter](value).items():
+                setattr(layer.policy, field, setting)
+
+    return set_both
+
+
+def holders(model: nn.Module) -> dict[int, nn.Module]:
+    """id(module) -> the nearest FSDP2 module around it, or itself: whose parameter group its parameters are in."""
+    out: dict[int, nn.Module] = {}
+    for module in model.modules():  # parents before children
+        if isinstance(module, FSDPModule):
+            out[id(module)] = module
+        for child in module.children():
+            if id(module) in out:
+                out.setdefault(id(child), out[id(module)])
+    return out
+
+
+def _candidates(model: nn.Module, config: CommFuseConfig) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """Every module with parameters of its own, and why it cannot be claimed (None: it can)."""
+    parents = {id(child): module for module in model.modules() for child in module.children()}
+    uses = Counter(id(param) for module in model.modules() for param in vars(module)["_parameters"].values())
+    off = "enabled=False" if not config.enabled else "fuse='never'" if config.fuse == "never" else None
+    for name, module in list(model.named_modules()):
+        params = dict(module.named_parameters(recurse=False))
+        if not params:
+            continue
+        why = off or module_obstacle(name, module, parents.get(id(module)), config)
+        for param_name, param in params.items():
+            if why is None and uses[id(param)] > 1:
+                why = f"tied: {param_name} is shared by {uses[id(param)]} modules"
+            if why is None and isinstance(param, DTensor):
+                why = "also sharded by another parallelism (a DTensor before claim)"
+            why = why or tensor_obstacle(param.data)
+        yield name, module, why
+
+
+def _checked(mesh: DeviceMesh | None) -> DeviceMesh:
+    if mesh is None:
+        if not dist.is_initialized():
+            raise ConfigError("commfuse_dp.claim() needs a process group: call torch.distributed.init_process_group() first")
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return init_device_mesh(accelerator.type if accelerator is not None else "cpu", (dist.get_world_size(),))
+    if mesh.ndim not in (1, 2):
+        raise ConfigError(f"claim() got a mesh of {mesh.ndim} dimensions; allowed are 1 (sharded) and 2 (replicated, sharded)")
+    return mesh
+
+
+def _shard(param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """This rank's rows of `param` (FSDP2's chunk rule) in memory of their own, as a DTensor parameter."""
+    start, stop = chunk_bounds(param.shape[0], mesh.size(mesh.ndim - 1))[mesh.get_local_rank(mesh.ndim - 1)]
+    whole = param.detach()
+    rows = whole[start:stop].clone(memory_format=torch.contiguous_format)
+    if not rows.is_meta:
+        device = mesh.device_type
+        rows = rows.to(device if device == "cpu" else torch.device(device, torch.accelerator.current_device_index()))
+    return nn.Parameter(_sharded(rows, mesh, whole), requires_grad=param.requires_grad)
+
+
+def _sharded(rows: torch.Tensor, mesh: DeviceMesh, whole: torch.Tensor) -> DTensor:
+    """The DTensor of the shape of `whole` of which this rank has `rows`."""
+    placements = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
+    stride = (whole.shape[1:].numel(), *(whole.shape[n + 1 :].numel() for n in range(1, whole.dim())))
+    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=whole.shape, stride=stride)
+
+
+__all__ = ["ClaimPolicy", "Claimed", "ClaimedLayer", "ClaimedParameter", "claim", "claimed_layer", "follow", "holders"]

@@ -1,0 +1,64 @@
+"""Which modules can be served by slices, whoever holds their parameters."""
+
+from __future__ import annotations
+
+import fnmatch
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from commfuse_dp.config import CommFuseConfig
+
+FUSED_TYPE = nn.Linear
+GATHERED_TYPES = (nn.LayerNorm, nn.RMSNorm, nn.Embedding)
+
+# Modules whose own forward reads its children's weights without calling the children.
+_READS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+def original_type(module: nn.Module) -> type:
+    """The module's class without the FSDP class that `fully_shard` mixes in."""
+    kind = type(module)
+    return kind.__mro__[2] if isinstance(module, FSDPModule) else kind
+
+
+def excluded(name: str, config: CommFuseConfig) -> str | None:
+    """By which pattern the configuration excludes a module, as a reason."""
+    for pattern in config.exclude:
+        if fnmatch.fnmatchcase(name, pattern):
+            return f"excluded by {pattern!r}"
+    return None
+
+
+def module_obstacle(name: str, module: nn.Module, parent: nn.Module | None, config: CommFuseConfig) -> str | None:
+    """Why a module cannot be given a forward of ours (None: it can)."""
+    why = excluded(name, config)
+    if why is not None:
+        return why
+    kind = original_type(module)
+    if kind is not FUSED_TYPE and kind not in GATHERED_TYPES:
+        return f"{kind.__name__} is not a layer type that can be served by slices"
+    if type(module).forward is not kind.forward or "forward" in vars(module):
+        return f"the forward of this {kind.__name__} was replaced"
+    if hasattr(module, "parametrizations"):
+        return "its parameters are parametrized"
+    if isinstance(parent, _READS_CHILDREN):
+        return f"{type(parent).__name__} reads this layer's weights without calling it"
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
+        return "an embedding with max_norm or sparse gradients"
+    own = {param_name for param_name, _ in module.named_parameters(recurse=False)}
+    if "weight" not in own:
+        return "it has no weight"
+    if own - {"weight", "bias"}:
+        return f"it has parameters that a {kind.__name__} does not know: {', '.join(sorted(own - {'weight', 'bias'}))}"
+    return None
+
+
+def tensor_obstacle(rows: torch.Tensor) -> str | None:
+    """Why data of this kind cannot travel."""
+    if type(rows) is not torch.Tensor:
+        return f"its data is a {type(rows).__name__}"
+    if rows.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        return f"dtype {rows.dtype}"
+    return None
