@@ -68,8 +68,8 @@ def sum_in_rank_order(
     block = min(numel, BLOCK_ELEMENTS)
     if switch > 1 and (scratch is None or scratch.dtype != wide or scratch.numel() < block or scratch.device != out.device):
         scratch = torch.empty(block, dtype=wide, device=out.device)
-    flat_out = out.view(-1)
-    flat = [partial.view(-1) for partial in partials]
+    flat_out = out if out.dim() == 1 else out.view(-1)
+    flat = [partial if partial.dim() == 1 else partial.view(-1) for partial in partials]
     if numel <= BLOCK_ELEMENTS:
         _fold(flat_out, flat, switch, wide, divisor, scratch)
         return out

@@ -151,16 +151,13 @@ class Engine:
         sink = self._open_sink(unit, dtype, include) if produce is not None else None
         for owner in self._scatter_order:
             # With m > 1 the owner's slices of both kinds alternate: send one, then use the link's time for a dgrad.
-            readers = self.parameters.readers(unit, owner, consume) if consume is not None else []
-            read = 0
-            if sink is not None and produce is not None:
-                for item in sink.slices(owner):
-                    sink.fill(item, produce)
-                    if read < len(readers):
-                        readers[read]()
-                        read += 1
-            for reader in readers[read:]:
-                reader()
+            visits = self.parameters.visits(unit, owner) if consume is not None else []
+            items = sink.slices(owner) if sink is not None else ()
+            for index in range(max(len(visits), len(items))):
+                if index < len(items):
+                    sink.fill(items[index], produce)  # type: ignore[union-attr, arg-type]
+                if index < len(visits):
+                    self.parameters.read(unit, visits[index], consume)  # type: ignore[arg-type]
         self.parameters.forget(unit)
         self.gradients.poll()
 
@@ -220,7 +217,7 @@ class Engine:
 class _Sink:
     """Where the partial gradients of one backward call go: to their owners, or into the local accumulation."""
 
-    __slots__ = ("_accumulated", "_computed", "_engine", "_include", "_scatter", "_unit", "dtype")
+    __slots__ = ("_accumulated", "_computed", "_engine", "_geometry", "_include", "_scatter", "_unit", "dtype")
 
     def __init__(self, engine: Engine, unit: Unit, computed: torch.dtype, include: tuple[bool, ...], *, reduce: bool) -> None:
         self._engine = engine
@@ -232,26 +229,29 @@ class _Sink:
             unit.accumulated = [torch.zeros(shape, dtype=wide, device=engine.device) for shape in unit.whole_shapes()]
         self._accumulated = unit.accumulated
         self.dtype = computed if self._accumulated is None else self._accumulated[0].dtype  # of what travels or is kept
+        self._geometry = unit.geometry(self.dtype, include)
         self._scatter = engine.gradients.begin(unit, self.dtype, include, engine.step) if reduce else None
         if reduce:
             unit.accumulated = None  # it travels with this reduction
 
     def slices(self, owner: int) -> tuple[UnitSlice, ...]:
-        return self._unit.geometry(self.dtype, self._include).slices[owner]
+        return self._geometry.slices[owner]
 
     def fill(self, item: UnitSlice, produce: Produce) -> None:
         """Have the partial of one slice computed and send it (or add it up)."""
         if self._scatter is None:
             self._produce_beside(item, produce, lambda earlier, new: earlier.add_(new))
             return
-        buffer = self._engine.gradients.reserve(self._scatter, item)
-        target = self._scatter.geometry.pieces(item, buffer)
+        gradients = self._engine.gradients
+        buffer = gradients.reserve(self._scatter, item)
+        start = now_ns() if self._engine.probe.sink is not None else 0
+        target = self._geometry.pieces(item, buffer)
         if self._accumulated is None:
             produce(item, target)
         else:
             outs = iter(target)
             self._produce_beside(item, produce, lambda earlier, new: torch.add(earlier, new, out=next(outs).tensor))
-        self._engine.gradients.send(self._scatter, item, buffer)
+        gradients.send(self._scatter, item, buffer, start)
 
     def _produce_beside(self, item: UnitSlice, produce: Produce, combine: Callable[..., object]) -> None:
         """Compute the partial in a buffer of its own, then combine it with what earlier microbatches accumulated."""

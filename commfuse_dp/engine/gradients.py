@@ -27,7 +27,7 @@ from commfuse_dp.collectives.summation import BLOCK_ELEMENTS, sum_in_rank_order,
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.plan import Geometry, Unit, UnitSlice
 from commfuse_dp.errors import Where
-from commfuse_dp.probe import COMPUTE, Probe, now_ns
+from commfuse_dp.probe import COMPUTE, SEND, Probe, now_ns
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
 
 SEQUENCE_LIMIT = 1 << 31
@@ -78,6 +78,7 @@ class GradientStream:
         self._probe = probe
         self._replicas = replicas
         self._rank = transport.rank
+        self._announces = type(transport).expect is not Transport.expect  # two-sided: receives are posted early
         self._peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
         self._queue: deque[Scatter] = deque()
         self._replicating: deque[tuple[Scatter, torch.Tensor, dist.Work]] = deque()
@@ -101,7 +102,7 @@ class GradientStream:
             replicate=self._replicas is not None and policy.all_reduce_grads,
             step=step,
         )
-        for item in scatter.geometry.slices[self._rank]:
+        for item in scatter.geometry.slices[self._rank] if self._announces else ():
             tag = Tag(CHANNEL_GRAD, unit.index, scatter.seq, item.index)
             for peer in self._peers:
                 self._transport.expect(peer, tag, item.nbytes)
@@ -113,18 +114,23 @@ class GradientStream:
         if item.owner == self._rank:
             if scatter.own is None:
                 scatter.own = self._own_buffer(scatter)
+            if item.nbytes == scatter.own.numel():
+                return scatter.own
             return scatter.own[item.offset : item.offset + item.nbytes]
         buffer = self._transport.try_reserve(item.owner, item.nbytes)
         if buffer is None:
             buffer = self._await_credit(scatter, item)
         return buffer
 
-    def send(self, scatter: Scatter, item: UnitSlice, buffer: torch.Tensor) -> None:
-        """The partial of `item` has been computed into `buffer`."""
+    def send(self, scatter: Scatter, item: UnitSlice, buffer: torch.Tensor, start_ns: int) -> None:
+        """The partial of `item` has been computed into `buffer`, from start_ns on (0: spans are off)."""
         if item.owner == self._rank:
             scatter.own_done += 1
-        else:
-            self._transport.send(item.owner, Tag(CHANNEL_GRAD, scatter.unit.index, scatter.seq, item.index), buffer)
+            return
+        self._transport.send(item.owner, Tag(CHANNEL_GRAD, scatter.unit.index, scatter.seq, item.index), buffer)
+        if start_ns and self._transport.in_place:  # the transfer is the writing itself, by the GEMM
+            name = f"{scatter.unit.name} gradient (in place)"
+            self._probe.span(SEND, name, start_ns, now_ns(), nbytes=item.nbytes, peer=item.owner)
 
     def _own_buffer(self, scatter: Scatter) -> torch.Tensor:
         nbytes = scatter.geometry.segment_bytes[self._rank]
@@ -168,6 +174,8 @@ class GradientStream:
             if head.summed == len(head.geometry.slices[self._rank]):
                 self._queue.popleft()
                 self._complete(head)
+        if worked:
+            self._transport.push()  # the credits
         return worked
 
     def _next_item(self, scatter: Scatter) -> UnitSlice | None:
@@ -192,8 +200,8 @@ class GradientStream:
         dtype = scatter.geometry.dtype
         own_bytes = scatter.own
         assert own_bytes is not None
-        span = slice(item.offset, item.offset + item.nbytes)
-        own = own_bytes[span].view(dtype)
+        whole = item.nbytes == own_bytes.numel()
+        own = (own_bytes if whole else own_bytes[item.offset : item.offset + item.nbytes]).view(dtype)
         if self._is_final(scatter):
             out = own
         else:
@@ -211,7 +219,7 @@ class GradientStream:
         divisor = None if self._replicas is not None else scatter.divisor
         sum_in_rank_order(out, partials, own_rank=self._rank, scale_divisor=divisor, scratch=self._scratch_for(dtype))
         for peer in self._peers:
-            self._transport.release(peer, tag)
+            self._transport.release(peer, tag, more=True)
         if self._probe.sink is not None:
             self._probe.span(COMPUTE, f"{scatter.unit.name} sum", start, now_ns(), kind="sum")
 
@@ -249,20 +257,20 @@ class GradientStream:
     def _deliver(self, scatter: Scatter, total: torch.Tensor) -> None:
         """Cut the flat sum (head rows, main rows) into the parameters' gradients."""
         itemsize = scatter.geometry.dtype.itemsize
-        unit = scatter.unit
-        for part, slot in enumerate(unit.slots):
+        own = scatter.geometry.slices[self._rank]
+        for part, slot in enumerate(scatter.unit.slots):
             if not scatter.include[part]:
                 continue
-            local_shape = slot.local().shape
+            local = slot.local()
             offset = 0
             if part == 0:
-                own = scatter.geometry.slices[self._rank]
                 offset = own[0].main_offset // itemsize if own and own[0].main_offset >= 0 else 0
             else:
-                spans = [h for item in scatter.geometry.slices[self._rank] for h in item.heads if h[0] == part]
+                spans = [h for item in own for h in item.heads if h[0] == part]
                 offset = spans[0][1] // itemsize if spans else 0
-            grad = total[offset : offset + local_shape.numel()].view(local_shape)
-            slot.deliver(grad.to(slot.local().dtype))
+            numel = local.numel()
+            grad = (total if numel == total.numel() else total[offset : offset + numel]).view(local.shape)
+            slot.deliver(grad if grad.dtype == local.dtype else grad.to(local.dtype))
 
     # ---- end of backward ---------------------------------------------------------------------------------------------
     def drain(self) -> None:

@@ -18,14 +18,16 @@ from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.plan import Piece, Unit, UnitSlice
 from commfuse_dp.engine.window import Key, Window
 from commfuse_dp.errors import CommFuseError, ConfigError, Where
-from commfuse_dp.probe import now_ns
+from commfuse_dp.probe import RECEIVE, now_ns
 from commfuse_dp.schedule.orders import gather_owners, scatter_owners
 from commfuse_dp.transport.base import Transfer, Transport
 
 Consume = Callable[[UnitSlice, "list[Piece]"], None]
 
+PUSH_BYTES = 1 << 20
 
-class _Visit:
+
+class Visit:
     """One slice of one unit, as this rank reads it in every step."""
 
     __slots__ = ("data", "item", "key", "pieces")
@@ -44,7 +46,7 @@ class _Reading:
 
     def __init__(self, unit: Unit, rank: int, gather_order: Sequence[int], scatter_order: Sequence[int]) -> None:
         visits = [
-            [_Visit(item, (unit.index, owner, item.index)) for item in own] for owner, own in enumerate(unit.params.slices)
+            [Visit(item, (unit.index, owner, item.index)) for item in own] for owner, own in enumerate(unit.params.slices)
         ]
         self.by_owner = visits
         self.forward = [visit for owner in gather_order for visit in visits[owner]]
@@ -114,8 +116,15 @@ class ParameterStream:
         self._epoch = epoch
         if self._window is not None:
             self._window.start(epoch, sequence)  # asked for now, served as soon as the owners have published
-        for unit in self._publication_order(sequence):
-            self._publish(unit)
+        notices = 0
+        with torch.no_grad():
+            for unit in self._publication_order(sequence):
+                self._publish(unit)
+                notices += unit.params.segment_bytes[self._rank]
+                if notices >= PUSH_BYTES:  # peers can start on these; the notices of many small units travel together
+                    notices = 0
+                    self._transport.push()
+        self._transport.push()
 
     def stop(self, where: Where) -> list[Key]:
         """This rank reads no more of the epoch; returns the order in which it fetched slices."""
@@ -131,7 +140,6 @@ class ParameterStream:
         rest = set(range(len(self._units))).difference(first_used)
         return [self._units[index] for index in (*first_used, *sorted(rest))]
 
-    @torch.no_grad()
     def _publish(self, unit: Unit) -> None:
         """Copy (and cast) this rank's shards into the published segment; own slices are read from there too."""
         for target, part, first in self._readings[unit.index].shards:
@@ -151,7 +159,7 @@ class ParameterStream:
                     "Call commfuse_dp.remove(model) before converting it and apply() again afterwards."
                 )
             target.copy_(local)
-        self._transport.publish(unit.index, self._epoch)
+        self._transport.publish(unit.index, self._epoch, more=True)
 
     # ---- reading -----------------------------------------------------------------------------------------------------
     def gather(self, unit: Unit, consume: Consume, *, keep: bool) -> None:
@@ -160,41 +168,49 @@ class ParameterStream:
         if self._window is not None:
             self._window.announce(reading.remote_forward)
         for visit in reading.forward:
-            self._read(unit, visit, consume, keep)
+            self.read(unit, visit, consume, keep=keep)
 
     def announce_backward(self, unit: Unit) -> None:
         """The unit's slices are about to be read owner by owner, own last."""
         if self._window is not None:
             self._window.announce(self._readings[unit.index].remote_backward)
 
-    def readers(self, unit: Unit, owner: int, consume: Consume) -> list[Callable[[], None]]:
-        """One call per slice of `owner`, each of which consumes it."""
-        return [
-            lambda visit=visit: self._read(unit, visit, consume, False)  # type: ignore[misc]
-            for visit in self._readings[unit.index].by_owner[owner]
-        ]
+    def visits(self, unit: Unit, owner: int) -> list[Visit]:
+        """The slices of `owner`, each to be read by `read`."""
+        return self._readings[unit.index].by_owner[owner]
 
     def forget(self, unit: Unit) -> None:
         """The unit's backward is over: what was held for it may go."""
         if self._window is not None:
             self._window.unpin(unit.index)
 
-    def _read(self, unit: Unit, visit: _Visit, consume: Consume, keep: bool) -> None:
+    def read(self, unit: Unit, visit: Visit, consume: Consume, *, keep: bool = False) -> None:
+        """consume(slice, pieces), after waiting for the slice if need be."""
         item = visit.item
         if item.owner == self._rank:
             consume(item, visit.pieces)
-            return
-        if self._window is not None:
+        elif self._window is not None:
             data = self._await(unit, item, self._window.take(visit.key))
             consume(item, unit.params.pieces(item, data))
             self._window.done(visit.key, pin=keep)
+        else:
+            self._read_in_place(unit, visit, consume)
+
+    def _read_in_place(self, unit: Unit, visit: Visit, consume: Consume) -> None:
+        item = visit.item
+        owner, nbytes = item.owner, item.nbytes
+        if visit.data is None or not self._transport.read_again(owner, unit.index, self._epoch, nbytes):
+            transfer = self._transport.pull(owner, unit.index, self._epoch, start=item.offset, nbytes=nbytes)
+            data = self._await(unit, item, transfer)
+            if data is not visit.data:  # segments stay where they are: the same bytes in every step
+                visit.data = data
+                visit.pieces = unit.params.pieces(item, data)
+        if self._probe.sink is None:
+            consume(item, visit.pieces)
             return
-        transfer = self._transport.pull(item.owner, unit.index, self._epoch, start=item.offset, nbytes=item.nbytes)
-        data = self._await(unit, item, transfer)
-        if data is not visit.data:  # segments stay where they are: the same bytes in every step
-            visit.data = data
-            visit.pieces = unit.params.pieces(item, data)
+        start = now_ns()  # the transfer is the reading itself, by the GEMM
         consume(item, visit.pieces)
+        self._probe.span(RECEIVE, f"{unit.name} (in place)", start, now_ns(), nbytes=nbytes, peer=owner)
 
     def _await(self, unit: Unit, item: UnitSlice, transfer: Transfer) -> torch.Tensor:
         if not transfer.done():

@@ -157,15 +157,9 @@ class Geometry:
             view = data[offset : offset + rows * prod(shape) * itemsize].view(self.dtype).view(rows, *shape)
             out.append(Piece(part, row_start, view))
         if item.main_offset >= 0:
-            shape = self._row_shapes[0]
-            out.append(Piece(0, item.start, data[item.main_offset :].view(self.dtype).view(item.stop - item.start, *shape)))
+            rows = data[item.main_offset :] if item.main_offset else data
+            out.append(Piece(0, item.start, rows.view(self.dtype).view(item.stop - item.start, *self._row_shapes[0])))
         return out
-
-    def main(self, item: UnitSlice, data: torch.Tensor) -> torch.Tensor:
-        """View of the main rows alone, [rows, *shape[1:]] (the fast path of fused linears)."""
-        if item.main_offset:
-            data = data[item.main_offset :]
-        return data.view(self.dtype).view(item.stop - item.start, *self._row_shapes[0])
 
 
 class Unit:

@@ -82,25 +82,28 @@ def linear_forward(x: torch.Tensor, operand: ShardedOperand, *, convert: bool = 
 
     convert: cast the parameters to x's dtype (autocast); otherwise the dtypes must agree, as in torch's own linear.
     """
-    if x.dim() == 0 or x.shape[-1] != operand.in_features:
-        raise RuntimeError(f"linear layer of {operand.in_features} input features got an input of shape {tuple(x.shape)}")
-    rows = x.reshape(-1, operand.in_features)
-    y = x.new_empty((*x.shape[:-1], operand.out_features))
-    columns = y.view(-1, operand.out_features)
+    shape = x.shape
+    if not shape or shape[-1] != operand.in_features:
+        raise RuntimeError(f"linear layer of {operand.in_features} input features got an input of shape {tuple(shape)}")
+    flat = len(shape) == 2
+    rows = x if flat else x.reshape(-1, operand.in_features)
+    y = x.new_empty((*shape[:-1], operand.out_features))
+    columns = y if flat else y.view(-1, operand.out_features)
+    dtype, has_bias = x.dtype, operand.has_bias
     bias: dict[int, tuple[int, torch.Tensor]] = {}
 
     def consume(item: SliceInfo, pieces: Sequence[PieceInfo]) -> None:
         for piece in pieces:
             if piece.part == 1:  # comes with the owner's first slice and is needed by all of them
-                bias[item.owner] = (piece.row_start, piece.tensor.to(x.dtype, copy=True))
+                bias[item.owner] = (piece.row_start, piece.tensor.to(dtype, copy=True))
                 continue
             weight = piece.tensor
-            if weight.dtype != x.dtype:
+            if weight.dtype != dtype:
                 if not convert:
-                    raise RuntimeError(f"linear layer with parameters of dtype {weight.dtype} got an input of dtype {x.dtype}")
-                weight = weight.to(x.dtype)
-            out = columns[:, item.start : item.stop]
-            if operand.has_bias:
+                    raise RuntimeError(f"linear layer with parameters of dtype {weight.dtype} got an input of dtype {dtype}")
+                weight = weight.to(dtype)
+            out = columns.narrow(1, item.start, item.stop - item.start)
+            if has_bias:
                 low, rows_bias = bias[item.owner]
                 torch.addmm(rows_bias[item.start - low : item.stop - low], rows, weight.t(), out=out)
             else:
@@ -114,15 +117,15 @@ def linear_backward(
     grad: torch.Tensor, x: torch.Tensor, operand: ShardedOperand, needs_input_grad: bool, partial_dtype: torch.dtype
 ) -> torch.Tensor | None:
     """dx [..., in] (None if not needed); the gradients of weight and bias leave through `operand`."""
-    grads = grad.reshape(-1, operand.out_features)
-    rows = x.reshape(-1, operand.in_features)
+    grads = grad if grad.dim() == 2 else grad.reshape(-1, operand.out_features)
+    rows = x if x.dim() == 2 else x.reshape(-1, operand.in_features)
     dx = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_input_grad else None
     started = False
 
     def produce(item: SliceInfo, pieces: Sequence[PieceInfo]) -> None:
         for piece in pieces:
             out = piece.tensor
-            span = grads[:, piece.row_start : piece.row_start + out.shape[0]]
+            span = grads.narrow(1, piece.row_start, out.shape[0])
             if piece.part == 1:
                 torch.sum(span, dim=0, out=out, dtype=out.dtype)
             elif out.dtype == grads.dtype:
@@ -136,7 +139,7 @@ def linear_backward(
         if piece.part != 0:
             return
         weight = piece.tensor if piece.tensor.dtype == grads.dtype else piece.tensor.to(grads.dtype)
-        span = grads[:, item.start : item.stop]
+        span = grads.narrow(1, item.start, item.stop - item.start)
         assert dx is not None
         if started:
             dx.addmm_(span, weight)
@@ -150,7 +153,7 @@ def linear_backward(
     )
     if dx is None:
         return None
-    return dx.view(x.shape)
+    return dx if dx.shape == x.shape else dx.view(x.shape)
 
 
 class _FusedLinear(torch.autograd.Function):

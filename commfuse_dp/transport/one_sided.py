@@ -230,12 +230,13 @@ class OneSidedTransport(Transport, Receiver):
     def send(self, dst: int, tag: Tag, buffer: torch.Tensor) -> None:
         self._check_open()
         ring = self._ring(dst)
-        offset = int(buffer.storage_offset()) * buffer.element_size()
-        nbytes = buffer.numel() * buffer.element_size()
+        nbytes = buffer.nbytes
         base = self._memory.outgoing(dst)
-        header = msg.pack(msg.DEPOSIT, *tag, offset, nbytes)
+        # An empty tensor has no address.
+        offset = buffer.data_ptr() - base.data_ptr() if nbytes else buffer.storage_offset() * buffer.element_size()
+        header = msg.pack(msg.DEPOSIT, *tag, max(offset, 0), nbytes)
         with self._lock:
-            if buffer.untyped_storage().data_ptr() != base.untyped_storage().data_ptr() or not ring.send(offset):
+            if not ring.send(offset):
                 raise ValueError(
                     f"send to rank {dst}, {tag}: the buffer was not reserved by try_reserve({dst}, ...), or was sent before"
                 )
