@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
 
 from commfuse_dp.cli.demo_corpus import write_corpus
+from commfuse_dp.cli.demo_load import NOTABLE_LOAD_CORES, OtherLoad
+from commfuse_dp.cli.demo_model import build_model
 from commfuse_dp.cli.demo_results import summarise, write_json
 from commfuse_dp.cli.demo_settings import SETTINGS_VARIABLE, DemoSettings
 from commfuse_dp.cli.demo_view import Progression, result_table
@@ -54,10 +61,12 @@ def run_demo(
 
     `shape` overrides fields of DemoSettings (width, layers, ...). Raises CommFuseError with the reason and the fix.
     """
+    ends_at_s = time.monotonic() + minutes * 60
     config = CommFuseConfig.model_validate({"transport": transport, "order": order})
     link = "" if link.strip().lower() in ("", "none") else link
     _check(config, link, device, world_size, port)
-    out.mkdir(parents=True, exist_ok=True)
+    _prepare(out)
+    others = OtherLoad()
     with tempfile.TemporaryDirectory(prefix="commfuse-demo-") as folder, _term_as_exit():
         scratch = Path(folder)
         corpus = write_corpus(scratch)
@@ -66,30 +75,32 @@ def run_demo(
             f"{corpus.validation_bytes / 1e6:.1f} MB held out ({corpus.validation_files} files), from {corpus.root}",
             soft_wrap=True,
         )
+        settings = DemoSettings(
+            corpus=folder,
+            result=folder,
+            steps=steps,
+            block=min(4, steps),
+            world_size=world_size,
+            transport=transport,
+            order=order,
+            device=device,
+            seed=seed,
+            threads=max(1, (os.cpu_count() or 1) // world_size),
+            ends_at_s=ends_at_s,
+            link=link or "none",
+            **(shape or {}),
+        )
+        _check_link_time(settings, minutes)
         with _place(world_size, link, port) as place:
-            settings = DemoSettings(
-                corpus=folder,
-                result=folder,
-                steps=steps,
-                block=min(4, steps),
-                world_size=world_size,
-                transport=transport,
-                order=order,
-                device=device,
-                seed=seed,
-                threads=max(1, (os.cpu_count() or 1) // world_size),
-                budget_s=minutes * 60,
-                link=link or "none",
-                interface=place.interface,
-                **(shape or {}),
-            )
+            settings = replace(settings, interface=place.interface)
             ready = _watch(settings, place, console)
         raw = json.loads((scratch / "raw.json").read_text())
         summary = summarise(raw, ready, settings, corpus)
+        summary["other_load_cores"] = others.cores()
         for name in ("timeline.png", "trace.json"):
             _move(scratch / name, out / name)
     write_json(out / "summary.json", summary)
-    _conclude(summary, steps, out, console)
+    _conclude(summary, out, console)
     return summary
 
 
@@ -115,6 +126,42 @@ def _check(config: CommFuseConfig, link: str, device: str, world_size: int, port
             )
     if port and not link:
         check_port(port, LOOPBACK)
+
+
+def _check_link_time(settings: DemoSettings, minutes: float) -> None:
+    """Raises ConfigError if the link is so slow that even the least number of steps takes longer than the whole run may."""
+    if settings.link == "none":
+        return
+    from commfuse_dp.cli.netns import parse_rate
+
+    bits = parse_rate(settings.link)
+    assert bits is not None
+    with torch.device("meta"):
+        nbytes = sum(p.nbytes for p in build_model(settings).parameters())
+    # Stock FSDP2 on gloo receives the shards of the others four times a step, CommFuse three times.
+    once_s = nbytes * (settings.world_size - 1) / settings.world_size * 8 / bits
+    seconds = (4 + 3) * once_s * (settings.warmup + settings.least + settings.untimed_at_end)
+    if seconds > minutes * 60:
+        raise ConfigError(
+            f"link {settings.link!r}: the transfers of the fewest steps that can be compared take {seconds / 60:.1f} minutes, "
+            f"but the whole run is to take {minutes:g}. Use a faster link or --minutes {math.ceil(seconds / 60) + 2}."
+        )
+
+
+def _prepare(out: Path) -> None:
+    """What would otherwise fail after minutes of training."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"the results cannot be written to {out} ({error.strerror}). Name a folder that can be with --out."
+        ) from None
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CommFuseError(
+            "the demo draws its timeline with matplotlib, which is not installed: pip install 'commfuse_dp[plot]'"
+        )
 
 
 @contextlib.contextmanager
@@ -176,11 +223,22 @@ def _event(line: Line) -> dict[str, Any] | None:
     return event
 
 
-def _conclude(summary: dict[str, Any], steps: int, out: Path, console: Console) -> None:
+def _conclude(summary: dict[str, Any], out: Path, console: Console) -> None:
     console.print(result_table(summary))
     console.print(summary["conditions"], style="dim", soft_wrap=True)
-    if summary["steps_compared"] < steps:
-        console.print("stopped early: the time budget (--minutes) was used up.", style="yellow")
+    if summary["steps_trained"] < summary["steps_asked"]:
+        console.print(
+            f"{summary['steps_trained']} of {summary['steps_asked']} steps fitted into the time (--minutes); both variants "
+            "trained the same ones.",
+            soft_wrap=True,
+        )
+    busy = summary["other_load_cores"]
+    if busy is not None and busy > NOTABLE_LOAD_CORES:
+        console.print(
+            f"other programs kept {busy:.1f} of {os.cpu_count()} cores busy meanwhile: the timings are disturbed.",
+            style="yellow",
+            soft_wrap=True,
+        )
     console.print(
         f"timeline  {out / 'timeline.png'}\ntrace     {out / 'trace.json'}  (open it at ui.perfetto.dev)", soft_wrap=True
     )

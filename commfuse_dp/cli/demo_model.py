@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from commfuse_dp.cli.demo_settings import DemoSettings
+
 VOCABULARY = 256
 
 
@@ -61,6 +63,12 @@ class ByteGPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def build_model(settings: DemoSettings) -> ByteGPT:
+    """The model of a run, on the CPU; the same weights for the same seed."""
+    torch.manual_seed(settings.seed)
+    return ByteGPT(width=settings.width, layers=settings.layers, heads=settings.heads, context=settings.context)
 
 
 def next_byte_loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

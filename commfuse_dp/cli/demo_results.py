@@ -29,7 +29,6 @@ def summarise(raw: dict[str, Any], ready: dict[str, Any], settings: DemoSettings
     wall = {name: _timed(ranks, name, "wall_ms", settings.warmup) for name in (*_PAIR, COMPUTE_ONLY)}
     exposed = {name: _timed(ranks, name, "exposed_ms", settings.warmup) for name in _PAIR}
     losses = {name: _mean_of_ranks(ranks, name, "losses") for name in _PAIR}
-    trained = len(losses[FSDP2])
     step_ms = {name: median(values) for name, values in wall.items()}
     on_wire = bool(settings.interface)
     received = {
@@ -53,7 +52,9 @@ def summarise(raw: dict[str, Any], ready: dict[str, Any], settings: DemoSettings
         "peak_unsharded_bytes": {name: max(rank["peaks"][name] for rank in ranks) for name in _PAIR},
         "validation_loss": {name: fmean(rank["validation"][name] for rank in ranks) for name in _PAIR},
         "losses": losses,
-        "steps_compared": trained,
+        "steps_compared": len(losses[FSDP2]),  # the recorded ones too
+        "steps_trained": len(losses[FSDP2]) - settings.untimed_at_end,
+        "steps_asked": settings.steps,
         "steps_timed": {name: len(values) for name, values in wall.items()},
         "transport": ready["transport"],
         "transport_reason": ready["transport_reason"],

@@ -14,7 +14,7 @@ class DemoSettings:
 
     corpus: str  # folder with train.bin and validation.bin
     result: str  # folder into which rank 0 writes its raw results
-    steps: int
+    steps: int  # at most; fewer where the time is short
     block: int  # steps of one variant before the other has its turn
     world_size: int
     transport: str
@@ -22,8 +22,9 @@ class DemoSettings:
     device: str
     seed: int
     threads: int  # of each rank
-    budget_s: float  # training stops early, after a whole round, when one more would take longer than this
+    ends_at_s: float  # when the run is to be over, on the monotonic clock, which is one for all processes of a host
     warmup: int = 2  # first steps of each variant: trained and compared, not timed
+    least: int = 2  # timed steps of each variant, however short the time
     recorded: int = 3  # steps with spans, after the timed ones
     width: int = 512
     layers: int = 8
@@ -40,6 +41,11 @@ class DemoSettings:
     def tokens(self) -> int:
         """Predicted bytes a step, all ranks."""
         return self.batch * self.context * self.world_size
+
+    @property
+    def untimed_at_end(self) -> int:
+        """Steps trained after the timed ones: with spans, and one more that looks at the unsharded weights."""
+        return self.recorded + 1
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from commfuse_dp.cli.demo_corpus import Batches
-from commfuse_dp.cli.demo_model import ByteGPT, next_byte_loss
+from commfuse_dp.cli.demo_model import build_model, next_byte_loss
 from commfuse_dp.cli.demo_settings import DemoSettings
 from commfuse_dp.observe import ModuleSpans, SpanRecorder, StepMeter, StockMeter, UnshardedPeak
 from commfuse_dp.probe import Probe
@@ -119,7 +119,7 @@ def build_variants(settings: DemoSettings, rank: int, batches: Batches) -> dict[
     mesh = init_device_mesh(device, (settings.world_size,))
 
     def sharded() -> nn.Module:
-        model = _model(settings)
+        model = build_model(settings).to(device)
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -132,14 +132,8 @@ def build_variants(settings: DemoSettings, rank: int, batches: Batches) -> dict[
     return {
         FSDP2: Variant(FSDP2, stock, _adamw(stock.parameters(), settings), batches, settings, Probe()),
         COMMFUSE: Variant(COMMFUSE, fused, _adamw(fused.parameters(), settings), batches, settings, report.probe, report),
-        COMPUTE_ONLY: ComputeOnly(_model(settings), batches, settings, rank),
+        COMPUTE_ONLY: ComputeOnly(build_model(settings).to(device), batches, settings, rank),
     }
-
-
-def _model(settings: DemoSettings) -> ByteGPT:
-    torch.manual_seed(settings.seed)
-    model = ByteGPT(width=settings.width, layers=settings.layers, heads=settings.heads, context=settings.context)
-    return model.to(settings.device)
 
 
 def _adamw(parameters: Any, settings: DemoSettings) -> torch.optim.Optimizer:

@@ -25,7 +25,9 @@ from commfuse_dp.observe import draw_timeline, read_interface, view_step, write_
 RAW, TIMELINE, TRACE = "raw.json", "timeline.png", "trace.json"
 TITLES = {FSDP2: "FSDP2 (stock)", COMMFUSE: "FSDP2 + CommFuse"}
 
-IN_PLACE = "no transfers: compute reads and writes the slices in shared memory"
+IN_PLACE = "in place: compute reads and writes the slices in shared memory"
+UNSEEN = "asynchronous on the device: see torch.profiler"
+_DRAWING_S = 3.0  # import of matplotlib, picture, trace
 
 
 class DemoRank:
@@ -68,27 +70,42 @@ class DemoRank:
         )
 
     def _train(self) -> None:
-        """Rounds of A B c B A c, so that a drift of the machine hits all variants alike."""
-        done, started = 0, time.monotonic()
-        while done < self.settings.steps:
-            round_started = time.monotonic()
-            first = min(self.settings.block, self.settings.steps - done)
-            second = min(self.settings.block, self.settings.steps - done - first)
-            for order, steps in (((FSDP2, COMMFUSE), first), ((COMMFUSE, FSDP2), second)):
-                if steps:
-                    for name in order:
-                        self._block(name, steps)
-                    self._block(COMPUTE_ONLY, max(1, steps // 2))
-            done += first + second
-            now = time.monotonic()
-            if self._over_budget(now - started + now - round_started):
-                break
+        """Turns of A B c, B A c, ... so that a drift of the machine hits all variants alike. The first turn is the warm-up.
 
-    def _over_budget(self, expected_s: float) -> bool:
-        """Whether one more round like the last one would take too long. Rank 0 decides for all."""
-        verdict = torch.tensor([expected_s > self.settings.budget_s], dtype=torch.int32, device=self.settings.device)
+        After every turn all variants have trained the same number of steps (c, which is only timed, about half of them).
+        """
+        done, turns, started = 0, 0, time.monotonic()
+        cost_s = 0.0  # of one more step of all variants
+        while steps := self._affordable(done, cost_s):
+            turn_started = time.monotonic()
+            for name in (FSDP2, COMMFUSE) if turns % 2 == 0 else (COMMFUSE, FSDP2):
+                self._block(name, steps)
+            self._block(COMPUTE_ONLY, max(1, steps // 2))
+            cost_s = (time.monotonic() - turn_started) / steps
+            done, turns = done + steps, turns + 1
+            self.emit("turn", steps=done, elapsed_s=time.monotonic() - started)
+
+    def _affordable(self, done: int, cost_s: float) -> int:
+        """Steps of the next turn: what is left to do, as far as the time allows. Rank 0 decides for all."""
+        settings = self.settings
+        left = settings.steps - done
+        if done == 0:
+            steps = min(left, settings.warmup)
+        else:
+            spare_s = settings.ends_at_s - time.monotonic() - self._closing_s()
+            steps = min(left, settings.block, max(0, int(spare_s / cost_s)))
+            if done < settings.warmup + settings.least:
+                steps = max(steps, min(left, settings.least))
+        verdict = torch.tensor([steps], dtype=torch.int32, device=settings.device)
         dist.broadcast(verdict, 0)
-        return bool(verdict.item())
+        return int(verdict.item())
+
+    def _closing_s(self) -> float:
+        """What recording, validation and drawing will take, judged by the last steps."""
+        recent = {name: [r.wall_ms / 1e3 for r in list(v.meter.readings)[-4:]] for name, v in self.variants.items()}
+        pair_s = sum(sum(recent[name]) / len(recent[name]) for name in (FSDP2, COMMFUSE))
+        forwards = self.settings.validation_batches / 3  # a forward is about a third of a step
+        return _DRAWING_S + pair_s * (self.settings.untimed_at_end + forwards)
 
     def _block(self, name: str, steps: int) -> None:
         variant = self.variants[name]
@@ -128,19 +145,25 @@ class DemoRank:
         ranks = {name: spans for name, spans in gathered.items() if spans is not None}
         if not ranks:
             return
-        conditions = self._conditions()
+        conditions, world_size = self._conditions(), self.settings.world_size
         write_trace(out / TRACE, {TITLES[name]: spans for name, spans in ranks.items()}, about={"conditions": conditions})
         draw_timeline(
             out / TIMELINE,
-            [view_step(TITLES[name], spans, note=IN_PLACE) for name, spans in ranks.items()],
-            title=f"One training step of each, {self.settings.world_size} ranks, same time axis",
+            [view_step(TITLES[name], spans, note=self._note(name)) for name, spans in ranks.items()],
+            title=f"One training step: stock FSDP2 above, with CommFuse below ({world_size} ranks, same time axis)",
             conditions=conditions,
         )
+
+    def _note(self, name: str) -> str:
+        """What to say of lanes in which no transfer was seen."""
+        if self.settings.device != "cpu":
+            return UNSEEN
+        return IN_PLACE if name == COMMFUSE and self.variants[name].report.transport == "shm" else ""
 
     def _conditions(self) -> str:
         settings = self.settings
         millions = sum(p.numel() for p in self.variants[COMPUTE_ONLY].model.parameters()) / 1e6
-        link = "one host" if settings.link == "none" else f"a link of {settings.link}"
+        link = "one host" if settings.link == "none" else f"joined by a {settings.link} link"
         return (
             f"byte-level GPT, {millions:.1f} M parameters, fp32, {settings.batch * settings.context} tokens a rank; "
             f"{settings.world_size} ranks on {os.cpu_count()} cores, {link}, transport "

@@ -36,32 +36,56 @@ def commfuse() -> None:
     """CommFuse: sharded data parallelism with communication fused into the compute of each layer."""
 
 
-@app.command()
+# Not a docstring: its line breaks would be kept on terminals of any width.
+_DEMO_HELP = (
+    "Train a byte-level GPT with stock FSDP2 and with CommFuse, side by side, and compare them.\n\n"
+    "Both start from the same weights, see the same text (the source of Python's standard library) and take turns on the same "
+    "ranks; a third model computes without communication: the floor. Shows loss, time a step, exposed communication and bytes "
+    "moved, and draws the timeline of one step of each.\n\n"
+    "Examples: `commfuse demo`, `commfuse demo --link 1gbit`, `commfuse demo --world-size 3 --steps 12`"
+)
+
+
+@app.command(help=_DEMO_HELP, short_help="Train with stock FSDP2 and with CommFuse, side by side, and compare them.")
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each variant.")] = 48,
-    world_size: Annotated[int, typer.Option(min=1, max=64, help="Ranks; each is a process of this host.")] = 2,
-    transport: Annotated[Transport, typer.Option(help="How CommFuse moves bytes.")] = Transport.auto,
-    order: Annotated[Order, typer.Option(help="Order of a collective.")] = Order.pairwise,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Training steps of each variant, at most.")] = 32,
+    world_size: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Ranks; each is a process of this host.")] = 2,
+    transport: Annotated[
+        Transport,
+        typer.Option(help="How CommFuse moves bytes. auto: shm if all ranks share a host, else tcp (CPU) or p2p."),
+    ] = Transport.auto,
+    order: Annotated[
+        Order, typer.Option(help="Which peer comes first: r+1, r+2, ... (pairwise) or r-1, r-2, ... (ring).")
+    ] = Order.pairwise,
     link: Annotated[
-        str, typer.Option(metavar="RATE", help="Join the ranks by a shaped link, e.g. 1gbit (needs root); none: one host.")
+        str,
+        typer.Option(
+            metavar="RATE",
+            help="Join the ranks by a shaped network link instead, e.g. 1gbit, 2.5gbit, 800mbit. Linux, needs root.",
+        ),
     ] = "none",
-    seed: Annotated[int, typer.Option(min=0, help="Of the weights and the batches.")] = 1,
-    device: Annotated[Device, typer.Option(help="cpu, or cuda (NCCL; not yet run on a GPU).")] = Device.cpu,
-    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for summary.json, timeline.png and trace.json.")] = Path(
-        "runs/demo"
-    ),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the ranks' rendezvous; 0: a free one.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the weights and the batches.")] = 1,
+    device: Annotated[Device, typer.Option(help="cuda (with NCCL) needs a GPU for each rank.")] = Device.cpu,
+    out: Annotated[
+        Path, typer.Option(file_okay=False, metavar="FOLDER", help="For summary.json, timeline.png and trace.json.")
+    ] = Path("runs/demo"),
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="Of the ranks' rendezvous; 0: a free one is found.")
+    ] = 0,
     minutes: Annotated[
-        float, typer.Option(min=0.1, help="Training ends early, after a round of all variants, to keep to this.")
-    ] = 2.75,
+        float,
+        typer.Option(
+            min=0.1, metavar="M", help="Time for the whole run: on a slow machine both variants train fewer steps instead."
+        ),
+    ] = 3.5,
 ) -> None:
     """Train a byte-level GPT with stock FSDP2 and with CommFuse, side by side, and compare them."""
-    from commfuse_dp.cli.demo import run_demo
-
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, 110)  # in a log nobody is served by narrow columns
     try:
+        from commfuse_dp.cli.demo import run_demo  # imports torch: within reach of Ctrl-C
+
         run_demo(
             steps=steps,
             world_size=world_size,

@@ -2,7 +2,10 @@
 
 One process per variant and rank, one track per lane. Spans of a lane that overlap without one lying in the other (two
 receives in flight) cannot share a track in this format: they go to further tracks of the same lane, as few as possible.
-Format: "Trace Event Format", complete events (`ph: X`), times in microseconds.
+Format: "Trace Event Format", complete events (`ph: X`), times in microseconds, the outer of nested spans first.
+
+Times are rounded to eighths of a microsecond, which a double holds exactly: a reader that converts them back to nanoseconds
+then finds that spans nest and touch as they did.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from commfuse_dp.probe import COMPUTE, RECEIVE, SEND, WAIT
 
 LANES = (STEP, COMPUTE, WAIT, SEND, RECEIVE)
 _TRACKS_PER_LANE = 100
+_GRID_NS = 125
 
 
 def trace_events(variants: Mapping[str, Sequence[RankSpans]]) -> list[dict[str, Any]]:
@@ -65,19 +69,22 @@ def _tracks(pid: int, spans: Iterable[Span], origin: int) -> list[dict[str, Any]
             tid = 1 + position * _TRACKS_PER_LANE + row
             events += _metadata("thread_name", pid, tid, lane if row == 0 else f"{lane} {row + 1}")
             events.append({"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}})
+        inside = []
         for span, row in zip(by_lane[lane], rows, strict=True):
-            events.append(
+            start_us, end_us = (round((t - origin) / _GRID_NS) / 8 for t in (span.start_ns, span.end_ns))
+            inside.append(
                 {
                     "ph": "X",
                     "name": span.name,
                     "cat": lane,
                     "pid": pid,
                     "tid": 1 + position * _TRACKS_PER_LANE + row,
-                    "ts": (span.start_ns - origin) / 1e3,
-                    "dur": (span.end_ns - span.start_ns) / 1e3,
+                    "ts": start_us,
+                    "dur": end_us - start_us,
                     "args": span.arguments,
                 }
             )
+        events += sorted(inside, key=lambda event: (event["ts"], -event["dur"]))
     return events
 
 

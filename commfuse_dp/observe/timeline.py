@@ -41,7 +41,7 @@ class StepView:
     heads_ns: list[int]  # a rank each
     tails_ns: list[int]
     exposed_ns: int  # mean of the ranks
-    note: str = ""  # written into the send and receive lanes if nothing was in flight
+    note: str = ""  # about the transfers: written into the send and receive lanes if they are empty, else beside the title
 
     @property
     def head_ns(self) -> int:
@@ -104,10 +104,13 @@ def draw_timeline(path: str | Path, views: Sequence[StepView], *, title: str, co
         _draw_saving(axis, view, views[0])
     axes[0].set_xlim(-0.004 * longest, longest * 1.012)
     axes[-1].set_xlabel("milliseconds since the step began", fontsize=11, color=_INK)
-    names = {SEND: "send in flight", RECEIVE: "receive in flight", WAIT: "wait: compute blocked on a transfer"}
+    names = {WAIT: "wait: compute blocked on a transfer"}
     legend = [Patch(color=colour, label=names.get(lane, lane)) for lane, colour in COLOURS.items()]
     figure.legend(handles=legend, loc="lower center", ncol=len(legend), fontsize=9.5, frameon=False, handlelength=1.1)
     figure.suptitle(title, x=0.012, y=0.985, ha="left", fontsize=14, fontweight="bold", color=_INK)
+    left_out = max(len(view.lanes) for view in views) - shown_ranks
+    if left_out > 0:
+        conditions += f"; {left_out} more rank{'s' if left_out > 1 else ''} not shown"
     figure.text(0.012, 1 - 0.50 / figure.get_figheight(), conditions, ha="left", va="center", fontsize=9.5, color="#555555")
     height = figure.get_figheight()
     figure.subplots_adjust(left=0.115, right=0.975, top=1 - 1.05 / height, bottom=0.85 / height, hspace=0.30)
@@ -136,7 +139,7 @@ def _draw_view(axis: Any, view: StepView, shown_ranks: int) -> None:
             -0.083, rank * pitch + rows / 2, f"rank {rank}", transform=axis.get_yaxis_transform(), rotation=90,
             ha="center", va="center", fontsize=10.5, fontweight="bold", color=_INK,
         )  # fmt: skip
-        if view.note and not lanes.get(SEND) and not lanes.get(RECEIVE):
+        if view.note and not _transfers(lanes):
             axis.text(
                 view.duration_ns / 2e6, rank * pitch + 2, view.note, ha="center", va="center", fontsize=9, style="italic",
                 color="#555555",
@@ -152,12 +155,21 @@ def _draw_view(axis: Any, view: StepView, shown_ranks: int) -> None:
     axis.grid(axis="x", color=_FAINT, linewidth=0.6, zorder=1)
     axis.set_axisbelow(True)
     share = 100 * view.exposed_ns / view.duration_ns if view.duration_ns else 0.0
-    axis.set_title(view.title, loc="left", fontsize=12, fontweight="bold", color=_INK, pad=5)
+    title = axis.set_title(view.title, loc="left", fontsize=12, fontweight="bold", color=_INK, pad=5)
+    if view.note and any(_transfers(lanes) for lanes in view.lanes[:shown_ranks]):
+        axis.annotate(
+            view.note, xy=(1, 0), xycoords=title, xytext=(7, 1), textcoords="offset points", fontsize=8.5, style="italic",
+            color="#555555", annotation_clip=False,
+        )  # fmt: skip
     axis.set_title(
         f"step {_ms(view.duration_ns)}   exposed communication {_ms(view.exposed_ns)} ({share:.1f} %)   "
         f"head {_ms(view.head_ns)}   tail {_ms(view.tail_ns)}",
         loc="right", fontsize=10, color=_INK, pad=5,
     )  # fmt: skip
+
+
+def _transfers(lanes: dict[str, list[Interval]]) -> bool:
+    return bool(lanes.get(SEND) or lanes.get(RECEIVE))
 
 
 def _name_head_and_tail(axis: Any, view: StepView, rank: int, y: float) -> None:

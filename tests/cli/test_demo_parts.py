@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -13,7 +15,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from commfuse_dp.cli import demo_corpus, main, netns
+from commfuse_dp.cli import demo_corpus, demo_load, demo_worker, main, netns
 from commfuse_dp.cli.demo_corpus import TRAIN, VALIDATION, Batches, is_held_out, write_corpus
 from commfuse_dp.cli.demo_model import ByteGPT, next_byte_loss
 from commfuse_dp.cli.demo_results import summarise, write_json
@@ -24,7 +26,7 @@ from commfuse_dp.errors import CommFuseError
 
 SETTINGS = DemoSettings(
     corpus="", result="", steps=4, block=2, world_size=2, transport="auto", order="pairwise", device="cpu", seed=1, threads=1,
-    budget_s=60, warmup=1,
+    ends_at_s=0.0, warmup=1,
 )  # fmt: skip
 
 
@@ -179,15 +181,85 @@ def test_sparkline() -> None:
     assert len(sparkline(list(range(1000)), width=24)) == 24
 
 
-def test_progress_in_a_log_prints_a_line_per_block() -> None:
-    console = Console(width=100, force_terminal=False)
-    step = {"event": "step", "loss": 2.5, "wall_ms": 100.0, "exposed_ms": 7.0}
+def turn(progress: Progression, done: int) -> None:
+    for name, wall in (("fsdp2", 200.0), ("commfuse", 100.0), ("compute_only", 90.0)):
+        step = {"event": "step", "variant": name, "step": done, "loss": 5.0 - done, "wall_ms": wall, "exposed_ms": wall / 10}
+        progress.take(step)
+    progress.take({"event": "turn", "steps": done})
+
+
+def test_progress_in_a_log_is_one_aligned_line_per_turn_under_one_head() -> None:
+    console = Console(width=40, force_terminal=False)
     with console.capture() as capture, Progression(console, SETTINGS) as progress:
-        for number in (1, 2):
-            progress.take({**step, "variant": "fsdp2", "step": number})
-    (line,) = capture.get().splitlines()
-    assert "loss 2.5000" in line and "7.0 ms exposed" in line
-    assert f"{SETTINGS.tokens / 0.1:.0f} tokens/s" in line
+        turn(progress, 1)
+        turn(progress, 2)
+        progress.take({"event": "stage", "text": "validating"})
+    names, heads, first, second, stage = capture.get().splitlines()
+    assert [column.strip() for column in names.split("|")] == ["", "FSDP2 (stock)", "CommFuse", "compute only"]
+    assert {tuple(i for i, c in enumerate(line) if c == "|") for line in (names, heads, first, second)} == {(15, 52, 89)}
+    assert [column.split() for column in second.split("|")] == [
+        ["0:00", "2/4"],
+        ["3.0000", f"{SETTINGS.tokens / 0.2:.0f}", "200", "20"],
+        ["3.0000", f"{SETTINGS.tokens / 0.1:.0f}", "100", "10"],
+        ["90"],
+    ]
+    assert stage.split() == ["0:00", "validating"]
+
+
+def test_progress_on_a_terminal_shows_both_variants_and_how_far_it_is() -> None:
+    console = Console(width=80, force_terminal=True, color_system=None)
+    with console.capture() as capture, Progression(console, replace(SETTINGS, ends_at_s=time.monotonic() + 90)) as progress:
+        turn(progress, 1)
+        turn(progress, 2)
+    shown = capture.get()
+    assert "step 2 of 4" in shown and "of at most 1:30" in shown
+    (row,) = [line for line in shown.splitlines() if "CommFuse" in line][-1:]
+    assert row.split()[1:5] == ["3.0000", f"{SETTINGS.tokens / 0.1:.0f}", "100", "10"]
+    assert max(map(len, shown.splitlines())) <= 90, "nothing wraps on a terminal of 80 columns (control characters aside)"
+
+
+# ---- time ----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("done", "spare_s", "expected"),
+    [
+        (0, -5.0, 2),  # the warm-up is trained however late it is
+        (2, -5.0, 2),  # and the fewest steps that give a figure
+        (4, -5.0, 0),
+        (4, 0.9, 0),  # no step fits
+        (4, 2.5, 2),
+        (4, 100.0, 3),  # a block
+        (9, 100.0, 1),  # what is left
+        (10, 100.0, 0),
+    ],
+)
+def test_a_turn_is_as_long_as_the_time_allows(
+    done: int, spare_s: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo_worker.dist, "broadcast", lambda tensor, source: None)
+    monkeypatch.setattr(demo_worker.time, "monotonic", lambda: 1000.0)
+    rank = object.__new__(demo_worker.DemoRank)
+    rank.settings = replace(SETTINGS, steps=10, block=3, warmup=2, least=2, ends_at_s=1007.0 + spare_s)
+    monkeypatch.setattr(rank, "_closing_s", lambda: 7.0)
+    assert rank._affordable(done, cost_s=1.0) == expected
+
+
+def test_other_load_is_what_neither_this_process_nor_its_children_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat = tmp_path / "stat"
+    ticks = os.sysconf("SC_CLK_TCK")
+    cores = len(os.sched_getaffinity(0))
+    each = "".join(f"cpu{i} 0 0 0 0\n" for i in range(cores))
+    stat.write_text(f"cpu {3 * ticks} {ticks} {2 * ticks} 999999 0 55 55\n{each}intr 5\n")
+    assert demo_load._busy_s(stat) == 6.0
+    stat.write_text(f"cpu 1 1 1 1\n{each}cpu{cores} 0 0 0 0\n")
+    assert demo_load._busy_s(stat) is None, "a host with more cores than are ours"
+    assert demo_load._busy_s(tmp_path / "none") is None
+
+    readings = {"_busy_s": [100.0, 116.0], "_own_s": [1.0, 9.0]}
+    for name, values in readings.items():
+        monkeypatch.setattr(demo_load, name, iter(values).__next__)
+    clock = iter([0.0, 4.0])
+    monkeypatch.setattr(demo_load.time, "monotonic", clock.__next__)
+    assert demo_load.OtherLoad().cores() == 2.0
 
 
 def test_json_is_replaced_whole(tmp_path: Path) -> None:
@@ -231,6 +303,7 @@ def test_a_link_without_root_is_a_clear_error(tmp_path: Path, monkeypatch: pytes
         (["--link", "fast"], "1gbit"),
         (["--link", "1gbit", "--transport", "shm"], "share no memory"),
         (["--link", "1gbit", "--world-size", "1"], "at least 2 ranks"),
+        (["--link", "100mbit"], "Use a faster link or --minutes 6"),
         (["--device", "cuda", "--world-size", "64"], "GPUs are visible"),
     ],
 )
@@ -241,7 +314,21 @@ def test_bad_combinations_are_refused_before_anything_starts(
     result = run(*arguments, "--out", str(tmp_path / "out"))
     assert result.exit_code == 1
     assert says in result.output
-    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = run("--out", str(tmp_path / "file" / "demo"))
+    assert result.exit_code == 1
+    assert "cannot be written" in result.output and "--out" in result.output
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--world-size", "0"], ["--transport", "rdma"], ["--minutes", "0"]])
+def test_bad_values_are_refused_by_name(arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert f"Invalid value for '{arguments[0]}'" in result.output
 
 
 def test_a_taken_port_is_refused(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from commfuse_dp.observe import RankSpans, Span, draw_timeline, view_step
+from commfuse_dp.observe import RankSpans, Span, StepView, draw_timeline, view_step
 from commfuse_dp.observe.timeline import COLOURS
 
 MS = 1_000_000
@@ -91,3 +93,41 @@ def test_more_ranks_than_fit_are_left_out_of_the_picture_only(tmp_path: Path) ->
     assert len(view.lanes) == 5
     draw_timeline(tmp_path / "t.png", [view], title="t", conditions="c", max_ranks=1)
     assert (tmp_path / "t.png").stat().st_size > 10_000
+
+
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, views: list[StepView], **options: int) -> list[str]:
+    """Everything written into the picture."""
+    figure_module = pytest.importorskip("matplotlib.figure")
+    seen: list[str] = []
+    save = figure_module.Figure.savefig
+
+    def spy(figure: Any, *args: Any, **kwargs: Any) -> None:
+        found = figure.findobj(match=lambda artist: hasattr(artist, "get_text"))
+        seen.extend(text for artist in found if (text := artist.get_text()))
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(figure_module.Figure, "savefig", spy)
+    draw_timeline(tmp_path / "t.png", views, title="t", conditions="c", **options)
+    return seen
+
+
+def test_a_note_fills_empty_lanes_and_stands_beside_the_title_of_full_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = view_step("x", two_ranks(), number=1, note="in place")
+    bare = [RankSpans(r.rank, [s for s in r.spans if s.lane not in ("send", "receive")]) for r in two_ranks()]
+    empty = view_step("x", bare, number=1, note="in place")
+    assert texts(tmp_path, monkeypatch, [full]).count("in place") == 1
+    assert texts(tmp_path, monkeypatch, [empty]).count("in place") == 2, "once a rank"
+    assert "in place" not in texts(tmp_path, monkeypatch, [replace(full, note="")])
+
+
+def test_head_and_tail_are_named_where_they_are_and_the_saving_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = view_step("stock", two_ranks(), number=1)
+    fast = view_step("fused", [RankSpans(0, step_spans(1, 0, head=0, middle=3, tail=0))])
+    seen = texts(tmp_path, monkeypatch, [slow, fast], max_ranks=1)
+    assert [text for text in seen if text.startswith(("head", "tail"))] == ["head 20 ms", "tail 40 ms"]
+    assert "87 ms\nsaved" in seen
+    assert "c; 1 more rank not shown" in seen
