@@ -15,6 +15,10 @@ import torch.distributed as dist
 from commfuse_dp.engine.collective_port import CollectivePort
 from commfuse_dp.errors import CommFuseError
 
+# Renamed, with a warning, after torch 2.11.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class _Allocate:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -31,7 +35,7 @@ class StreamAllGather(_Allocate):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         if group.size() != self._port.world_size:  # reshard_after_forward=int: the second all-gather is among fewer ranks
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+            return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         return self._port.all_gather(output_tensor, input_tensor)
 
 
@@ -41,7 +45,7 @@ class StockAllGather(_Allocate):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class StockReduceScatter(_Allocate):
@@ -55,7 +59,7 @@ class StockReduceScatter(_Allocate):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 class StreamReduceScatter(_Allocate):

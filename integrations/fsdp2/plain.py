@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from commfuse_dp.integrations.fsdp2.hooks import all_gather, reduce_scatter
 from commfuse_dp.integrations.fsdp2.layers import functional_forward
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class _Gather(torch.autograd.Function):
         padded = rows.new_zeros((chunk, *rows.shape[1:]), dtype=layer.policy.compute_dtype)
         padded[: rows.shape[0]] = rows
         whole = padded.new_empty((chunk * size, *rows.shape[1:]))
-        dist.all_gather_into_tensor(whole, padded, group=layer.shard_group)
+        all_gather(whole, padded, group=layer.shard_group)
         return whole[:count]  # under the chunk rule all padding is at the end
 
     @staticmethod
@@ -41,7 +42,7 @@ class _Gather(torch.autograd.Function):
         partials = grad.new_zeros((chunk * size, *grad.shape[1:]), dtype=wide)
         partials[: grad.shape[0]] = grad
         total = partials.new_empty((chunk, *grad.shape[1:]))
-        dist.reduce_scatter_tensor(total, partials, group=layer.shard_group)
+        reduce_scatter(total, partials, group=layer.shard_group)
         if layer.replicate_group is not None:
             dist.all_reduce(total, group=layer.replicate_group)
             size *= layer.replicate_group.size()
