@@ -157,8 +157,8 @@ class Geometry:
             view = data[offset : offset + rows * prod(shape) * itemsize].view(self.dtype).view(rows, *shape)
             out.append(Piece(part, row_start, view))
         if item.main_offset >= 0:
-            rows = data[item.main_offset :] if item.main_offset else data
-            out.append(Piece(0, item.start, rows.view(self.dtype).view(item.stop - item.start, *self._row_shapes[0])))
+            main = data[item.main_offset :] if item.main_offset else data
+            out.append(Piece(0, item.start, main.view(self.dtype).view(item.stop - item.start, *self._row_shapes[0])))
         return out
 
 

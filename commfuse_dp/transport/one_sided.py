@@ -233,7 +233,7 @@ class OneSidedTransport(Transport, Receiver):
         nbytes = buffer.nbytes
         base = self._memory.outgoing(dst)
         # An empty tensor has no address.
-        offset = buffer.data_ptr() - base.data_ptr() if nbytes else buffer.storage_offset() * buffer.element_size()
+        offset = buffer.data_ptr() - base.data_ptr() if nbytes else int(buffer.storage_offset()) * buffer.element_size()
         header = msg.pack(msg.DEPOSIT, *tag, max(offset, 0), nbytes)
         with self._lock:
             if not ring.send(offset):

@@ -6,7 +6,7 @@ import datetime
 import re
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -40,17 +40,25 @@ class TorchP2PTransport(TwoSidedTransport):
     addresses in the store, and fails to connect. Communicators with transfers left open are not used again.
 
     Args:
-        lanes: communicators of one set of ranks, made by `open_lanes`; owned until `close`.
+        lanes: a communicator per lane, all of the same ranks. `open_lanes` makes them.
         deadline_s: longest wait of a handle, in seconds.
+        keep: called by `close` if the communicators can be used again.
     """
 
     name: ClassVar[str] = "p2p"
 
-    def __init__(self, lanes: Lanes, *, deadline_s: float, probe: Probe | None = None) -> None:
-        first = lanes.groups[PARAM_LANE]
+    def __init__(
+        self,
+        lanes: Mapping[int, dist.ProcessGroup],
+        *,
+        deadline_s: float,
+        probe: Probe | None = None,
+        keep: Callable[[], None] | None = None,
+    ) -> None:
+        first = lanes[PARAM_LANE]
         super().__init__(first.rank(), first.size(), deadline_s=deadline_s, probe=probe)
-        self._owned: Lanes | None = lanes
-        self._lanes = dict(lanes.groups)
+        self._keep = keep
+        self._lanes = dict(lanes)
         self._backend = first.name()
         self._under_way = 0  # handles that were not waited for successfully
         self._lock = threading.Lock()  # handles are waited for in several threads
@@ -72,9 +80,10 @@ class TorchP2PTransport(TwoSidedTransport):
         return self._handle(work, src, buffer)
 
     def close(self) -> None:
-        owned, self._owned, self._lanes = self._owned, None, {}
-        if owned is not None and not self._under_way:
-            owned.keep()
+        self._lanes = {}
+        keep, self._keep = self._keep, None
+        if keep is not None and not self._under_way:
+            keep()
 
     def _handle(self, work: dist.Work, peer: int, buffer: torch.Tensor) -> Handle:
         with self._lock:

@@ -347,7 +347,8 @@ def open_p2p(
     Raises TransportError if torch.distributed is not initialised or the communicators cannot be made.
     """
     probe = probe if probe is not None else Probe()
-    two_sided = TorchP2PTransport(open_lanes(group, setup_s=deadline_s), deadline_s=FOREVER_S, probe=probe)
+    lanes = open_lanes(group, setup_s=deadline_s)
+    two_sided = TorchP2PTransport(lanes.groups, deadline_s=FOREVER_S, probe=probe, keep=lanes.keep)
     return PairedTransport(
         two_sided, exchange_of(group), inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe, device=device
     )

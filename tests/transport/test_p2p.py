@@ -73,7 +73,7 @@ def test_steps_between_processes(workers: Any, world_size: int) -> None:
 
 
 def _two_sided(rank: int, world_size: int) -> str:
-    transport = TorchP2PTransport(open_lanes(None, setup_s=30), deadline_s=1.0)
+    transport = TorchP2PTransport(open_lanes(None, setup_s=30).groups, deadline_s=1.0)
     peer = 1 - rank
     with pytest.raises(ValueError, match="contiguous"):
         transport.isend(torch.zeros(4, 4).t(), peer, lane=PARAM_LANE, tag=0)
