@@ -16,6 +16,7 @@ and must not be written to. Every wait has the transport's deadline; its error n
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -297,9 +298,12 @@ def all_to_all(
 
 
 # ---- shared ----------------------------------------------------------------------------------------------------------
+_schedule = functools.lru_cache(maxsize=256)(build)  # programs repeat their calls
+
+
 def _run(problem: Problem, session: Session, bindings: Bindings) -> None:
     try:
-        Execution(build(problem, session.rank), bindings, session.transport, session.call).run()
+        Execution(_schedule(problem, session.rank), bindings, session.transport, session.call).run()
     except BaseException as error:
         if session.transport is not None:
             failed(session.transport, bindings.name, error)
