@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from commfuse_dp.integrations import fsdp2
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +25,7 @@ from commfuse_dp import ConfigError
 from tests.fsdp2.models import ByteModel, shard_layers, token_batch, token_loss
 from tests.fsdp2.twin import RTOL, RTOL64, SEED, compare, gradients, local, settings
 
-INTEGRATION = str(Path(commfuse_dp.__file__).parents[1] / "integrations")
+INTEGRATION = str(Path(fsdp2.__file__).parent)
 PRIVATE = ("_get_fsdp_state",)  # every other private name of FSDP2 is reached through this one
 STEPS = 3
 
