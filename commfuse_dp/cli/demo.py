@@ -32,6 +32,7 @@ from commfuse_dp.errors import CommFuseError, ConfigError
 
 WORKER = "commfuse_dp.cli.demo_worker"
 LOOPBACK = "127.0.0.1"
+SCRATCH = "commfuse-demo-"  # and the owner's pid: prefix of the temporary folder
 
 
 class Place(NamedTuple):
@@ -61,13 +62,14 @@ def run_demo(
 
     `shape` overrides fields of DemoSettings (width, layers, ...). Raises CommFuseError with the reason and the fix.
     """
-    ends_at_s = time.monotonic() + minutes * 60
+    started_at_s = time.monotonic()
     config = CommFuseConfig.model_validate({"transport": transport, "order": order})
     link = "" if link.strip().lower() in ("", "none") else link
     _check(config, link, device, world_size, port)
     _prepare(out)
     others = OtherLoad()
-    with tempfile.TemporaryDirectory(prefix="commfuse-demo-") as folder, _term_as_exit():
+    _sweep_scratch()
+    with tempfile.TemporaryDirectory(prefix=f"{SCRATCH}{os.getpid()}-") as folder, _term_as_exit():
         scratch = Path(folder)
         corpus = write_corpus(scratch)
         console.print(
@@ -86,11 +88,12 @@ def run_demo(
             device=device,
             seed=seed,
             threads=max(1, (os.cpu_count() or 1) // world_size),
-            ends_at_s=ends_at_s,
+            started_at_s=started_at_s,
+            budget_s=minutes * 60,
             link=link or "none",
             **(shape or {}),
         )
-        _check_link_time(settings, minutes)
+        _check_link_time(settings)
         with _place(world_size, link, port) as place:
             settings = replace(settings, interface=place.interface)
             ready = _watch(settings, place, console)
@@ -128,7 +131,7 @@ def _check(config: CommFuseConfig, link: str, device: str, world_size: int, port
         check_port(port, LOOPBACK)
 
 
-def _check_link_time(settings: DemoSettings, minutes: float) -> None:
+def _check_link_time(settings: DemoSettings) -> None:
     """Raises ConfigError if the link is so slow that even the least number of steps takes longer than the whole run may."""
     if settings.link == "none":
         return
@@ -141,10 +144,11 @@ def _check_link_time(settings: DemoSettings, minutes: float) -> None:
     # Stock FSDP2 on gloo receives the shards of the others four times a step, CommFuse three times.
     once_s = nbytes * (settings.world_size - 1) / settings.world_size * 8 / bits
     seconds = (4 + 3) * once_s * (settings.warmup + settings.least + settings.untimed_at_end)
-    if seconds > minutes * 60:
+    if seconds > settings.budget_s:
         raise ConfigError(
             f"link {settings.link!r}: the transfers of the fewest steps that can be compared take {seconds / 60:.1f} minutes, "
-            f"but the whole run is to take {minutes:g}. Use a faster link or --minutes {math.ceil(seconds / 60) + 2}."
+            f"but the whole run is to take {settings.budget_s / 60:g}. Use a faster link, or --minutes "
+            f"{math.ceil(seconds / 60) + 2}."
         )
 
 
@@ -162,6 +166,18 @@ def _prepare(out: Path) -> None:
         raise CommFuseError(
             "the demo draws its timeline with matplotlib, which is not installed: pip install 'commfuse_dp[plot]'"
         )
+
+
+def _sweep_scratch() -> None:
+    """Remove the temporary folders of runs that were killed: a killed process cannot do it."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*-*"):
+        owner = folder.name[len(SCRATCH) :].partition("-")[0]
+        try:
+            os.kill(int(owner), 0)
+        except ProcessLookupError:
+            shutil.rmtree(folder, ignore_errors=True)
+        except (ValueError, OSError):
+            continue
 
 
 @contextlib.contextmanager

@@ -22,7 +22,8 @@ class DemoSettings:
     device: str
     seed: int
     threads: int  # of each rank
-    ends_at_s: float  # when the run is to be over, on the monotonic clock, which is one for all processes of a host
+    started_at_s: float  # of the whole run, on the monotonic clock, which is one for all processes of a host
+    budget_s: float  # for the whole run
     warmup: int = 2  # first steps of each variant: trained and compared, not timed
     least: int = 2  # timed steps of each variant, however short the time
     recorded: int = 3  # steps with spans, after the timed ones
@@ -41,6 +42,11 @@ class DemoSettings:
     def tokens(self) -> int:
         """Predicted bytes a step, all ranks."""
         return self.batch * self.context * self.world_size
+
+    @property
+    def ends_at_s(self) -> float:
+        """When the run is to be over, on the monotonic clock."""
+        return self.started_at_s + self.budget_s
 
     @property
     def untimed_at_end(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from commfuse_dp.cli.demo_results import COMMFUSE, COMPUTE_ONLY, FSDP2
@@ -31,16 +31,15 @@ class Progression:
         self.settings = settings
         self._recent: dict[str, deque[dict[str, Any]]] = {name: deque(maxlen=_RECENT) for name in NAMES}
         self._losses: dict[str, list[float]] = {name: [] for name in NAMES}
-        self._started = time.monotonic()
         self._headed = False
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=28),
             TextColumn("step {task.completed:.0f} of {task.total:.0f}"),
-            TimeElapsedColumn(),
-            TextColumn(f"of at most {_minutes(settings.ends_at_s - self._started)}", style="dim"),
+            TextColumn("{task.fields[elapsed]}"),  # rich's own column stops with the last step, before recording
+            TextColumn(f"of at most {_minutes(settings.budget_s)}", style="dim"),
         )
-        self._task = self._bar.add_task("starting the ranks", total=settings.steps)
+        self._task = self._bar.add_task("starting the ranks", total=settings.steps, elapsed="0:00")
         self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render) if console.is_terminal else None
 
     def __enter__(self) -> Progression:
@@ -69,7 +68,7 @@ class Progression:
             self.console.print(f"{self._elapsed()}  {text}", highlight=False)
 
     def _elapsed(self) -> str:
-        return f"{_minutes(time.monotonic() - self._started):>5}"
+        return f"{_minutes(time.monotonic() - self.settings.started_at_s):>5}"
 
     def _log(self, done: int) -> None:
         """One line for the turn that has ended; before the first one the heads of its columns."""
@@ -100,6 +99,7 @@ class Progression:
         return (f"{recent[-1]['loss']:.4f}", f"{tokens:.0f}", f"{wall:.0f}", f"{exposed:.0f}")
 
     def _render(self) -> Group:
+        self._bar.update(self._task, elapsed=self._elapsed().strip())
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for head in ("", "loss", "tokens/s", "ms/step", "exposed ms"):
             table.add_column(head, justify="right" if head else "left", min_width=8)

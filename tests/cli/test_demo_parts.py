@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from commfuse_dp.cli import demo_corpus, demo_load, demo_worker, main, netns
+from commfuse_dp.cli import demo, demo_corpus, demo_load, demo_worker, main, netns
 from commfuse_dp.cli.demo_corpus import TRAIN, VALIDATION, Batches, is_held_out, write_corpus
 from commfuse_dp.cli.demo_model import ByteGPT, next_byte_loss
 from commfuse_dp.cli.demo_results import summarise, write_json
@@ -26,7 +28,7 @@ from commfuse_dp.errors import CommFuseError
 
 SETTINGS = DemoSettings(
     corpus="", result="", steps=4, block=2, world_size=2, transport="auto", order="pairwise", device="cpu", seed=1, threads=1,
-    ends_at_s=0.0, warmup=1,
+    started_at_s=0.0, budget_s=90.0, warmup=1,
 )  # fmt: skip
 
 
@@ -190,7 +192,7 @@ def turn(progress: Progression, done: int) -> None:
 
 def test_progress_in_a_log_is_one_aligned_line_per_turn_under_one_head() -> None:
     console = Console(width=40, force_terminal=False)
-    with console.capture() as capture, Progression(console, SETTINGS) as progress:
+    with console.capture() as capture, Progression(console, replace(SETTINGS, started_at_s=time.monotonic())) as progress:
         turn(progress, 1)
         turn(progress, 2)
         progress.take({"event": "stage", "text": "validating"})
@@ -208,7 +210,7 @@ def test_progress_in_a_log_is_one_aligned_line_per_turn_under_one_head() -> None
 
 def test_progress_on_a_terminal_shows_both_variants_and_how_far_it_is() -> None:
     console = Console(width=80, force_terminal=True, color_system=None)
-    with console.capture() as capture, Progression(console, replace(SETTINGS, ends_at_s=time.monotonic() + 90)) as progress:
+    with console.capture() as capture, Progression(console, replace(SETTINGS, started_at_s=time.monotonic())) as progress:
         turn(progress, 1)
         turn(progress, 2)
     shown = capture.get()
@@ -238,7 +240,7 @@ def test_a_turn_is_as_long_as_the_time_allows(
     monkeypatch.setattr(demo_worker.dist, "broadcast", lambda tensor, source: None)
     monkeypatch.setattr(demo_worker.time, "monotonic", lambda: 1000.0)
     rank = object.__new__(demo_worker.DemoRank)
-    rank.settings = replace(SETTINGS, steps=10, block=3, warmup=2, least=2, ends_at_s=1007.0 + spare_s)
+    rank.settings = replace(SETTINGS, steps=10, block=3, warmup=2, least=2, started_at_s=0.0, budget_s=1007.0 + spare_s)
     monkeypatch.setattr(rank, "_closing_s", lambda: 7.0)
     assert rank._affordable(done, cost_s=1.0) == expected
 
@@ -303,7 +305,7 @@ def test_a_link_without_root_is_a_clear_error(tmp_path: Path, monkeypatch: pytes
         (["--link", "fast"], "1gbit"),
         (["--link", "1gbit", "--transport", "shm"], "share no memory"),
         (["--link", "1gbit", "--world-size", "1"], "at least 2 ranks"),
-        (["--link", "100mbit"], "Use a faster link or --minutes 6"),
+        (["--link", "100mbit"], "Use a faster link, or --minutes 6"),
         (["--device", "cuda", "--world-size", "64"], "GPUs are visible"),
     ],
 )
@@ -322,6 +324,18 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(tmp_p
     result = run("--out", str(tmp_path / "file" / "demo"))
     assert result.exit_code == 1
     assert "cannot be written" in result.output and "--out" in result.output
+
+
+def test_the_folders_of_killed_runs_are_swept_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo.tempfile, "tempdir", str(tmp_path))
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    names = {owner: f"{demo.SCRATCH}{owner}-x1" for owner in (gone.pid, os.getpid(), "other")}
+    for name in names.values():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.bin").write_text("x")
+    demo._sweep_scratch()
+    assert {p.name for p in tmp_path.iterdir()} == {names[os.getpid()], names["other"]}
 
 
 @pytest.mark.parametrize("arguments", [["--steps", "0"], ["--world-size", "0"], ["--transport", "rdma"], ["--minutes", "0"]])
