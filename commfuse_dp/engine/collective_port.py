@@ -156,7 +156,7 @@ class CollectivePort:
         waiting = list(wanted)
 
         def advance() -> bool:
-            self._engine.gradients.poll()
+            self._engine.gradients.relieve()
             self.push(outgoing)
             for src, tag, _ in list(waiting):
                 if self.transport.arrived(src, tag):

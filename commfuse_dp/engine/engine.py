@@ -59,9 +59,9 @@ class Engine:
         self.step = 0  # begun forward passes; also the epoch of the published parameters
         self.device = device
         self._pool = BufferPool(device)
-        self.gradients = GradientStream(transport, self._pool, self.probe, replicas)
+        self.gradients = GradientStream(transport, self._pool, self.probe, replicas, inbox_bytes=config.inbox_bytes)
         self.parameters = ParameterStream(transport, self.units, config, self._pool)
-        self.parameters.while_waiting = self.gradients.poll
+        self.parameters.while_waiting = self.gradients.relieve
         self._sequences: dict[bool, list[Key]] = {}  # recorded orders, by whether gradients are computed
         self._mode = False
         self._scatter_order = scatter_owners(self.rank, self.world_size, config.order)

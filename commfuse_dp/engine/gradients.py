@@ -7,8 +7,10 @@
 
 [Note: Credit and deadlock]
 A rank that finds no free slot in an owner's inbox must not simply wait: the owner may be waiting for a slot here. Every wait
-of this room therefore sums what has arrived (which gives slots back) before it blocks. The rank furthest behind in program
-order always finds credit in the end: whatever fills the inboxes towards it belongs to layers that every rank has passed.
+of the engine therefore sums what has arrived (which gives slots back) before it blocks. The rank furthest behind in program
+order always finds credit in the end: whatever it has in the inboxes belongs to layers that every rank has passed, or to the
+layer it is in. The latter cannot be summed yet where an owner has not computed its own partial, which comes last. If all
+slices of a layer do not fit into an inbox together, waiting ranks therefore also copy such partials out of it (`_unload`).
 
 [Note: First come, first summed]
 Sums are finished strictly in the order in which their layers' backward began, not in order of arrival. The order of sums
@@ -36,7 +38,20 @@ SEQUENCE_LIMIT = 1 << 31
 class Scatter:
     """One unit's reduce-scatter under way."""
 
-    __slots__ = ("divisor", "geometry", "include", "own", "own_done", "partials", "replicate", "seq", "step", "summed", "unit")
+    __slots__ = (
+        "divisor",
+        "geometry",
+        "include",
+        "own",
+        "own_done",
+        "partials",
+        "replicate",
+        "seq",
+        "step",
+        "summed",
+        "unit",
+        "unloaded",
+    )
 
     def __init__(
         self, unit: Unit, geometry: Geometry, include: tuple[bool, ...], *, divisor: float, replicate: bool, step: int
@@ -53,6 +68,10 @@ class Scatter:
         self.own_done = 0  # own slices computed
         self.summed = 0  # own slices reduced
         self.partials: torch.Tensor | None = None
+        self.unloaded: dict[tuple[int, int], torch.Tensor] = {}  # (rank, slice) -> partial that was copied out of the inbox
+
+    def tag(self, item: UnitSlice) -> Tag:
+        return Tag(CHANNEL_GRAD, self.unit.index, self.seq, item.index)
 
     def where(self, item: UnitSlice) -> Where:
         return Where(self.unit.name, self.step, str(item), item.nbytes)
@@ -72,7 +91,9 @@ class ReplicaGroup:
 class GradientStream:
     """All reduce-scatters of a rank, in program order."""
 
-    def __init__(self, transport: Transport, pool: BufferPool, probe: Probe, replicas: ReplicaGroup | None) -> None:
+    def __init__(
+        self, transport: Transport, pool: BufferPool, probe: Probe, replicas: ReplicaGroup | None, *, inbox_bytes: int
+    ) -> None:
         self._transport = transport
         self._pool = pool
         self._probe = probe
@@ -80,6 +101,7 @@ class GradientStream:
         self._rank = transport.rank
         self._announces = type(transport).expect is not Transport.expect  # two-sided: receives are posted early
         self._peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
+        self._inbox_bytes = inbox_bytes
         self._queue: deque[Scatter] = deque()
         self._replicating: deque[tuple[Scatter, torch.Tensor, dist.Work]] = deque()
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
@@ -103,9 +125,8 @@ class GradientStream:
             step=step,
         )
         for item in scatter.geometry.slices[self._rank] if self._announces else ():
-            tag = Tag(CHANNEL_GRAD, unit.index, scatter.seq, item.index)
             for peer in self._peers:
-                self._transport.expect(peer, tag, item.nbytes)
+                self._transport.expect(peer, scatter.tag(item), item.nbytes)
         self._queue.append(scatter)
         return scatter
 
@@ -127,7 +148,7 @@ class GradientStream:
         if item.owner == self._rank:
             scatter.own_done += 1
             return
-        self._transport.send(item.owner, Tag(CHANNEL_GRAD, scatter.unit.index, scatter.seq, item.index), buffer)
+        self._transport.send(item.owner, scatter.tag(item), buffer)
         if start_ns and self._transport.in_place:  # the transfer is the writing itself, by the GEMM
             name = f"{scatter.unit.name} gradient (in place)"
             self._probe.span(SEND, name, start_ns, now_ns(), nbytes=item.nbytes, peer=item.owner)
@@ -154,7 +175,7 @@ class GradientStream:
         def ready() -> bool:
             buffer = self._transport.try_reserve(item.owner, item.nbytes)
             if buffer is None:
-                self.poll()
+                self.relieve()
                 buffer = self._transport.try_reserve(item.owner, item.nbytes)
             if buffer is not None:
                 found.append(buffer)
@@ -178,6 +199,25 @@ class GradientStream:
             self._transport.push()  # the credits
         return worked
 
+    def relieve(self) -> None:
+        """What a rank does while it waits for anything: sum, and see to it that nobody waits for room in its inbox."""
+        if not self.poll():
+            for scatter in self._queue:
+                # Twice, because places in the ring are contiguous: half of it may be lost to a gap at its end.
+                if 2 * scatter.geometry.segment_bytes[self._rank] > self._inbox_bytes:
+                    self._unload(scatter)
+
+    def _unload(self, scatter: Scatter) -> None:
+        for item in scatter.geometry.slices[self._rank][scatter.summed :]:
+            tag = scatter.tag(item)
+            for peer in self._peers:
+                if (peer, item.index) not in scatter.unloaded and self._transport.arrived(peer, tag):
+                    scatter.unloaded[peer, item.index] = self._transport.receive(peer, tag, scatter.where(item)).clone()
+                    self._transport.release(peer, tag)
+
+    def _arrived(self, scatter: Scatter, item: UnitSlice, peer: int) -> bool:
+        return (peer, item.index) in scatter.unloaded or self._transport.arrived(peer, scatter.tag(item))
+
     def _next_item(self, scatter: Scatter) -> UnitSlice | None:
         own = scatter.geometry.slices[self._rank]
         return own[scatter.summed] if scatter.summed < len(own) else None
@@ -188,14 +228,13 @@ class GradientStream:
             return True
         if scatter.own_done <= scatter.summed:
             return False
-        tag = Tag(CHANNEL_GRAD, scatter.unit.index, scatter.seq, item.index)
-        if not all(self._transport.arrived(peer, tag) for peer in self._peers):
+        if not all(self._arrived(scatter, item, peer) for peer in self._peers):
             return False
-        self._sum(scatter, item, tag)
+        self._sum(scatter, item)
         scatter.summed += 1
         return True
 
-    def _sum(self, scatter: Scatter, item: UnitSlice, tag: Tag) -> None:
+    def _sum(self, scatter: Scatter, item: UnitSlice) -> None:
         start = now_ns() if self._probe.sink is not None else 0
         dtype = scatter.geometry.dtype
         own_bytes = scatter.own
@@ -209,16 +248,20 @@ class GradientStream:
             if scatter.partials is None:
                 scatter.partials = torch.empty(own_bytes.numel() // dtype.itemsize, dtype=out_dtype, device=own.device)
             out = scatter.partials[item.offset // dtype.itemsize : (item.offset + item.nbytes) // dtype.itemsize]
-        partials = []
-        where = scatter.where(item)
+        partials, held = [], []
+        tag, where = scatter.tag(item), scatter.where(item)
         for rank in range(self._transport.world_size):
             if rank == self._rank:
                 partials.append(own)
-            else:
-                partials.append(self._transport.receive(rank, tag, where).view(dtype))
+                continue
+            partial = scatter.unloaded.pop((rank, item.index), None)
+            if partial is None:
+                partial = self._transport.receive(rank, tag, where)
+                held.append(rank)
+            partials.append(partial.view(dtype))
         divisor = None if self._replicas is not None else scatter.divisor
         sum_in_rank_order(out, partials, own_rank=self._rank, scale_divisor=divisor, scratch=self._scratch_for(dtype))
-        for peer in self._peers:
+        for peer in held:
             self._transport.release(peer, tag, more=True)
         if self._probe.sink is not None:
             self._probe.span(COMPUTE, f"{scatter.unit.name} sum", start, now_ns(), kind="sum")
@@ -282,15 +325,19 @@ class GradientStream:
             item = self._next_item(head)
             if item is None:
                 continue
-            tag = Tag(CHANNEL_GRAD, head.unit.index, head.seq, item.index)
             if head.own_done <= head.summed:
                 raise RuntimeError(f"gradient of layer {head.unit.name!r} was opened but its own slice was never computed")
-            late = [peer for peer in self._peers if not self._transport.arrived(peer, tag)]
+            late = [peer for peer in self._peers if not self._arrived(head, item, peer)]
             if not late:
                 continue  # it came just now
             start = now_ns()
+
+            def here(peer: int = late[0], head: Scatter = head, item: UnitSlice = item) -> bool:
+                self.relieve()
+                return head.summed > item.index or self._arrived(head, item, peer)
+
             self._transport.wait_until(
-                lambda peer=late[0], tag=tag: self._transport.arrived(peer, tag),  # type: ignore[misc]
+                here,
                 peer=late[0],
                 where=head.where(item),
                 doing="its partial gradient",
@@ -308,9 +355,10 @@ class GradientStream:
         while self._queue:
             scatter = self._queue.popleft()
             for item in scatter.geometry.slices[self._rank][scatter.summed :]:
-                tag = Tag(CHANNEL_GRAD, scatter.unit.index, scatter.seq, item.index)
+                tag = scatter.tag(item)
                 for peer in self._peers:
-                    self._transport.receive(peer, tag, scatter.where(item))
-                    self._transport.release(peer, tag)
+                    if (peer, item.index) not in scatter.unloaded:
+                        self._transport.receive(peer, tag, scatter.where(item))
+                        self._transport.release(peer, tag)
         while self._replicating:
             self._replicating.popleft()[2].wait()
