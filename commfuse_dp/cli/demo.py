@@ -32,6 +32,8 @@ from commfuse_dp.errors import CommFuseError, ConfigError
 
 WORKER = "commfuse_dp.cli.demo_worker"
 LOOPBACK = "127.0.0.1"
+_FEWEST_STEPS = 4  # however short the time: a cold one, a warm one, one with spans, one that looks at the weights
+_RANK_BYTES = 700 << 20  # of memory that a rank needs, about: torch, and the unsharded model of the floor with its gradients
 SCRATCH = "commfuse-demo-"  # and the owner's pid: prefix of the temporary folder
 
 
@@ -127,6 +129,12 @@ def _check(config: CommFuseConfig, link: str, device: str, world_size: int, port
                 f"device='cuda' with world_size={world_size}: {torch.cuda.device_count()} GPUs are visible, one a rank is "
                 "needed. Lower --world-size or use --device cpu."
             )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device == "cpu" and world_size * _RANK_BYTES > memory:
+        raise ConfigError(
+            f"world_size={world_size}: the ranks need about {world_size * _RANK_BYTES / 2**30:.0f} GiB of memory, this machine "
+            f"has {memory / 2**30:.0f} GiB. Lower --world-size."
+        )
     if port and not link:
         check_port(port, LOOPBACK)
 
@@ -143,7 +151,7 @@ def _check_link_time(settings: DemoSettings) -> None:
         nbytes = sum(p.nbytes for p in build_model(settings).parameters())
     # Stock FSDP2 on gloo receives the shards of the others four times a step, CommFuse three times.
     once_s = nbytes * (settings.world_size - 1) / settings.world_size * 8 / bits
-    seconds = (4 + 3) * once_s * (settings.warmup + settings.least + settings.untimed_at_end)
+    seconds = (4 + 3) * once_s * (_FEWEST_STEPS)
     if seconds > settings.budget_s:
         raise ConfigError(
             f"link {settings.link!r}: the transfers of the fewest steps that can be compared take {seconds / 60:.1f} minutes, "

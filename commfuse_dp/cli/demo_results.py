@@ -53,7 +53,7 @@ def summarise(raw: dict[str, Any], ready: dict[str, Any], settings: DemoSettings
         "validation_loss": {name: fmean(rank["validation"][name] for rank in ranks) for name in _PAIR},
         "losses": losses,
         "steps_compared": len(losses[FSDP2]),  # the recorded ones too
-        "steps_trained": len(losses[FSDP2]) - settings.untimed_at_end,
+        "steps_trained": raw["trained"],
         "steps_asked": settings.steps,
         "steps_timed": {name: len(values) for name, values in wall.items()},
         "transport": ready["transport"],
@@ -95,7 +95,7 @@ def _mean_of_ranks(ranks: Sequence[dict[str, Any]], name: str, key: str) -> list
 
 def _timed(ranks: Sequence[dict[str, Any]], name: str, key: str, warmup: int) -> list[float]:
     values = _mean_of_ranks(ranks, name, key)
-    return values[warmup:] or values  # a very short run has nothing but warm-up
+    return values[min(warmup, len(values) - 1) :]  # a very short run has nothing but warm-up: then its last step
 
 
 def _wire_bytes(ranks: Sequence[dict[str, Any]], name: str) -> float:

@@ -25,8 +25,7 @@ class DemoSettings:
     started_at_s: float  # of the whole run, on the monotonic clock, which is one for all processes of a host
     budget_s: float  # for the whole run
     warmup: int = 2  # first steps of each variant: trained and compared, not timed
-    least: int = 2  # timed steps of each variant, however short the time
-    recorded: int = 3  # steps with spans, after the timed ones
+    recorded: int = 3  # steps with spans, after the timed ones; 1 where the time is short
     width: int = 512
     layers: int = 8
     heads: int = 8
@@ -47,11 +46,6 @@ class DemoSettings:
     def ends_at_s(self) -> float:
         """When the run is to be over, on the monotonic clock."""
         return self.started_at_s + self.budget_s
-
-    @property
-    def untimed_at_end(self) -> int:
-        """Steps trained after the timed ones: with spans, and one more that looks at the unsharded weights."""
-        return self.recorded + 1
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -20,6 +20,7 @@ from commfuse_dp.cli.demo_settings import DemoSettings
 
 NAMES = {FSDP2: "FSDP2 (stock)", COMMFUSE: "CommFuse", COMPUTE_ONLY: "compute only"}
 _RECENT = 8  # steps in a running median
+_SILENCE_S = 20.0  # a log in which nothing happens for longer makes its reader think that it hangs
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -32,6 +33,7 @@ class Progression:
         self._recent: dict[str, deque[dict[str, Any]]] = {name: deque(maxlen=_RECENT) for name in NAMES}
         self._losses: dict[str, list[float]] = {name: [] for name in NAMES}
         self._headed = False
+        self._silent_since = time.monotonic()
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=28),
@@ -59,13 +61,19 @@ class Progression:
             self._losses[event["variant"]].append(event["loss"])
             both = min(len(self._losses[FSDP2]), len(self._losses[COMMFUSE]))
             self._bar.update(self._task, completed=both, description="training")
+            if self._live is None and time.monotonic() > self._silent_since + _SILENCE_S:
+                self._say(f"{NAMES[event['variant']]}: step {event['step']} trained")
         elif event["event"] == "turn" and self._live is None:
             self._log(event["steps"])
 
     def _say(self, text: str) -> None:
         self._bar.update(self._task, description=text)
         if self._live is None:
-            self.console.print(f"{self._elapsed()}  {text}", highlight=False)
+            self._print(f"{self._elapsed()}  {text}")
+
+    def _print(self, line: str) -> None:
+        self._silent_since = time.monotonic()
+        self.console.print(line, highlight=False, soft_wrap=True)
 
     def _elapsed(self) -> str:
         return f"{_minutes(time.monotonic() - self.settings.started_at_s):>5}"
@@ -80,11 +88,11 @@ class Progression:
                 f"{'':14} | {both[0]:<34} | {both[1]:<34} | {NAMES[COMPUTE_ONLY]}",
                 f" time  step    | {columns} | {columns} | {'ms/step':>7}",
             ):
-                self.console.print(line, highlight=False, soft_wrap=True)
+                self._print(line)
         cells = {name: self._cells(name) for name in NAMES}
         pair = " | ".join(f"{c[0]:>7} {c[1]:>8} {c[2]:>8} {c[3]:>8}" for c in (cells[FSDP2], cells[COMMFUSE]))
         line = f"{self._elapsed()}  {done:>3}/{self.settings.steps:<3} | {pair} | {cells[COMPUTE_ONLY][2]:>7}"
-        self.console.print(line, highlight=False, soft_wrap=True)
+        self._print(line)
 
     def _cells(self, name: str) -> tuple[str, str, str, str]:
         """Loss, tokens a second, ms a step, exposed ms: the last loss, else medians of the last steps."""

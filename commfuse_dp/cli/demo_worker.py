@@ -42,6 +42,7 @@ class DemoRank:
         self.variants = build_variants(settings, rank, Batches(corpus / TRAIN, seed=settings.seed, **place))
         self.wire: dict[str, list[tuple[int, int]]] = {name: [] for name in self.variants}  # (steps, bytes received)
         self.peaks: dict[str, int] = {}
+        self.trained = 0  # steps of each variant, before the recorded ones
 
     def emit(self, event: str, **values: Any) -> None:
         if self.rank == 0:
@@ -70,42 +71,51 @@ class DemoRank:
         )
 
     def _train(self) -> None:
-        """Turns of A B c, B A c, ... so that a drift of the machine hits all variants alike. The first turn is the warm-up.
+        """Turns of A B c, B A c, ... so that a drift of the machine hits all variants alike.
 
-        After every turn all variants have trained the same number of steps (c, which is only timed, about half of them).
+        After every turn A and B have trained the same number of steps; c, which is only timed, about half of them.
         """
-        done, turns, started = 0, 0, time.monotonic()
+        turns = 0
         cost_s = 0.0  # of one more step of all variants
-        while steps := self._affordable(done, cost_s):
+        while steps := self._affordable(cost_s):
             turn_started = time.monotonic()
             for name in (FSDP2, COMMFUSE) if turns % 2 == 0 else (COMMFUSE, FSDP2):
                 self._block(name, steps)
             self._block(COMPUTE_ONLY, max(1, steps // 2))
             cost_s = (time.monotonic() - turn_started) / steps
-            done, turns = done + steps, turns + 1
-            self.emit("turn", steps=done, elapsed_s=time.monotonic() - started)
+            self.trained, turns = self.trained + steps, turns + 1
+            self.emit("turn", steps=self.trained)
 
-    def _affordable(self, done: int, cost_s: float) -> int:
-        """Steps of the next turn: what is left to do, as far as the time allows. Rank 0 decides for all."""
-        settings = self.settings
+    def _affordable(self, cost_s: float) -> int:
+        """Steps of the next turn: what is left to do, as far as the time allows; but one that is warm, whatever the time."""
+        settings, done = self.settings, self.trained
         left = settings.steps - done
         if done == 0:
-            steps = min(left, settings.warmup)
+            steps = 1  # what a step costs is not known yet
         else:
             spare_s = settings.ends_at_s - time.monotonic() - self._closing_s()
             steps = min(left, settings.block, max(0, int(spare_s / cost_s)))
-            if done < settings.warmup + settings.least:
-                steps = max(steps, min(left, settings.least))
-        verdict = torch.tensor([steps], dtype=torch.int32, device=settings.device)
-        dist.broadcast(verdict, 0)
-        return int(verdict.item())
+            if done < settings.warmup:
+                steps = min(steps, settings.warmup - done)
+            if done == 1:
+                steps = max(steps, min(left, 1))
+        return self._agreed(steps)
 
     def _closing_s(self) -> float:
         """What recording, validation and drawing will take, judged by the last steps."""
-        recent = {name: [r.wall_ms / 1e3 for r in list(v.meter.readings)[-4:]] for name, v in self.variants.items()}
-        pair_s = sum(sum(recent[name]) / len(recent[name]) for name in (FSDP2, COMMFUSE))
         forwards = self.settings.validation_batches / 3  # a forward is about a third of a step
-        return _DRAWING_S + pair_s * (self.settings.untimed_at_end + forwards)
+        return _DRAWING_S + self._pair_s() * (self.settings.recorded + 1 + forwards)
+
+    def _pair_s(self) -> float:
+        """A step of stock and one of CommFuse, by the last ones."""
+        recent = ([r.wall_ms / 1e3 for r in list(self.variants[name].meter.readings)[-4:]] for name in (FSDP2, COMMFUSE))
+        return sum(sum(values) / len(values) for values in recent)
+
+    def _agreed(self, number: int) -> int:
+        """Collective: what rank 0 says. Clocks and timings differ between ranks, their decisions must not."""
+        verdict = torch.tensor([number], dtype=torch.int32, device=self.settings.device)
+        dist.broadcast(verdict, 0)
+        return int(verdict.item())
 
     def _block(self, name: str, steps: int) -> None:
         variant = self.variants[name]
@@ -131,13 +141,15 @@ class DemoRank:
     def _record(self) -> None:
         """Spans of a few more steps of each variant, into the trace and the picture. They are trained and not timed."""
         self.emit("stage", text="recording the timeline")
+        in_time = time.monotonic() + self._closing_s() < self.settings.ends_at_s + self._pair_s()
+        steps = self._agreed(self.settings.recorded if in_time else 1)
         gathered = {}
         for name in (FSDP2, COMMFUSE):
             variant = self.variants[name]
             dist.barrier()
             readings = list(variant.meter.readings)
             with variant.measuring():
-                self.peaks[name] = variant.record(self.settings.recorded)
+                self.peaks[name] = variant.record(steps)
             variant.meter.readings.clear()
             variant.meter.readings.extend(readings)
             gathered[name] = variant.recorder.gather()
@@ -179,7 +191,8 @@ class DemoRank:
         everyone: list[Any] = [None] * self.settings.world_size
         dist.all_gather_object(everyone, mine)
         if self.rank == 0:
-            (Path(self.settings.result) / RAW).write_text(json.dumps({"ranks": everyone, "conditions": self._conditions()}))
+            raw = {"ranks": everyone, "conditions": self._conditions(), "trained": self.trained}
+            (Path(self.settings.result) / RAW).write_text(json.dumps(raw))
 
     def _numbers(self, variant: Variant) -> dict[str, Any]:
         readings = list(variant.meter.readings)

@@ -145,6 +145,8 @@ class Ranks:
 
     def _obituary(self, rank: int, code: int) -> str:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        if code == -signal.SIGKILL:
+            how += " (by the kernel for lack of memory, or by hand)"
         said = "\n".join(f"    {line}" for line in self._last[rank]) or "    (it printed nothing on its standard error)"
         return f"rank {rank} {how}. Its last lines:\n{said}"
 

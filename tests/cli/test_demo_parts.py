@@ -123,7 +123,7 @@ def raw_results() -> dict[str, Any]:
         peaks = {"fsdp2": 50 + int(shift), "commfuse": 5}
         return {"variants": variants, "validation": {"fsdp2": 2.0 + shift, "commfuse": 2.0}, "peaks": peaks}
 
-    return {"ranks": [rank(0.0), rank(1.0)], "conditions": "made up"}
+    return {"ranks": [rank(0.0), rank(1.0)], "conditions": "made up", "trained": 3}
 
 
 READY = {"minimum_bytes": 1900, "transport": "shm", "transport_reason": "one host", "parameters": 123}
@@ -183,9 +183,12 @@ def test_sparkline() -> None:
     assert len(sparkline(list(range(1000)), width=24)) == 24
 
 
+STEP = {"event": "step", "loss": 1.0, "wall_ms": 100.0, "exposed_ms": 0.0}
+
+
 def turn(progress: Progression, done: int) -> None:
     for name, wall in (("fsdp2", 200.0), ("commfuse", 100.0), ("compute_only", 90.0)):
-        step = {"event": "step", "variant": name, "step": done, "loss": 5.0 - done, "wall_ms": wall, "exposed_ms": wall / 10}
+        step = {**STEP, "variant": name, "step": done, "loss": 5.0 - done, "wall_ms": wall, "exposed_ms": wall / 10}
         progress.take(step)
     progress.take({"event": "turn", "steps": done})
 
@@ -196,7 +199,10 @@ def test_progress_in_a_log_is_one_aligned_line_per_turn_under_one_head() -> None
         turn(progress, 1)
         turn(progress, 2)
         progress.take({"event": "stage", "text": "validating"})
-    names, heads, first, second, stage = capture.get().splitlines()
+        progress._silent_since -= 60
+        for number in (3, 4):
+            progress.take({**STEP, "variant": "commfuse", "step": number})
+    names, heads, first, second, stage, alive = capture.get().splitlines()
     assert [column.strip() for column in names.split("|")] == ["", "FSDP2 (stock)", "CommFuse", "compute only"]
     assert {tuple(i for i, c in enumerate(line) if c == "|") for line in (names, heads, first, second)} == {(15, 52, 89)}
     assert [column.split() for column in second.split("|")] == [
@@ -206,6 +212,7 @@ def test_progress_in_a_log_is_one_aligned_line_per_turn_under_one_head() -> None
         ["90"],
     ]
     assert stage.split() == ["0:00", "validating"]
+    assert alive.split() == ["0:00", "CommFuse:", "step", "3", "trained"], "a sign of life after a silence, and one only"
 
 
 def test_progress_on_a_terminal_shows_both_variants_and_how_far_it_is() -> None:
@@ -224,9 +231,10 @@ def test_progress_on_a_terminal_shows_both_variants_and_how_far_it_is() -> None:
 @pytest.mark.parametrize(
     ("done", "spare_s", "expected"),
     [
-        (0, -5.0, 2),  # the warm-up is trained however late it is
-        (2, -5.0, 2),  # and the fewest steps that give a figure
-        (4, -5.0, 0),
+        (0, 100.0, 1),  # shows what a step costs
+        (1, -5.0, 1),  # a warm one, however late it is
+        (1, 100.0, 1),  # the rest of the warm-up
+        (2, -5.0, 0),
         (4, 0.9, 0),  # no step fits
         (4, 2.5, 2),
         (4, 100.0, 3),  # a block
@@ -240,9 +248,10 @@ def test_a_turn_is_as_long_as_the_time_allows(
     monkeypatch.setattr(demo_worker.dist, "broadcast", lambda tensor, source: None)
     monkeypatch.setattr(demo_worker.time, "monotonic", lambda: 1000.0)
     rank = object.__new__(demo_worker.DemoRank)
-    rank.settings = replace(SETTINGS, steps=10, block=3, warmup=2, least=2, started_at_s=0.0, budget_s=1007.0 + spare_s)
+    rank.settings = replace(SETTINGS, steps=10, block=3, warmup=2, started_at_s=0.0, budget_s=1007.0 + spare_s)
+    rank.trained = done
     monkeypatch.setattr(rank, "_closing_s", lambda: 7.0)
-    assert rank._affordable(done, cost_s=1.0) == expected
+    assert rank._affordable(cost_s=1.0) == expected
 
 
 def test_other_load_is_what_neither_this_process_nor_its_children_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +314,7 @@ def test_a_link_without_root_is_a_clear_error(tmp_path: Path, monkeypatch: pytes
         (["--link", "fast"], "1gbit"),
         (["--link", "1gbit", "--transport", "shm"], "share no memory"),
         (["--link", "1gbit", "--world-size", "1"], "at least 2 ranks"),
-        (["--link", "100mbit"], "Use a faster link, or --minutes 6"),
+        (["--link", "50mbit"], "Use a faster link, or --minutes 6"),
         (["--device", "cuda", "--world-size", "64"], "GPUs are visible"),
     ],
 )
@@ -324,6 +333,13 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(tmp_p
     result = run("--out", str(tmp_path / "file" / "demo"))
     assert result.exit_code == 1
     assert "cannot be written" in result.output and "--out" in result.output
+
+
+def test_more_ranks_than_fit_into_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "_RANK_BYTES", 1 << 50)
+    result = run("--out", str(tmp_path / "out"))
+    assert result.exit_code == 1
+    assert "Lower --world-size" in result.output and not (tmp_path / "out").exists()
 
 
 def test_the_folders_of_killed_runs_are_swept_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 from rich.console import Console
 
 from commfuse_dp.cli.demo import run_demo
+from commfuse_dp.cli.launch import RankDied
 
 SMALL = {"width": 64, "layers": 2, "heads": 4, "context": 32, "validation_batches": 1, "warmup": 1}
 
@@ -49,48 +53,77 @@ def test_one_rank_alone_communicates_nothing_and_training_stops_when_the_time_is
     assert summary["minimum_bytes_per_step"] == 0
     assert summary["bytes_per_step"] == {"fsdp2": 0, "commfuse": 0}
     assert summary["loss_max_abs_diff"] < 1e-4
-    assert summary["steps_trained"] == SMALL["warmup"] + 2, "the fewest that give a figure"
-    assert summary["steps_timed"]["fsdp2"] == summary["steps_timed"]["commfuse"] == 2
-    assert len(summary["losses"]["fsdp2"]) == len(summary["losses"]["commfuse"])
+    assert (summary["steps_trained"], summary["steps_asked"]) == (2, 400), "a cold one and a warm one, however late"
+    assert summary["steps_timed"]["fsdp2"] == summary["steps_timed"]["commfuse"] == 1
+    assert len(summary["losses"]["fsdp2"]) == len(summary["losses"]["commfuse"]) == 2 + 1 + 1
 
 
-def children(pid: int) -> list[int]:
+def ranks_of(pid: int) -> list[int]:
+    """Pids of the demo's ranks that were started by process `pid`."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
+            command = (stat.parent / "cmdline").read_bytes()
         except OSError:
             continue
-        if int(fields[1]) == pid and fields[0] not in "ZX":
+        if int(fields[1]) == pid and fields[0] not in "ZX" and b"demo_worker" in command:
             found.append(int(stat.parent.name))
     return sorted(found)
 
 
+def assert_gone(pids: list[int]) -> None:
+    limit = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+class Log(io.StringIO):
+    """Calls `then` when the first steps have been reported."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        super().__init__()
+        self._then: Callable[[], None] | None = then
+
+    def write(self, text: str) -> int:
+        if "/100000 |" in text and self._then is not None:
+            self._then, then = None, self._then
+            then()
+        return super().write(text)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("who", ["rank", "parent"])
-def test_a_killed_rank_is_named_and_ctrl_c_ends_all(who: str, tmp_path: Path) -> None:
-    code = (
-        "import sys; from tests.cli.test_demo_run import run; from pathlib import Path\n"
-        "try: run(Path(sys.argv[1]), steps=100000)\n"
-        "except Exception as error: sys.exit(str(error))\n"
-    )
-    root = Path(__file__).parents[2]
+def test_a_killed_rank_is_named_and_the_others_are_ended(tmp_path: Path) -> None:
+    ranks: list[int] = []
+
+    def kill_one() -> None:
+        ranks.extend(ranks_of(os.getpid()))
+        os.kill(ranks[1], signal.SIGKILL)
+
+    with pytest.raises(RankDied, match="rank 1 was killed by SIGKILL"):
+        run(tmp_path, steps=100_000, console=Console(width=110, file=Log(kill_one)))
+    assert len(ranks) == 2
+    assert_gone(ranks)
+    assert not list(tmp_path.iterdir()), "no half-written result"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
     parent = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-m", "commfuse_dp.cli.main", "demo", "--out", str(tmp_path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     assert parent.stdout is not None
     for line in parent.stdout:
-        if "/100000 |" in line:
+        if "model:" in line:
             break
-    ranks = children(parent.pid)
+    ranks = ranks_of(parent.pid)
     assert len(ranks) == 2
-    os.kill(ranks[1] if who == "rank" else parent.pid, signal.SIGKILL if who == "rank" else signal.SIGINT)
+    parent.send_signal(signal.SIGINT)
     _, said = parent.communicate(timeout=60)
-    assert parent.returncode != 0
-    if who == "rank":
-        assert "rank 1 was killed by SIGKILL" in said
-    limit = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < limit:
-        time.sleep(0.05)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert parent.returncode == 130
+    assert "stopped" in said and "Traceback" not in said
+    assert_gone(ranks)
     assert not list(tmp_path.iterdir()), "no half-written result"
+    assert not list(Path(tempfile.gettempdir()).glob(f"commfuse-demo-{parent.pid}-*"))
