@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import weakref
@@ -43,7 +44,9 @@ class _Application:
         self.groups: list[tuple[Any, list[Any]]] = []  # parameter group, its first FSDPParams
         self.modules: list[nn.Module] = []  # with a forward of ours
         self.claims: list[ClaimedLayer] = []  # likewise
-        self.hooked: list[tuple[FSDPModule, Any, Any, bool]] = []  # module, its collectives before, prefetch set by us
+        self.hooked: list[tuple[FSDPModule, Any, Any]] = []  # module, its collectives before
+        self.prefetched: list[tuple[FSDPModule, FSDPModule, Any]] = []  # module, the one after it, whose group is fetched ahead
+        self.resettable: list[FSDPModule] = []  # with a reset_iter_state of ours
         self.handles: list[Any] = []
         self.operands: list[UnitOperand] = []
         self.finalizer: weakref.finalize | None = None
@@ -108,11 +111,12 @@ def remove(model: nn.Module) -> None:
         layer.restore()
     for group, original in application.groups:
         compat.reattach_params(group, original)
-    for fsdp_module, gather, reduce, prefetch in application.hooked:
+    for fsdp_module in application.resettable:
+        del vars(fsdp_module)["reset_iter_state"]
+    _prefetch(application, False)
+    for fsdp_module, gather, reduce in application.hooked:
         fsdp_module.set_custom_all_gather(gather)
         fsdp_module.set_custom_reduce_scatter(reduce)
-        if prefetch:
-            fsdp_module.set_modules_to_forward_prefetch([])
     application.engine.close()
     if application.finalizer is not None:
         application.finalizer.detach()  # it would keep the engine and its memory as long as the model
@@ -224,6 +228,7 @@ def _install(model: nn.Module, selection: Selection, config: CommFuseConfig) -> 
             compat.detach_param(adoption.group, fsdp_param)
     rows += _hook_rest(application, selection, engine)
     _hook_root(application, model, engine)
+    _hook_reset(application, model, engine)
     vars(model)[_ATTRIBUTE] = application
     application.finalizer = weakref.finalize(model, engine.close)  # also at interpreter exit: peers are told goodbye
     names = {name: number for number, (name, _) in enumerate(model.named_parameters())}
@@ -269,7 +274,7 @@ def _hook_rest(application: _Application, selection: Selection, engine: Engine) 
     rows = []
     port = CollectivePort(engine)
     served: set[int] = set()
-    waiting: list[FSDPModule] = []
+    waiting: list[tuple[FSDPModule, Any]] = []
     for module, group in selection.groups:
         if id(group) in selection.foreign or all(item.group is not group for item in selection.left):
             continue
@@ -281,21 +286,45 @@ def _hook_rest(application: _Application, selection: Selection, engine: Engine) 
             selection.foreign[id(group)] = "FSDP2 allows no custom collectives for a module with several parameter groups"
             continue
         module.set_custom_reduce_scatter(StreamReduceScatter(port))
-        prefetch = selection.missing is None and not compat.has_forward_prefetch(module)
-        application.hooked.append((module, *before, prefetch))
+        application.hooked.append((module, *before))
         served.add(id(group))
-        if prefetch:
-            waiting.append(module)
-    for module, following in itertools.pairwise(waiting):
-        module.set_modules_to_forward_prefetch([following])
+        if selection.missing is None and not compat.has_forward_prefetch(module):
+            waiting.append((module, group))
+    application.prefetched = [(module, *following) for (module, _), following in itertools.pairwise(waiting)]
     for item in selection.left:
         path: Path = "hooks" if id(item.group) in served else "stock"
         rows.append(ParameterRow(item.name, path, selection.foreign.get(id(item.group), item.reason), item.param.numel()))
     return rows
 
 
+def _prefetch(application: _Application, on: bool) -> None:
+    """Let FSDP2 fetch the next group ahead, during a root's forward only.
+
+    A group that was fetched and then not used would keep what it got, and be out of date after the next optimizer step.
+    """
+    for module, following, group in application.prefetched:
+        module.set_modules_to_forward_prefetch([following] if on else [])
+        compat.drop_pending_unshard(group)
+
+
+def _hook_reset(application: _Application, model: nn.Module, engine: Engine) -> None:
+    """FSDPModule.reset_iter_state, of newer versions: what an iteration broken off has accumulated is dropped here, too."""
+
+    def reset(module: FSDPModule) -> None:
+        for unit in engine.units:
+            unit.accumulated = unit.replica_partial = None
+        type(module).reset_iter_state(module)
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and hasattr(module, "reset_iter_state"):
+            vars(module)["reset_iter_state"] = functools.partial(reset, module)
+            application.resettable.append(module)
+
+
 def _hook_root(application: _Application, model: nn.Module, engine: Engine) -> None:
     def before(module: nn.Module, args: Any) -> None:
+        if not in_backward():
+            _prefetch(application, True)
         engine.begin_step()
 
     def arm(grad: torch.Tensor) -> torch.Tensor:
@@ -308,6 +337,7 @@ def _hook_root(application: _Application, model: nn.Module, engine: Engine) -> N
         wanted = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         for leaf in wanted:
             leaf.register_hook(arm)
+        _prefetch(application, False)
         engine.end_forward(bool(wanted))
 
     before, after = torch.compiler.disable(before), torch.compiler.disable(after)

@@ -30,6 +30,7 @@ _GROUP_FIELDS = (
     "lazy_init",
     "_all_gather_comm",
     "_reduce_scatter_comm",
+    "_all_gather_result",
 )
 _PARAM_FIELDS = (
     "sharded_param",
@@ -162,6 +163,18 @@ def run_gradient_hooks(param: nn.Parameter) -> None:
 def collectives(group: Any) -> tuple[Any, Any]:
     """The group's all-gather and reduce-scatter objects."""
     return group._all_gather_comm, group._reduce_scatter_comm
+
+
+def drop_pending_unshard(group: Any) -> None:
+    """Forget an all-gather that was begun for a forward that did not come, as FSDP2 does at the end of a backward."""
+    result = group._all_gather_result
+    if result is None:
+        return
+    if result.all_gather_event is not None:
+        torch.accelerator.current_stream().wait_event(result.all_gather_event)
+    if isinstance(result.all_gather_work, dist.Work):
+        result.all_gather_work.wait()
+    group._all_gather_result = None
 
 
 def has_forward_prefetch(module: FSDPModule) -> bool:

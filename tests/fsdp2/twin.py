@@ -31,7 +31,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def settings(transport: str = "shm", **more: Any) -> CommFuseConfig:
-    return CommFuseConfig(transport=transport, deadline_s=30.0, **more)
+    return CommFuseConfig(**{"transport": transport, "deadline_s": 30.0, **more})
 
 
 def build(make: Callable[[], nn.Module] = ByteModel, shard: Callable[..., None] = shard_layers, **options: Any) -> nn.Module:

@@ -1,0 +1,548 @@
+"""What a layer may be and what users do to it: frozen, tied, reused, unused, hooked, of unusual type or dtype.
+
+In fp64 where nothing else is said: the bound is then 1e-10, far below what any lost or doubled term would leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.utils import parametrizations
+
+import commfuse_dp
+from commfuse_dp import ConfigError
+from tests.fsdp2.models import VOCABULARY, Block, ByteModel, Stack, shard_layers, shard_root
+from tests.fsdp2.twin import Twin, build, local, settings
+
+
+def wide_bytes() -> nn.Module:
+    return ByteModel().double()
+
+
+def rows(twin: Twin) -> dict[str, commfuse_dp.integrations.fsdp2.ParameterRow]:
+    return {row.name: row for row in twin.report.rows}
+
+
+def paths(twin: Twin, part: str) -> set[str]:
+    """The paths of all parameters with `part` in their names."""
+    found = {path for name, path in twin.paths.items() if part in name}
+    assert found, f"no parameter is named like {part!r}: {list(twin.paths)}"
+    return found
+
+
+def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+# ---- frozen ----------------------------------------------------------------------------------------------------------
+FROZEN = {
+    "weights of linears": ("up.weight", "down.weight"),
+    "biases of linears": ("up.bias",),
+    "whole linears": ("up.", "head"),
+    "norms": ("norm",),
+    "first layers and embedding": ("embedding", "layers.0.", "layers.1."),
+    "half of a norm": ("norm.bias",),
+    "all but one": ("embedding", "norm", "up.", "down.", "head.weight"),  # and then one is thawed below
+}
+
+
+def freeze(model: nn.Module, parts: tuple[str, ...], frozen: bool = True) -> None:
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in parts):
+            parameter.requires_grad_(not frozen)
+    model.get_parameter("layers.1.up.weight").requires_grad_(True)  # something is always left to train
+
+
+def frozen(rank: int, world_size: int, transport: str) -> None:
+    for what, parts in FROZEN.items():
+        with Twin(wide_bytes, config=settings(transport), prepare=lambda model, parts=parts: freeze(model, parts)) as twin:
+            for _ in range(2):
+                moved = twin.counted(lambda twin=twin: twin.step(update=False))
+                for name, parameter in twin.fused.named_parameters():
+                    assert (parameter.grad is None) == (not parameter.requires_grad), f"{what}: {name}"
+                twin.update()
+            trained = [p for p in twin.fused.parameters() if p.requires_grad]
+            owed = 8 * (world_size - 1) * sum(local(p).numel() for p in trained)
+            padding = 64 * (world_size - 1) * len(trained)  # a bias before its weight rows begins a cache line
+            assert owed <= moved.grad_bytes_received <= owed + padding, f"{what}: {moved}"
+            twin.each(lambda model, parts=parts: freeze(model, parts, frozen=False))
+            twin.step()
+            assert all(p.requires_grad for p in twin.fused.parameters())
+
+
+@pytest.mark.parametrize(("world_size", "transport"), [(2, "shm"), (3, "tcp")])
+def test_frozen_and_thawed_parameters(workers, world_size, transport):
+    workers(world_size).run(frozen, transport)
+
+
+# ---- tied ------------------------------------------------------------------------------------------------------------
+class TiedLinears(nn.Module):
+    """The same weight used by two linears with biases of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 12)])
+        self.layers[2].weight = self.layers[0].weight
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def tied(rank: int, world_size: int, transport: str) -> None:
+    for shard in (shard_root, shard_layers):
+        with Twin(lambda: ByteModel(tied=True).double(), shard=shard, config=settings(transport)) as twin:
+            for _ in range(3):
+                twin.step()
+            row = rows(twin)["embedding.weight"]
+            assert row.path == "hooks" and row.reason == "tied to head.weight"
+            assert "tied to head.weight" in str(twin.report)
+            assert paths(twin, "up.") == {"fused"}
+            assert twin.fused.head.weight is twin.fused.embedding.weight
+    with Twin(TiedLinears, shard=shard_root, config=settings(transport)) as twin:
+        for _ in range(3):
+            twin.step(mean_square, torch.randn(3, 12, generator=twin.generator).double())
+        assert twin.paths == {
+            "layers.0.weight": "hooks",
+            "layers.0.bias": "hooks",
+            "layers.1.weight": "fused",
+            "layers.1.bias": "fused",
+            "layers.2.bias": "hooks",
+        }
+
+
+@pytest.mark.parametrize(("world_size", "transport"), [(2, "shm"), (3, "tcp")])
+def test_tied_weights_fall_back_and_are_named(workers, world_size, transport):
+    workers(world_size).run(tied, transport)
+
+
+# ---- reused and unused -----------------------------------------------------------------------------------------------
+class Reuse(nn.Module):
+    """Every kind of path called several times in one forward; `times` is how often."""
+
+    def __init__(self, inner: Callable[[], nn.Module] = lambda: nn.Linear(12, 12)) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([inner()])
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, 5)
+        self.times = 2
+        self.side = 0.0  # weight of an extra output in the loss; 0.0: computed, and not used
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = torch.tanh(self.layers[0](self.norm(x)))
+        extra = self.layers[0](x)
+        out = self.head(x)
+        return out if self.side == 0.0 else out + self.side * extra.sum()
+
+
+def reused(rank: int, world_size: int, transport: str, fuse: str) -> None:
+    with Twin(Reuse, config=settings(transport, fuse=fuse)) as twin:
+        sent = {}
+        for times, side in ((2, 0.0), (3, 0.5), (1, 0.0), (2, 0.5)):
+            for model in (twin.stock, twin.fused):
+                model.times, model.side = times, side
+            moved = twin.counted(lambda: twin.step(mean_square, torch.randn(3, 12, generator=twin.generator).double()))
+            sent[times, side] = moved.grad_bytes_sent
+        if fuse == "auto":  # the partials of all calls are added up before they travel
+            assert len(set(sent.values())) == 1, sent
+        for sync in (False, True):
+            twin.each(lambda model, sync=sync: model.set_requires_gradient_sync(sync))
+            twin.backward(mean_square, torch.randn(3, 12, generator=twin.generator).double())
+        twin.check_gradients()
+
+
+@pytest.mark.parametrize(("transport", "fuse"), [("shm", "auto"), ("tcp", "auto"), ("shm", "never")])
+def test_a_module_called_several_times(workers, transport, fuse):
+    workers(2).run(reused, transport, fuse)
+
+
+def unused(rank: int, world_size: int, transport: str, fuse: str) -> None:
+    with Twin(wide_bytes, config=settings(transport, fuse=fuse)) as twin:
+        for order in ([0, 1, 2], [0, 2], [0, 1, 2], [], [1], [1, 1, 0]):
+            for model in (twin.stock, twin.fused):
+                model.order = order
+            twin.step(update=False)
+            for index in range(3):
+                gradient = twin.fused.layers[index].up.weight.grad
+                assert (gradient is not None) == (index in order), (order, index)
+            twin.update()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "transport", "fuse"), [(2, "shm", "auto"), (3, "tcp", "auto"), (2, "shm", "never"), (2, "p2p", "auto")]
+)
+def test_modules_unused_in_some_steps(workers, world_size, transport, fuse):
+    workers(world_size).run(unused, transport, fuse)
+
+
+class Branches(nn.Module):
+    """Parts of one FSDP2 group that are used in some steps only, so that their group is reduced without them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8), "conv": nn.Conv1d(1, 8, 8)})])
+        self.use = "ab"
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layer = self.layers[0]
+        out = x
+        if "a" in self.use:
+            out = out + layer["a"](x)
+        if "b" in self.use:
+            out = out * torch.sigmoid(layer["b"](x))
+        if "c" in self.use:
+            out = out + layer["conv"](x.unsqueeze(1)).squeeze(2)
+        return out
+
+
+def branches(rank: int, world_size: int) -> None:
+    with Twin(Branches, shard=shard_root, config=settings("tcp")) as twin:
+        assert paths(twin, "conv") == {"hooks"} and paths(twin, ".a.") == {"fused"}
+        for use in ("ab", "abc", "c", "b", "ac", "ab"):
+            for model in (twin.stock, twin.fused):
+                model.use = use
+            twin.step(mean_square, torch.randn(3, 8, generator=twin.generator).double())
+
+
+def test_unused_parts_of_a_group(workers):
+    workers(2).run(branches)
+
+
+# ---- types of modules ------------------------------------------------------------------------------------------------
+class Shouting(nn.Linear):
+    """A subclass with a forward of its own."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+class Zoo(nn.Module):
+    """[batch, length] ids -> [batch, length, VOCABULARY] through modules that cannot be served by slices, and some that can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 8
+        self.embedding = nn.Embedding(VOCABULARY, width, padding_idx=3)
+        self.encoder = nn.TransformerEncoderLayer(width, 2, 19, dropout=0.0, batch_first=True)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.conv = nn.Conv1d(width, width, 3, padding=1)
+        self.group_norm = nn.GroupNorm(2, width)
+        self.wide_norm = nn.LayerNorm((7, width), bias=False)
+        self.subclass = Shouting(width, 11)
+        self.bilinear = nn.Bilinear(11, 3, width)
+        self.gru = nn.GRU(width, width, batch_first=True)
+        self.normed = parametrizations.weight_norm(nn.Linear(width, width))
+        self.extra = nn.Linear(width, width, bias=False)
+        self.extra.scale = nn.Parameter(torch.rand(width))  # used by the hook below, as adapters do
+        self.extra.register_forward_hook(lambda module, args, out: out * module.scale)
+        self.plain = nn.Linear(width, width)
+        self.read = nn.Linear(width, VOCABULARY)  # its weight is read directly: excluded
+        self.table = nn.Parameter(torch.rand(width, width))
+        self.layers = nn.ModuleList([])
+        self.double()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.encoder(self.embedding(ids))
+        x = x + self.attention(x, x, x)[0]
+        x = x + self.group_norm(self.conv(x.transpose(1, 2))).transpose(1, 2)
+        y = torch.tanh(self.subclass(self.wide_norm(x)))
+        x = x + self.bilinear(y, y[..., :3].contiguous())
+        x = x + self.gru(x)[0] + self.normed(x) + self.extra(x) + self.plain(x) @ self.table
+        return F.linear(x, self.read.weight, self.read.bias)
+
+
+ZOO = {
+    "embedding.": ("gathered", ""),
+    "wide_norm.": ("gathered", ""),
+    "plain.": ("fused", ""),
+    "encoder.linear1": ("hooks", "TransformerEncoderLayer reads"),
+    "encoder.norm1": ("hooks", "TransformerEncoderLayer reads"),
+    "encoder.self_attn.in_proj": ("hooks", "MultiheadAttention"),
+    "attention.in_proj": ("hooks", "MultiheadAttention"),
+    "attention.out_proj": ("hooks", ""),
+    "conv.": ("hooks", "Conv1d"),
+    "group_norm.": ("hooks", "GroupNorm"),
+    "subclass.": ("hooks", "Shouting"),
+    "bilinear.": ("hooks", "Bilinear"),
+    "gru.": ("hooks", "GRU"),
+    "normed.": ("hooks", "Parametri"),
+    "extra.": ("hooks", "scale"),
+    "read.": ("hooks", "excluded by 'read'"),
+    "table": ("hooks", "Zoo"),
+}
+
+
+def zoo(rank: int, world_size: int, transport: str) -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    with Twin(Zoo, shard=shard_root, config=settings(transport, exclude=("read",))) as twin:
+        for _ in range(3):
+            twin.step(loss)
+        assert {row.name for row in twin.report.rows} == {name for name, _ in twin.fused.named_parameters()}
+        for part, (path, reason) in ZOO.items():
+            found = [row for row in twin.report.rows if row.name.startswith(part)]
+            assert found and all(row.path == path and reason in row.reason for row in found), (part, found)
+        ids, _ = twin.batch()
+        for model in (twin.stock, twin.fused):  # eval takes the encoder's fast path, which reads its children's weights
+            model.eval()
+        with torch.no_grad():
+            stock, fused = twin.each(lambda model: model(ids))
+        torch.testing.assert_close(fused, stock, rtol=1e-10, atol=1e-12)
+        whole = twin.fused.embedding.weight.grad
+        assert whole is None
+        for model in (twin.stock, twin.fused):
+            model.train()
+        twin.step(loss, (torch.full((3, 7), 3), ids), update=False)  # nothing but padding: no gradient for the embedding
+        assert not local(twin.fused.embedding.weight.grad).any()
+
+
+@pytest.mark.parametrize(("world_size", "transport"), [(2, "shm"), (3, "tcp")])
+def test_modules_of_unusual_type(workers, world_size, transport):
+    workers(world_size).run(zoo, transport)
+
+
+def extra_names(rank: int, world_size: int) -> None:
+    """A further parameter on a layer must not be taken for its bias."""
+
+    def make() -> nn.Module:
+        stack = Stack(6, 6, 6, bias=False)
+        stack.layers[0].register_parameter("scale", nn.Parameter(torch.rand(6)))
+        stack.layers[0].register_forward_pre_hook(lambda module, args: (args[0] * module.scale,))
+        return stack.double()
+
+    with Twin(make, config=settings("tcp")) as twin:
+        assert twin.paths == {"layers.0.weight": "hooks", "layers.0.scale": "hooks", "layers.1.weight": "fused"}
+        for _ in range(2):
+            twin.step(mean_square, torch.randn(4, 6, generator=twin.generator).double())
+
+
+def test_a_linear_with_a_further_parameter(workers):
+    workers(2).run(extra_names)
+
+
+def ignored(rank: int, world_size: int) -> None:
+    """What FSDP2 was told to ignore is no business of ours: here the bias of one linear, and a whole one."""
+
+    def shard(model: nn.Module) -> None:
+        fully_shard(model, ignored_params={model.layers[0].bias, *model.layers[1].parameters()})
+
+    with Twin(lambda: Stack(6, 9, 6, 4).double(), shard=shard, config=settings("tcp")) as twin:
+        for _ in range(3):
+            twin.step(mean_square, torch.randn(4, 6, generator=twin.generator).double(), update=False)
+        assert twin.paths == {"layers.0.weight": "hooks", "layers.2.weight": "fused", "layers.2.bias": "fused"}
+        assert "bias" in rows(twin)["layers.0.weight"].reason
+
+
+def test_ignored_parameters(workers):
+    workers(2).run(ignored)
+
+
+def embeddings(rank: int, world_size: int) -> None:
+    def make() -> nn.Module:
+        model = ByteModel(blocks=1).double()
+        model.embedding = nn.Embedding(VOCABULARY, 24, padding_idx=-1, scale_grad_by_freq=True).double()
+        return model
+
+    with Twin(make) as twin:
+        assert twin.paths["embedding.weight"] == "gathered"
+        for _ in range(2):
+            twin.step()
+
+
+def test_embedding_options(workers):
+    workers(2).run(embeddings)
+
+
+# ---- hooks -----------------------------------------------------------------------------------------------------------
+def module_hooks(rank: int, world_size: int, transport: str) -> None:
+    """Hooks see and change what they see and change under stock FSDP2, in the same order."""
+    logs: tuple[list, list] = ([], [])
+    with Twin(wide_bytes, config=settings(transport)) as twin:
+        for model, log in zip((twin.stock, twin.fused), logs, strict=True):
+            for name in ("layers.0.up", "layers.1.norm", "layers.2.down", "embedding", "head"):
+                module = model.get_submodule(name)
+
+                def before(module, args, name=name, log=log):
+                    log.append((name, "pre", args[0].double().sum()))
+                    return (args[0] if name == "embedding" else args[0] * 1.5,)
+
+                def after(module, args, out, name=name, log=log):
+                    log.append((name, "post", out.sum()))
+                    return out * 0.5
+
+                def backward(module, grad_input, grad_output, name=name, log=log):
+                    log.append((name, "grad", grad_output[0].sum(), None if grad_input[0] is None else grad_input[0].sum()))
+                    return None if grad_input[0] is None else (grad_input[0] * 1.25,)
+
+                module.register_forward_pre_hook(before)
+                module.register_forward_hook(after)
+                module.register_full_backward_hook(backward)
+        for _ in range(2):
+            twin.step()
+    stock, fused = logs
+    assert [entry[:2] for entry in stock] == [entry[:2] for entry in fused] and len(stock) == 2 * 3 * 5
+    for one, other in zip(stock, fused, strict=True):
+        for a, b in zip(one[2:], other[2:], strict=True):
+            assert (a is None) == (b is None) and (a is None or torch.isclose(a, b, rtol=1e-9, atol=1e-12)), (one, other)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_module_hooks(workers, transport):
+    workers(2).run(module_hooks, transport)
+
+
+def gradient_hooks(rank: int, world_size: int, fuse: str) -> None:
+    """Once for every backward with synchronisation, after the gradient is complete."""
+    seen: tuple[dict, dict] = ({}, {})
+
+    def prepare(twin: Twin) -> None:
+        for model, log in zip((twin.stock, twin.fused), seen, strict=True):
+            for name, parameter in model.named_parameters():
+
+                def hook(param, name=name, log=log):
+                    log.setdefault(name, []).append(local(param.grad).sum().item())
+
+                parameter.register_post_accumulate_grad_hook(hook)
+
+    with Twin(wide_bytes, config=settings("tcp", fuse=fuse)) as twin:
+        prepare(twin)
+        twin.step()
+        for sync in (False, True):
+            twin.each(lambda model, sync=sync: model.set_requires_gradient_sync(sync))
+            twin.backward()
+        twin.update()
+        for _ in range(2):  # accumulated: the hook sees the sum
+            twin.backward()
+        stock, fused = seen
+        assert stock.keys() == fused.keys() == {name for name, _ in twin.fused.named_parameters()}
+        for name, values in stock.items():
+            assert len(values) == 4, (name, values)
+            assert values == pytest.approx(fused[name], rel=1e-9, abs=1e-12), name
+
+
+@pytest.mark.parametrize("fuse", ["auto", "never"])
+def test_gradient_hooks(workers, fuse):
+    workers(2).run(gradient_hooks, fuse)
+
+
+def step_in_backward(rank: int, world_size: int, transport: str) -> None:
+    """The optimizer's step inside the gradient hook, the gradient freed at once: what is published must not be touched."""
+
+    def prepare(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+
+            def hook(param, optimizer=optimizer):
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(hook)
+
+    with Twin(wide_bytes, prepare=prepare, config=settings(transport)) as twin:
+        for _ in range(3):
+            twin.backward()
+            assert all(p.grad is None for p in twin.fused.parameters())
+            twin.check_parameters()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_optimizer_step_in_the_gradient_hook(workers, transport):
+    workers(2).run(step_in_backward, transport)
+
+
+# ---- dtypes ----------------------------------------------------------------------------------------------------------
+class Cast(nn.Module):
+    """One block for each dtype, a frozen bf16 embedding in front."""
+
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 12).to(torch.bfloat16).requires_grad_(False)
+        self.layers = nn.ModuleList([Block(12, 19).to(dtype) for dtype in dtypes])
+        self.head = nn.Linear(12, VOCABULARY)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x.to(layer.up.weight.dtype))
+        return self.head(x.float())
+
+
+def dtypes(rank: int, world_size: int, transport: str) -> None:
+    with Twin(lambda: Cast(torch.float32, torch.float64), config=settings(transport)) as twin:
+        for _ in range(3):
+            twin.step()
+        assert paths(twin, "up.") == paths(twin, "head.") == {"fused"}
+        assert paths(twin, "embedding") == {"gathered"}
+        kinds = {local(p).dtype for p in twin.fused.parameters()}
+        assert kinds == {torch.float32, torch.float64, torch.bfloat16}
+        assert all(p.grad.dtype == p.dtype for p in twin.fused.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_layers_of_several_dtypes(workers, transport):
+    workers(2).run(dtypes, transport)
+
+
+def policies(rank: int, world_size: int) -> None:
+    """One layer computes in bf16, another in fp32, each under the policy of its own fully_shard."""
+
+    def shard(model: nn.Module) -> None:
+        low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+        fully_shard(model.layers[1], mp_policy=low)
+        fully_shard(model)
+
+    with Twin(shard=shard) as twin:
+        seen: tuple[list, list] = ([], [])
+        for model, log in zip((twin.stock, twin.fused), seen, strict=True):
+            for block in model.layers:
+                block.up.register_forward_hook(lambda module, args, out, log=log: log.append(out.dtype))
+        for _ in range(2):
+            twin.step(rtol=0.02, update=False)
+            twin.each(lambda model: model.zero_grad())
+        assert seen[0] == seen[1] == [torch.float32, torch.bfloat16, torch.float32] * 2
+
+
+def test_layers_with_policies_of_their_own(workers):
+    workers(2).run(policies)
+
+
+# ---- direct use of a weight ------------------------------------------------------------------------------------------
+class ReadsWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.layers[0](x), self.layers[1].weight, self.layers[1].bias)
+
+
+def read_directly(rank: int, world_size: int) -> None:
+    """A weight read past its module is loudly wrong, and right once the layer is excluded."""
+    x = torch.randn(3, 6, dtype=torch.float64)
+    model = build(ReadsWeight, shard_root)
+    commfuse_dp.apply(model, settings())
+    with pytest.raises(RuntimeError, match="DTensor"):
+        model(x)
+    commfuse_dp.remove(model)
+    with Twin(ReadsWeight, shard=shard_root, config=settings(exclude=("layers.1",))) as twin:
+        for _ in range(2):
+            twin.step(mean_square, torch.randn(3, 6, generator=twin.generator).double())
+    with pytest.raises(ConfigError, match=r"layers\.1\.weight \(excluded by 'layers\.1'\)"):
+        commfuse_dp.apply(model, settings(fuse="always", exclude=("layers.1",)))
+
+
+def test_a_weight_read_past_its_module(workers):
+    workers(2).run(read_directly)
