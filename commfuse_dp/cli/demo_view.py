@@ -147,7 +147,7 @@ def result_table(summary: dict[str, Any]) -> Table:
 
     row(
         "training loss", sparkline(losses[FSDP2]), sparkline(losses[COMMFUSE]),
-        f"differ by {summary['loss_max_abs_diff']:.0e} at most in {summary['steps_compared']} steps",
+        _difference(summary["loss_max_abs_diff"], summary["steps_compared"]),
     )  # fmt: skip
     row("  first → last", _curve_ends(losses[FSDP2]), _curve_ends(losses[COMMFUSE]), "nats a byte")
     row("validation loss", f"{validation[FSDP2]:.4f}", f"{validation[COMMFUSE]:.4f}", "files never trained on")
@@ -171,11 +171,15 @@ def result_table(summary: dict[str, Any]) -> Table:
     return table
 
 
+def _difference(largest: float, steps: int) -> str:
+    return f"differ by {largest:.0e} at most in {steps} steps" if largest else f"equal to the last bit in {steps} steps"
+
+
 def _against_minimum(moved: float, minimum: float) -> str:
     """CommFuse may stay below it: the slices that the end of forward and the start of backward want are fetched once."""
     if minimum and moved < 0.97 * minimum:
-        return f"a step; gathering all layers twice takes {_mib(minimum)}"
-    return f"a step; the minimum is {_mib(minimum)}"
+        return f"a step; minimum {_mib(minimum)} if nothing is kept"
+    return f"a step; minimum {_mib(minimum)}"
 
 
 def _curve_ends(losses: Sequence[float]) -> str:

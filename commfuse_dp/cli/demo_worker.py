@@ -10,6 +10,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from commfuse_dp.observe import draw_timeline, read_interface, view_step, write_
 RAW, TIMELINE, TRACE = "raw.json", "timeline.png", "trace.json"
 TITLES = {FSDP2: "FSDP2 (stock)", COMMFUSE: "FSDP2 + CommFuse"}
 
-IN_PLACE = "in place: compute reads and writes the slices in shared memory"
+IN_PLACE = "used in place (shared memory)"
 UNSEEN = "asynchronous on the device: see torch.profiler"
 _DRAWING_S = 3.0  # import of matplotlib, picture, trace
 
@@ -161,10 +162,18 @@ class DemoRank:
         write_trace(out / TRACE, {TITLES[name]: spans for name, spans in ranks.items()}, about={"conditions": conditions})
         draw_timeline(
             out / TIMELINE,
-            [view_step(TITLES[name], spans, note=self._note(name)) for name, spans in ranks.items()],
-            title=f"One training step: stock FSDP2 above, with CommFuse below ({world_size} ranks, same time axis)",
+            [
+                view_step(TITLES[name], spans, typical_ns=self._typical_ns(name), note=self._note(name))
+                for name, spans in ranks.items()
+            ],
+            title=f"One training step: stock FSDP2 above, with CommFuse below ({_ranks(world_size)}, same time axis)",
             conditions=conditions,
         )
+
+    def _typical_ns(self, name: str) -> int:
+        """What a timed step of this rank took: of the recorded ones the picture shows that which comes nearest."""
+        timed = list(self.variants[name].meter.readings)[self.settings.warmup :] or self.variants[name].meter.readings
+        return int(median(reading.wall_ns for reading in timed))
 
     def _note(self, name: str) -> str:
         """What to say of lanes in which no transfer was seen."""
@@ -178,7 +187,7 @@ class DemoRank:
         link = "one host" if settings.link == "none" else f"joined by a {settings.link} link"
         return (
             f"byte-level GPT, {millions:.1f} M parameters, fp32, {settings.batch * settings.context} tokens a rank; "
-            f"{settings.world_size} ranks on {os.cpu_count()} cores, {link}, transport "
+            f"{_ranks(settings.world_size)} on {os.cpu_count()} cores, {link}, transport "
             f"{self.variants[COMMFUSE].report.transport}; FSDP2 on {dist.get_backend()}, torch {torch.__version__}"
         )
 
@@ -208,6 +217,10 @@ class DemoRank:
         import commfuse_dp
 
         commfuse_dp.remove(self.variants[COMMFUSE].model)
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count != 1 else ''}"
 
 
 def main() -> int:

@@ -54,8 +54,12 @@ class StepView:
         return sum(self.tails_ns) // len(self.tails_ns)
 
 
-def view_step(title: str, ranks: Sequence[RankSpans], number: int | None = None, *, note: str = "") -> StepView:
-    """Cut one step out of gathered spans: step `number`, or the one of median duration. Raises ValueError if there is none."""
+def view_step(
+    title: str, ranks: Sequence[RankSpans], number: int | None = None, *, typical_ns: int | None = None, note: str = ""
+) -> StepView:
+    """Cut one step out of gathered spans: step `number`, else the one whose duration is nearest to `typical_ns`, else the one
+    of median duration. Raises ValueError if there is none.
+    """
     steps = [rank.steps() for rank in ranks]
     common = sorted(set.intersection(*(set(s) for s in steps))) if steps else []
     if not common or (number is not None and number not in common):
@@ -65,8 +69,10 @@ def view_step(title: str, ranks: Sequence[RankSpans], number: int | None = None,
         return min(s[step][0] for s in steps), max(s[step][1] for s in steps)
 
     if number is None:
-        by_duration = sorted(common, key=lambda step: window(step)[1] - window(step)[0])
-        number = by_duration[len(by_duration) // 2]
+        lengths = {step: window(step)[1] - window(step)[0] for step in common}
+        if typical_ns is None:
+            typical_ns = sorted(lengths.values())[len(lengths) // 2]
+        number = min(common, key=lambda step: abs(lengths[step] - typical_ns))
     start, end = window(number)
     lanes, heads, tails, exposed = [], [], [], []
     for rank, own in zip(ranks, (step[number] for step in steps), strict=True):

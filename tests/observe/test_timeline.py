@@ -59,11 +59,13 @@ def test_a_rank_that_is_behind_shows_nothing_of_its_step_before() -> None:
     assert view.lanes[1]["wait"][0] == (15 * MS, 17 * MS)
 
 
-def test_the_median_step_is_taken_if_none_is_named() -> None:
+def test_the_typical_or_else_the_median_step_is_taken_if_none_is_named() -> None:
     spans = []
     for number, head in ((1, 500), (2, 7), (3, 1)):
         spans += step_spans(number, 1000 * number, head=head, middle=0, tail=0)
     assert view_step("x", [RankSpans(0, spans)]).number == 2
+    assert view_step("x", [RankSpans(0, spans)], typical_ns=311 * MS).number == 3
+    assert view_step("x", [RankSpans(0, spans)], typical_ns=900 * MS).number == 1
 
 
 def test_a_step_that_was_not_recorded_is_an_error() -> None:
