@@ -109,14 +109,13 @@ def draw_timeline(path: str | Path, views: Sequence[StepView], *, title: str, co
     for view, axis in zip(views[1:], axes[1:], strict=True):
         _draw_saving(axis, view, views[0])
     axes[0].set_xlim(-0.004 * longest, longest * 1.012)
-    axes[-1].set_xlabel("milliseconds since the step began", fontsize=11, color=_INK)
+    left_out = max(len(view.lanes) for view in views) - shown_ranks
+    more = f" ({left_out} more rank{'s' if left_out > 1 else ''} not shown)" if left_out > 0 else ""
+    axes[-1].set_xlabel(f"milliseconds since the step began{more}", fontsize=11, color=_INK)
     names = {WAIT: "wait: compute blocked on a transfer"}
     legend = [Patch(color=colour, label=names.get(lane, lane)) for lane, colour in COLOURS.items()]
     figure.legend(handles=legend, loc="lower center", ncol=len(legend), fontsize=9.5, frameon=False, handlelength=1.1)
     figure.suptitle(title, x=0.012, y=0.985, ha="left", fontsize=14, fontweight="bold", color=_INK)
-    left_out = max(len(view.lanes) for view in views) - shown_ranks
-    if left_out > 0:
-        conditions += f"; {left_out} more rank{'s' if left_out > 1 else ''} not shown"
     figure.text(0.012, 1 - 0.50 / figure.get_figheight(), conditions, ha="left", va="center", fontsize=9.5, color="#555555")
     height = figure.get_figheight()
     figure.subplots_adjust(left=0.115, right=0.975, top=1 - 1.05 / height, bottom=0.85 / height, hspace=0.30)

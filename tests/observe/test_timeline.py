@@ -132,4 +132,4 @@ def test_head_and_tail_are_named_where_they_are_and_the_saving_is_written(
     seen = texts(tmp_path, monkeypatch, [slow, fast], max_ranks=1)
     assert [text for text in seen if text.startswith(("head", "tail"))] == ["head 20 ms", "tail 40 ms"]
     assert "87 ms\nsaved" in seen
-    assert "c; 1 more rank not shown" in seen
+    assert "milliseconds since the step began (1 more rank not shown)" in seen
