@@ -81,3 +81,16 @@ def token_batch(generator: torch.Generator, batch: int = 3, length: int = 7) -> 
 def token_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     ids, targets = batch
     return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+
+
+def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A loss for models from floats to floats."""
+    return model(x).square().mean()
+
+
+def wide_bytes() -> ByteModel:
+    return ByteModel().double()
+
+
+def wide_stack() -> Stack:
+    return Stack(6, 37, 5, 4).double()

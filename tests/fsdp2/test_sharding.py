@@ -15,12 +15,8 @@ from torch.distributed.tensor import Shard
 
 import commfuse_dp
 from commfuse_dp import ConfigError
-from tests.fsdp2.models import ByteModel, Stack, shard_root
+from tests.fsdp2.models import ByteModel, Stack, mean_square, shard_root
 from tests.fsdp2.twin import Twin, build, gradients, local, settings
-
-
-def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
 
 
 # ---- reshard_after_forward -------------------------------------------------------------------------------------------
@@ -28,7 +24,7 @@ def resharding(rank: int, world_size: int, transport: str, reshard: bool | int) 
     with Twin(config=settings(transport), reshard_after_forward=reshard) as twin:
         for _ in range(3):
             twin.step()
-        rows = {row.name: row for row in twin.report.rows}
+        rows = twin.rows
         if type(reshard) is int:
             assert {row.path for row in twin.report.rows} == {"hooks"}
             assert "reshard_after_forward is an int" in rows["layers.0.up.weight"].reason
@@ -184,7 +180,7 @@ def two_meshes(rank: int, world_size: int) -> None:
     with Twin(shard=shard) as twin:
         for _ in range(2):
             twin.step()
-        rows = {row.name: row for row in twin.report.rows}
+        rows = twin.rows
         assert rows["layers.0.up.weight"].path == "fused"
         assert rows["layers.1.up.weight"].path == "stock" and "ranks" in rows["layers.1.up.weight"].reason
 
@@ -201,7 +197,7 @@ def columns(rank: int, world_size: int) -> None:
     ) as twin:
         for _ in range(3):
             twin.step(mean_square, torch.randn(4, 8, generator=twin.generator))
-        rows = {row.name: row for row in twin.report.rows}
+        rows = twin.rows
         assert rows["layers.0.weight"].path == "fused"
         assert rows["layers.1.weight"].path == rows["layers.1.bias"].path == "hooks"
         assert "dim 1" in rows["layers.1.weight"].reason
@@ -310,7 +306,7 @@ def excluded(rank: int, world_size: int, transport: str) -> None:
     with Twin(config=settings(transport, exclude=("layers.*.up", "embedding"))) as twin:
         for _ in range(3):
             twin.step()
-        rows = {row.name: row for row in twin.report.rows}
+        rows = twin.rows
         hooked = {name for name, row in rows.items() if row.path == "hooks"}
         assert hooked == {"embedding.weight"} | {f"layers.{i}.up.{p}" for i in range(3) for p in ("weight", "bias")}
         assert rows["layers.0.up.bias"].reason == "excluded by 'layers.*.up'"

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from commfuse_dp.integrations.fsdp2 import ParameterRow
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -22,6 +23,8 @@ from tests.fsdp2.models import ByteModel, shard_layers, token_batch, token_loss
 SEED = 1234
 RTOL = 1e-6  # fp32: only the tiling of the GEMMs and the order of the sums differ
 RTOL64 = 1e-10  # fp64, several steps of Adam included
+
+MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": torch.enable_grad}  # of evaluation
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -114,6 +117,16 @@ class Twin:
             commfuse_dp.remove(self.fused)
 
     @property
+    def rows(self) -> dict[str, ParameterRow]:
+        return {row.name: row for row in self.report.rows}
+
+    def paths_of(self, part: str) -> set[str]:
+        """The paths of all parameters with `part` in their names."""
+        found = {path for name, path in self.paths.items() if part in name}
+        assert found, f"no parameter is named like {part!r}: {list(self.paths)}"
+        return found
+
+    @property
     def counters(self) -> Counters:
         return self.report.probe.counters
 
@@ -126,6 +139,10 @@ class Twin:
     def each(self, action: Callable[[nn.Module], Any]) -> tuple[Any, Any]:
         """(action(stock), action(fused))."""
         return action(self.stock), action(self.fused)
+
+    def set_order(self, order: list[int]) -> None:
+        """Which blocks of a ByteModel run, from now on."""
+        self.stock.order = self.fused.order = order  # type: ignore[assignment]
 
     def batch(self) -> Any:
         return token_batch(self.generator)
@@ -162,6 +179,12 @@ class Twin:
             optimizer.step()
             optimizer.zero_grad()
         self.check_parameters()
+
+    def check_outputs(self, run: Callable[[nn.Module], torch.Tensor], rtol: float | None = None) -> None:
+        """Compare what `run` returns, in values and in kind."""
+        stock, fused = self.each(run)
+        assert stock.requires_grad == fused.requires_grad and stock.is_inference() == fused.is_inference()
+        compare("outputs", {"y": stock.detach().clone()}, {"y": fused.detach().clone()}, self._rtol(rtol))
 
     @torch.no_grad()
     def check_parameters(self) -> float:
