@@ -20,7 +20,10 @@ class BufferPool:
 
     def take(self, nbytes: int) -> torch.Tensor:
         free = self._free[nbytes]
-        return free.pop() if free else torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        if free:
+            return free.pop()
+        with torch.inference_mode(False):  # else a buffer from an evaluation could not be written to in training
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def give(self, buffer: torch.Tensor) -> None:
         """The caller promises that nothing reads or writes the buffer any more."""

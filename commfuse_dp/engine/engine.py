@@ -91,13 +91,16 @@ class Engine:
         if not self.gradients.idle:  # the last backward was broken off by an exception
             self.gradients.abandon()
         self._armed = False
+        for index in self._accumulating:  # the last backward was broken off between two calls of a layer
+            self.units[index].accumulated = None
+        self._accumulating.clear()
         record = self.parameters.stop(where)
         if record:
             self._sequences[self._mode] = record
         start = now_ns()
         self.transport.wait_finished(self.step, where)
         waited = now_ns()
-        if waited - start > LATE_NS:
+        if self.world_size > 1 and waited - start > LATE_NS:
             self.probe.exposed("(start of step)", start, waited)
         self.step += 1
         self._mode = torch.is_grad_enabled()
@@ -110,7 +113,8 @@ class Engine:
     def ensure_exposed(self) -> None:
         """First step: layouts are fixed now, when dtypes are final and meta parameters have been materialised."""
         if not self.parameters.exposed:
-            self.parameters.expose()
+            with torch.inference_mode(False):  # an evaluation may come first: its memory must serve training, too
+                self.parameters.expose()
 
     def ensure_step(self) -> None:
         """A layer runs outside the root's forward (a submodule called by itself): that starts a step too."""
