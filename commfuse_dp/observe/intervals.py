@@ -42,27 +42,33 @@ def clip(intervals: Iterable[Interval], start: int, end: int) -> list[Interval]:
     return [(max(a, start), min(b, end)) for a, b in intervals if a < end and b > start]
 
 
+def intersect(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
+    """What is covered by both; sorted and disjoint."""
+    given = merge(intervals)
+    return subtract(given, subtract(given, others))
+
+
 def total(intervals: Iterable[Interval]) -> int:
     """Time covered, each instant counted once."""
     return sum(end - start for start, end in merge(intervals))
 
 
-def head_and_tail(work: Iterable[Interval], waits: Iterable[Interval], *, margin: float = 0.02) -> tuple[int, int]:
-    """Waiting before the first and after the last `margin` (fraction) of the work: the exposed head and tail, in ns.
+def head_and_tail(
+    work: Iterable[Interval], waits: Iterable[Interval], *, margin: float = 0.02
+) -> tuple[list[Interval], list[Interval]]:
+    """The waiting before the first and after the last `margin` (fraction) of the work: the exposed head and tail.
 
     `work` is the time spent in forward and backward without waiting, `waits` the time blocked on a transfer. A margin, and
     not the very first instant of work, because a few microseconds of Python before the first all-gather are no compute.
     """
     done = merge(work)
     blocked = merge(waits)
+    if not done or not blocked:
+        return [], blocked
     amount = total(done)
-    if not done:
-        return 0, total(blocked)
     start_at = _instant(done, amount * margin)
     end_at = _instant(done, amount * (1.0 - margin))
-    head = total(clip(blocked, blocked[0][0] if blocked else 0, start_at))
-    tail = total(clip(blocked, end_at, blocked[-1][1] if blocked else end_at))
-    return head, tail
+    return clip(blocked, blocked[0][0], start_at), clip(blocked, end_at, blocked[-1][1])
 
 
 def _instant(work: list[Interval], amount: float) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commfuse_dp.observe.intervals import Interval, clip, head_and_tail, merge, subtract, total
+from commfuse_dp.observe.intervals import Interval, clip, head_and_tail, intersect, merge, subtract, total
 from commfuse_dp.observe.spans import PHASES, STEP, RankSpans
 from commfuse_dp.probe import RECEIVE, SEND, WAIT
 
@@ -40,6 +40,7 @@ class StepView:
     lanes: list[dict[str, list[Interval]]]  # a rank each: phases, send, receive, wait
     heads_ns: list[int]  # a rank each
     tails_ns: list[int]
+    behind_ns: list[tuple[int, int]]  # of head and tail, the part in which another rank was still computing what comes before
     exposed_ns: int  # mean of the ranks
     note: str = ""  # about the transfers: written into the send and receive lanes if they are empty, else beside the title
 
@@ -74,22 +75,36 @@ def view_step(
             typical_ns = sorted(lengths.values())[len(lengths) // 2]
         number = min(common, key=lambda step: abs(lengths[step] - typical_ns))
     start, end = window(number)
-    lanes, heads, tails, exposed = [], [], [], []
+    lanes, ends, exposed = [], [], []
     for rank, own in zip(ranks, (step[number] for step in steps), strict=True):
         # Within the rank's own step: the frame of all ranks also shows the end of a slower rank's step before.
         waits = clip(merge(rank.lane(WAIT)), *own)
-        phases = {
-            name: clip(((s.start_ns, s.end_ns) for s in rank.spans if s.lane == STEP and s.name == name), *own)
-            for name in PHASES
-        }
-        busy = {name: subtract(spans, waits) for name, spans in phases.items()}
-        head, tail = head_and_tail([*busy["forward"], *busy["backward"]], waits)
-        heads.append(head)
-        tails.append(tail)
+        busy = {name: clip(spans, *own) for name, spans in _busy(rank).items()}
+        ends.append(head_and_tail([*busy["forward"], *busy["backward"]], waits))
         exposed.append(total(waits))
         shown = {**busy, **{lane: clip(merge(rank.lane(lane)), *own) for lane in (SEND, RECEIVE)}, WAIT: waits}
         lanes.append({lane: [(a - start, b - start) for a, b in spans] for lane, spans in shown.items()})
-    return StepView(title, number, end - start, lanes, heads, tails, sum(exposed) // len(ranks), note)
+    behind = []
+    for index, (head, tail) in enumerate(ends):
+        others = [rank for other, rank in enumerate(ranks) if other != index]
+        # Before its own step a rank is in the one before; before its own tail it computes what is waited for here.
+        before = [span for rank in others for spans in _busy(rank).values() for span in clip(spans, 0, rank.steps()[number][0])]
+        within = [
+            span
+            for rank in others
+            for name in ("forward", "backward")
+            for span in clip(_busy(rank)[name], *rank.steps()[number])
+        ]
+        behind.append((total(intersect(head, before)), total(intersect(tail, within))))
+    heads, tails = ([total(pair[side]) for pair in ends] for side in (0, 1))
+    return StepView(title, number, end - start, lanes, heads, tails, behind, sum(exposed) // len(ranks), note)
+
+
+def _busy(rank: RankSpans) -> dict[str, list[Interval]]:
+    """When the rank was in each phase and not blocked."""
+    waits = merge(rank.lane(WAIT))
+    phases = {name: [(s.start_ns, s.end_ns) for s in rank.spans if s.lane == STEP and s.name == name] for name in PHASES}
+    return {name: subtract(spans, waits) for name, spans in phases.items()}
 
 
 def draw_timeline(path: str | Path, views: Sequence[StepView], *, title: str, conditions: str, max_ranks: int = 2) -> None:
@@ -180,12 +195,15 @@ def _transfers(lanes: dict[str, list[Interval]]) -> bool:
 def _name_head_and_tail(axis: Any, view: StepView, rank: int, y: float) -> None:
     """The words under a rank's lanes, where its step begins or ends with waiting."""
     waits = view.lanes[rank][WAIT]
-    for name, length, side in (("head", view.heads_ns[rank], "left"), ("tail", view.tails_ns[rank], "right")):
+    lengths = (view.heads_ns[rank], view.tails_ns[rank])
+    for name, length, behind, side in zip(("head", "tail"), lengths, view.behind_ns[rank], ("left", "right"), strict=True):
         if waits and length > 0.004 * view.duration_ns:
             at = waits[0][0] if side == "left" else waits[-1][1]
+            late = f" ({_ms(behind)} of it for a rank that is behind)" if behind > length / 2 else ""
             axis.text(
-                at / 1e6, y, f"{name} {_ms(length)}", ha=side, va="center", fontsize=9, fontweight="bold", color=COLOURS[WAIT]
-            )
+                at / 1e6, y, f"{name} {_ms(length)}{late}", ha=side, va="center", fontsize=9, fontweight="bold",
+                color=COLOURS[WAIT],
+            )  # fmt: skip
 
 
 def _draw_saving(axis: Any, view: StepView, reference: StepView) -> None:

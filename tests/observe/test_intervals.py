@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commfuse_dp.observe.intervals import clip, head_and_tail, merge, pack, subtract, total
+from commfuse_dp.observe.intervals import Interval, clip, head_and_tail, intersect, merge, pack, subtract, total
 
 INTERVAL = st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda pair: (min(pair), max(pair)))
 INTERVALS = st.lists(INTERVAL, max_size=8)
@@ -37,6 +37,13 @@ def test_subtract(intervals: list[tuple[int, int]], holes: list[tuple[int, int]]
     assert sum(b - a for a, b in left) == len(instants(left))
 
 
+@given(INTERVALS, INTERVALS)
+def test_intersect(intervals: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
+    both = intersect(intervals, others)
+    assert instants(both) == instants(intervals) & instants(others)
+    assert total(both) == sum(b - a for a, b in both)
+
+
 @given(INTERVALS, INTERVAL)
 def test_clip(intervals: list[tuple[int, int]], window: tuple[int, int]) -> None:
     assert instants(clip(intervals, *window)) == instants(intervals) & instants([window])
@@ -52,20 +59,25 @@ def test_pack_uses_as_few_rows_as_overlap_demands(intervals: list[tuple[int, int
     assert len(set(rows)) == busiest
 
 
+def lengths(work: list[Interval], waits: list[Interval]) -> tuple[int, int]:
+    head, tail = head_and_tail(work, waits)
+    return total(head), total(tail)
+
+
 def test_head_and_tail_of_a_step_that_waits_first_last_and_between() -> None:
     work = [(100, 600), (650, 1150)]
     waits = [(0, 100), (600, 650), (1150, 1180)]
-    assert head_and_tail(work, waits) == (100, 30)
+    assert lengths(work, waits) == (100, 30)
 
 
 def test_no_head_and_no_tail_if_waits_lie_between_work() -> None:
-    assert head_and_tail([(0, 500), (520, 1000)], [(500, 520)]) == (0, 0)
-    assert head_and_tail([(0, 500)], []) == (0, 0)
+    assert lengths([(0, 500), (520, 1000)], [(500, 520)]) == (0, 0)
+    assert lengths([(0, 500)], []) == (0, 0)
 
 
 def test_a_moment_of_work_before_the_first_wait_does_not_hide_the_head() -> None:
-    assert head_and_tail([(0, 5), (105, 1000)], [(5, 105)]) == (100, 0)
+    assert lengths([(0, 5), (105, 1000)], [(5, 105)]) == (100, 0)
 
 
 def test_a_step_that_only_waits_is_all_tail() -> None:
-    assert head_and_tail([], [(3, 10)]) == (0, 7)
+    assert lengths([], [(3, 10)]) == (0, 7)

@@ -53,6 +53,25 @@ def test_figures_of_a_step() -> None:
     assert lanes["wait"] == [(0, 20 * MS), (120 * MS, 150 * MS), (350 * MS, 390 * MS)]
 
 
+def test_waiting_for_a_rank_that_is_behind_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    early = step_spans(1, 1000, head=30, middle=0, tail=80)
+    # Its step before ends at 1012; its own begins with a short head.
+    late = [*step_spans(0, 600, head=0, middle=0, tail=102), *step_spans(1, 1012, head=60, middle=0, tail=15)]
+    view = view_step("x", [RankSpans(0, early), RankSpans(1, late)], number=1)
+    assert view.heads_ns == [30 * MS, 60 * MS]
+    assert view.tails_ns == [80 * MS, 15 * MS]
+    # Rank 0 waits in 1000..1030 and 1330..1410. Rank 1 is in the optimizer of its step before in 1002..1012, computes until
+    # 1372 and waits until 1387. That rank 0 computes forward while rank 1 waits at its head does not put it behind.
+    assert view.behind_ns == [(10 * MS, 42 * MS), (0, 0)]
+    seen = texts(tmp_path, monkeypatch, [view])
+    assert [text for text in seen if text.startswith(("head 3", "head 6", "tail 8", "tail 1"))] == [
+        "head 30 ms",
+        "tail 80 ms (42 ms of it for a rank that is behind)",
+        "head 60 ms",
+        "tail 15 ms",
+    ]
+
+
 def test_a_rank_that_is_behind_shows_nothing_of_its_step_before() -> None:
     view = view_step("FSDP2", two_ranks(skew=15), number=2)
     assert view.lanes[1]["optimizer"] == [((15 + 2 + 100 + 3 + 200 + 4) * MS, (15 + 319) * MS)]
