@@ -199,7 +199,10 @@ def _name_head_and_tail(axis: Any, view: StepView, rank: int, y: float) -> None:
     for name, length, behind, side in zip(("head", "tail"), lengths, view.behind_ns[rank], ("left", "right"), strict=True):
         if waits and length > 0.004 * view.duration_ns:
             at = waits[0][0] if side == "left" else waits[-1][1]
-            late = f" ({_ms(behind)} of it for a rank that is behind)" if behind > length / 2 else ""
+            late = ""
+            if behind > length / 2:
+                late = ", " if behind > 0.95 * length else f", {_ms(behind)} of it "
+                late += "for a rank that is behind"
             axis.text(
                 at / 1e6, y, f"{name} {_ms(length)}{late}", ha=side, va="center", fontsize=9, fontweight="bold",
                 color=COLOURS[WAIT],

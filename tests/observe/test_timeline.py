@@ -66,7 +66,7 @@ def test_waiting_for_a_rank_that_is_behind_is_told_apart(tmp_path: Path, monkeyp
     seen = texts(tmp_path, monkeypatch, [view])
     assert [text for text in seen if text.startswith(("head 3", "head 6", "tail 8", "tail 1"))] == [
         "head 30 ms",
-        "tail 80 ms (42 ms of it for a rank that is behind)",
+        "tail 80 ms, 42 ms of it for a rank that is behind",
         "head 60 ms",
         "tail 15 ms",
     ]
