@@ -105,6 +105,9 @@ def demo(
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped; all ranks have been ended.", style="yellow")
         raise typer.Exit(130) from None
+    except SystemExit as error:  # SIGTERM, by way of the clean-up
+        Console(stderr=True).print("ended by a signal; all ranks have been ended.", style="yellow")
+        raise typer.Exit(error.code if isinstance(error.code, int) else 1) from None
 
 
 if __name__ == "__main__":

@@ -361,6 +361,21 @@ def test_bad_values_are_refused_by_name(arguments: list[str]) -> None:
     assert f"Invalid value for '{arguments[0]}'" in result.output
 
 
+@pytest.mark.parametrize(
+    ("ending", "status", "says"), [(KeyboardInterrupt(), 130, "stopped"), (SystemExit(143), 143, "signal")]
+)
+def test_a_run_that_is_ended_from_outside_says_so(
+    ending: BaseException, status: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(**_: Any) -> None:
+        raise ending
+
+    monkeypatch.setattr(demo, "run_demo", ended)
+    result = run()
+    assert result.exit_code == status
+    assert says in result.output and "all ranks have been ended" in result.output
+
+
 def test_a_taken_port_is_refused(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         result = run("--port", str(server.getsockname()[1]), "--out", str(tmp_path))
