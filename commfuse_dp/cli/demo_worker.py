@@ -26,7 +26,7 @@ from commfuse_dp.observe import draw_timeline, read_interface, view_step, write_
 RAW, TIMELINE, TRACE = "raw.json", "timeline.png", "trace.json"
 TITLES = {FSDP2: "FSDP2 (stock)", COMMFUSE: "FSDP2 + CommFuse"}
 
-IN_PLACE = "used in place (shared memory)"
+IN_PLACE = "in place, shared memory"
 UNSEEN = "asynchronous on the device: see torch.profiler"
 _DRAWING_S = 3.0  # import of matplotlib, picture, trace
 

@@ -178,7 +178,7 @@ def _draw_view(axis: Any, view: StepView, shown_ranks: int) -> None:
     title = axis.set_title(view.title, loc="left", fontsize=12, fontweight="bold", color=_INK, pad=5)
     if view.note and any(_transfers(lanes) for lanes in view.lanes[:shown_ranks]):
         axis.annotate(
-            view.note, xy=(1, 0), xycoords=title, xytext=(7, 1), textcoords="offset points", fontsize=8.5, style="italic",
+            view.note, xy=(1, 0), xycoords=title, xytext=(6, 2.5), textcoords="offset points", fontsize=8, style="italic",
             color="#555555", annotation_clip=False,
         )  # fmt: skip
     axis.set_title(
