@@ -11,6 +11,9 @@ that recording and pulls slices as long as they fit in `prefetch_bytes`:
 A slice already in the window that the walk meets again costs nothing more, so slices near the turn from forward to backward
 are not fetched a second time; that saves up to one window of bytes a step against the textbook minimum of two all-gathers.
 
+What is pinned (parameters that the user keeps gathered after forward, a recomputation's) is held beside the budget: it would
+otherwise fill the window, and everything after it would be fetched only when it is needed.
+
 [Note: Same walk on all ranks]
 The walk moves only at `take` and `done`, by rules that depend on nothing but the sequence of layers and the sizes. Ranks
 that run the same program therefore pull in the same order, which two-sided transports rely on. Arrival times play no part.
@@ -32,12 +35,14 @@ Key = tuple[int, int, int]  # unit, owner, index of the slice
 
 
 class _Entry:
-    __slots__ = ("buffer", "refs", "transfer")
+    __slots__ = ("buffer", "nbytes", "pins", "refs", "transfer")
 
     def __init__(self, transfer: Transfer, buffer: torch.Tensor | None) -> None:
+        self.nbytes = buffer.numel() if buffer is not None else 0
         self.transfer = transfer
         self.buffer = buffer
         self.refs = 1
+        self.pins = 0  # refs that hold it for a backward, beyond the budget
 
 
 class Window:
@@ -60,6 +65,7 @@ class Window:
         self._record: list[Key] = []
         self._epoch = 0
         self.used = 0
+        self._pinned = 0  # bytes of `used` that are held because the caller asked for it: they leave the budget free
 
     # ---- epochs ------------------------------------------------------------------------------------------------------
     def start(self, epoch: int, sequence: list[Key]) -> None:
@@ -81,6 +87,7 @@ class Window:
             self._free(entry)
         self._entries.clear()
         self._pins.clear()
+        self._pinned = 0
         return self._record
 
     # ---- use ---------------------------------------------------------------------------------------------------------
@@ -88,7 +95,7 @@ class Window:
         """The caller is about to take these keys: fetch what the recording did not foresee, as far as there is room."""
         for key in keys:
             if key not in self._entries and not self._foreseen(key):
-                if self.used and self.used + self._locate(key)[1] > self._budget:
+                if self.used > self._pinned and not self._fits(key):
                     return
                 self._pull(key).refs = 0  # held for the `take` that follows
 
@@ -121,6 +128,10 @@ class Window:
         """Compute has read the slice. `pin`: keep it for the unit's backward, whatever the window says."""
         if pin:
             self._pins[key[0]].append(key)
+            entry = self._entries[key]
+            if not entry.pins:
+                self._pinned += entry.nbytes
+            entry.pins += 1
         else:
             self._drop(key)
         self._fill()
@@ -128,6 +139,10 @@ class Window:
     def unpin(self, unit: int) -> None:
         """The unit's backward is over (or will not come)."""
         for key in self._pins.pop(unit, ()):
+            entry = self._entries[key]
+            entry.pins -= 1
+            if not entry.pins:
+                self._pinned -= entry.nbytes
             self._drop(key)
 
     # ---- inside ------------------------------------------------------------------------------------------------------
@@ -160,6 +175,9 @@ class Window:
             self._pool.give(entry.buffer)
             entry.buffer = None
 
+    def _fits(self, key: Key) -> bool:
+        return self.used - self._pinned + self._locate(key)[1] <= self._budget
+
     def _fill(self) -> None:
         sequence = self._sequence
         while self._ahead < len(sequence):
@@ -167,7 +185,7 @@ class Window:
             entry = self._entries.get(key)
             if entry is not None:
                 entry.refs += 1
-            elif self.used + self._locate(key)[1] <= self._budget:
+            elif self._fits(key):
                 self._pull(key)
             else:
                 return
