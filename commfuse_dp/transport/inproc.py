@@ -30,8 +30,8 @@ from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport import messages as msg
 from commfuse_dp.transport.base import ExchangeFn
-from commfuse_dp.transport.one_sided import OneSidedTransport, check_same_sizes
-from commfuse_dp.transport.parts import Channel, Memory, Receiver
+from commfuse_dp.transport.one_sided import OneSidedTransport
+from commfuse_dp.transport.parts import Channel, Memory, Receiver, check_same_sizes
 from commfuse_dp.transport.ring import align
 
 _DEATH = b""  # in place of a message: the source has ended

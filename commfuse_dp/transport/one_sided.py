@@ -39,7 +39,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from commfuse_dp.errors import MismatchError, PeerLostError, TransportError, Where
+from commfuse_dp.errors import PeerLostError, TransportError, Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport import messages as msg
 from commfuse_dp.transport.base import CHANNEL_PARAM, NOWHERE, Tag, Transfer, Transport
@@ -485,17 +485,3 @@ class OneSidedTransport(Transport, Receiver):
     def _check_open(self) -> None:
         if self._closed:
             raise TransportError(f"transport {self.name} of rank {self.rank} is closed")
-
-
-def check_same_sizes(sizes: Sequence[Sequence[int]], everyone: Sequence[Sequence[Sequence[int]]]) -> None:
-    """Raise MismatchError if some rank exposes other windows than this one. For `Memory.expose`."""
-    mine = [tuple(row) for row in sizes]
-    for rank, theirs in enumerate(everyone):
-        other = [tuple(row) for row in theirs]
-        if other != mine:
-            keys = [k for k in range(max(len(mine), len(other))) if mine[k : k + 1] != other[k : k + 1]]
-            k = keys[0]
-            raise MismatchError(
-                f"ranks expose different windows: key {k} has sizes {mine[k : k + 1]} here and {other[k : k + 1]} on rank "
-                f"{rank} ({len(mine)} and {len(other)} keys). All ranks must wrap the same model with the same configuration."
-            )

@@ -44,9 +44,9 @@ from commfuse_dp.probe import RECEIVE, SEND, Probe, now_ns
 from commfuse_dp.transport import messages as msg
 from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, PARAM_LANE, ExchangeFn, Handle, Tag, TwoSidedTransport
 from commfuse_dp.transport.news import News
-from commfuse_dp.transport.one_sided import OneSidedTransport, check_same_sizes
+from commfuse_dp.transport.one_sided import OneSidedTransport
 from commfuse_dp.transport.p2p import TorchP2PTransport, open_lanes
-from commfuse_dp.transport.parts import Channel, Memory, Receiver
+from commfuse_dp.transport.parts import Channel, Memory, Receiver, check_same_sizes
 from commfuse_dp.transport.ring import align
 from commfuse_dp.transport.select import exchange_of
 

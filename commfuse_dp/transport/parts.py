@@ -8,6 +8,8 @@ from typing import ClassVar
 
 import torch
 
+from commfuse_dp.errors import MismatchError
+
 
 class Receiver(ABC):
     """The side of the protocol that a channel delivers to."""
@@ -89,3 +91,17 @@ class Memory(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of everything; what tensors still alias stays mapped until they die. Safe to call twice."""
+
+
+def check_same_sizes(sizes: Sequence[Sequence[int]], everyone: Sequence[Sequence[Sequence[int]]]) -> None:
+    """Raise MismatchError if some rank exposes other windows than this one. For `Memory.expose`."""
+    mine = [tuple(row) for row in sizes]
+    for rank, theirs in enumerate(everyone):
+        other = [tuple(row) for row in theirs]
+        if other != mine:
+            keys = [k for k in range(max(len(mine), len(other))) if mine[k : k + 1] != other[k : k + 1]]
+            k = keys[0]
+            raise MismatchError(
+                f"ranks expose different windows: key {k} has sizes {mine[k : k + 1]} here and {other[k : k + 1]} on rank "
+                f"{rank} ({len(mine)} and {len(other)} keys). All ranks must wrap the same model with the same configuration."
+            )

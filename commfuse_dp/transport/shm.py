@@ -35,8 +35,8 @@ import torch
 from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import ExchangeFn
-from commfuse_dp.transport.one_sided import OneSidedTransport, check_same_sizes
-from commfuse_dp.transport.parts import Memory
+from commfuse_dp.transport.one_sided import OneSidedTransport
+from commfuse_dp.transport.parts import Memory, check_same_sizes
 from commfuse_dp.transport.ring import align
 from commfuse_dp.transport.sockets import SocketChannel, agree, connect_mesh, pass_descriptor
 

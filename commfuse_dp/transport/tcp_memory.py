@@ -11,8 +11,7 @@ import torch
 
 from commfuse_dp.errors import TransportError
 from commfuse_dp.transport.base import ExchangeFn
-from commfuse_dp.transport.one_sided import check_same_sizes
-from commfuse_dp.transport.parts import Memory
+from commfuse_dp.transport.parts import Memory, check_same_sizes
 from commfuse_dp.transport.ring import align
 from commfuse_dp.transport.tcp_wire import Source
 

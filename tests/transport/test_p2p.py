@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from commfuse_dp.errors import DeadlineError, PeerLostError, TransportError, Where
-from commfuse_dp.transport.base import CHANNEL_GRAD, GRAD_LANE, PARAM_LANE, Tag
 from commfuse_dp.transport import p2p
+from commfuse_dp.transport.base import CHANNEL_GRAD, GRAD_LANE, PARAM_LANE, Tag
 from commfuse_dp.transport.p2p import TorchP2PTransport, open_lanes
 from commfuse_dp.transport.paired import open_p2p
 from commfuse_dp.transport.select import open_transport
