@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
-from commfuse_dp.transport.select import exchange_of
+from commfuse_dp.transport.exchange import exchange_of
 
 WORLD_SIZE = 2
 SIZES = (64 << 10, 1 << 20, 5 << 20, 16 << 20)

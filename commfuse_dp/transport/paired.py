@@ -43,12 +43,12 @@ from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import RECEIVE, SEND, Probe, now_ns
 from commfuse_dp.transport import messages as msg
 from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, PARAM_LANE, ExchangeFn, Handle, Tag, TwoSidedTransport
+from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.news import News
 from commfuse_dp.transport.one_sided import OneSidedTransport
 from commfuse_dp.transport.p2p import TorchP2PTransport, open_lanes
 from commfuse_dp.transport.parts import Channel, Memory, Receiver, check_same_sizes
 from commfuse_dp.transport.ring import align
-from commfuse_dp.transport.select import exchange_of
 
 FOREVER_S = 30 * 24 * 3600.0  # patience of the threads that wait for peers; finite, for timeouts are added to a clock
 LINGER_S = 5.0  # longest wait of close() for the peers' goodbyes

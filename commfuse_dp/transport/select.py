@@ -11,14 +11,15 @@ from __future__ import annotations
 import importlib
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from commfuse_dp.errors import ConfigError, MismatchError, TransportError
 from commfuse_dp.probe import Probe
-from commfuse_dp.transport.base import ExchangeFn, Transport
+from commfuse_dp.transport.base import Transport
+from commfuse_dp.transport.exchange import exchange_of
 
 Kind = Literal["auto", "shm", "tcp", "p2p"]
 KINDS = ("auto", "shm", "tcp", "p2p")
@@ -32,19 +33,6 @@ def host_identity() -> str:
     except OSError:  # not Linux: 'shm' is not available, every process stands alone
         return f"pid-{os.getpid()}-{os.uname().nodename}"
     return f"{boot}/{network}/{os.getuid()}"
-
-
-def exchange_of(group: dist.ProcessGroup | None) -> ExchangeFn:
-    """Collective exchange of one object per rank over `group`; without torch.distributed there is one rank."""
-    if not dist.is_initialized():
-        return lambda item: [item]
-
-    def exchange(item: Any) -> list[Any]:
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, item, group=group)
-        return everyone
-
-    return exchange
 
 
 def choose(kind: str, hosts: list[str], device: torch.device) -> tuple[str, str]:
