@@ -39,7 +39,10 @@ class CommFuseConfig(BaseModel):
         "slices would otherwise be larger than half of prefetch_bytes or inbox_bytes.",
     )
     prefetch_bytes: int = Field(
-        32 * MIB, ge=1, description="Unsharded parameter bytes fetched ahead of compute (the window), per rank."
+        32 * MIB,
+        ge=1,
+        description="Unsharded parameter bytes fetched ahead of compute (the window), per rank; what is to stay gathered after "
+        "forward (reshard_after_forward=False, FSDP2's default for the root) is held beside it.",
     )
     inbox_bytes: int = Field(
         32 * MIB, ge=1, description="Room per peer for gradient slices sent to this rank and not yet summed (the credit)."
