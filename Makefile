@@ -4,12 +4,14 @@
 #   TORCH_SPEC  what pip installs as torch, before everything else, so that no other build of it comes in as a dependency:
 #               make test TORCH_SPEC=torch==2.11.0
 #   VENV_FLAGS  e.g. --system-site-packages, to use a torch >= 2.11 that is already installed (with TORCH_SPEC='torch>=2.11')
+#   JOBS        how many processes run the tests (each file in one of them)
 #   ARGS        further arguments: make demo ARGS="--link 1gbit", make test ARGS="-k timeline"
 
 PYTHON ?= python3
 VENV ?= .venv
 VENV_FLAGS ?=
 TORCH_SPEC ?= torch==2.13.0
+JOBS ?= 2
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -23,7 +25,7 @@ demo: $(STAMP)
 	$(BIN)/commfuse demo $(ARGS)
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/train_step.py $(ARGS)

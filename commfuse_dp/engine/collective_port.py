@@ -165,9 +165,17 @@ class CollectivePort:
                     waiting.remove((src, tag, _))
             return not outgoing and not waiting
 
-        if not advance():
+        if advance():
+            return
+        while not advance():  # one peer after the other: one that has done its part may leave while others still owe theirs
             peer = waiting[0][0] if waiting else outgoing[0].dst
+
+            def served(peer: int = peer) -> bool:
+                done = advance()
+                owing = [item[0] for item in waiting] if waiting else [item.dst for item in outgoing]
+                return done or peer not in owing
+
             nbytes = sum(item[2] for item in waiting)
             where = Where(f"({what} of an FSDP2 group)", self._engine.step, "all", nbytes)
-            self.transport.wait_until(advance, peer=peer, where=where, doing=f"its part of an {what}")
-            self._engine.probe.exposed(f"({what})", start, now_ns())
+            self.transport.wait_until(served, peer=peer, where=where, doing=f"its part of an {what}")
+        self._engine.probe.exposed(f"({what})", start, now_ns())

@@ -285,7 +285,7 @@ def test_message_limit(cluster: Cluster) -> None:
             transport.release(other, tag)
         exchange("end")
 
-    cluster.run(2, body, inbox_bytes=1664)
+    cluster.run(2, body, inbox_bytes=1000)
 
 
 def test_typed_views_and_shorter_messages(cluster: Cluster) -> None:
