@@ -5,27 +5,28 @@ layers' forward and backward compute (arXiv 2604.24013).
         fully_shard(block)
     fully_shard(model)
     report = commfuse_dp.apply(model)
+
+Every `import torch` imports this file (see autoload.py), so it imports nothing itself: names come when they are first used.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from commfuse_dp.config import CommFuseConfig
-from commfuse_dp.errors import (
-    CommFuseError,
-    ConfigError,
-    DeadlineError,
-    MismatchError,
-    PeerLostError,
-    TransportError,
-)
-
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    from commfuse_dp.config import CommFuseConfig
+    from commfuse_dp.errors import (
+        CommFuseError,
+        ConfigError,
+        DeadlineError,
+        MismatchError,
+        PeerLostError,
+        TransportError,
+    )
     from commfuse_dp.integrations.fsdp2 import Claimed, Report
 
 __version__ = "0.1.0"
@@ -59,12 +60,32 @@ def claim(
     return claim_fsdp2(model, config, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard_after_forward)
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("collectives", "observe", "ops"):  # imported when first used
-        import importlib
+_HOME = {  # public name -> the module that defines it
+    "CommFuseConfig": "commfuse_dp.config",
+    "CommFuseError": "commfuse_dp.errors",
+    "ConfigError": "commfuse_dp.errors",
+    "DeadlineError": "commfuse_dp.errors",
+    "MismatchError": "commfuse_dp.errors",
+    "PeerLostError": "commfuse_dp.errors",
+    "TransportError": "commfuse_dp.errors",
+}
+_SUBMODULES = ("collectives", "config", "errors", "observe", "ops")
 
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = value  # the next use does not come here
+        return value
+    if name in _SUBMODULES:
         return importlib.import_module(f"commfuse_dp.{name}")
     raise AttributeError(f"module 'commfuse_dp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME, *_SUBMODULES})
 
 
 __all__ = [

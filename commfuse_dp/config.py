@@ -1,15 +1,28 @@
-"""CommFuseConfig: every setting, its meaning, unit and default."""
+"""CommFuseConfig: every setting, its meaning, unit and default; settings from the environment."""
 
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from commfuse_dp.autoload import OFF, ON
 from commfuse_dp.errors import ConfigError
 
 MIB = 1 << 20
+
+# Variables of the environment that are not COMMFUSE_<KEY> of a setting.
+OTHER_VARIABLES = {
+    "COMMFUSE": "1: use CommFuse wherever the script's framework allows; 0: never, whatever else asks for it",
+    "COMMFUSE_CONFIG": "a JSON or YAML file of settings",
+    "COMMFUSE_TCP_ADDRESS": "the address of this host that transport tcp binds to",
+    "COMMFUSE_DEMO": "how `commfuse demo` passes its settings to its ranks",
+}
 
 
 class CommFuseConfig(BaseModel):
@@ -58,9 +71,7 @@ class CommFuseConfig(BaseModel):
         allowed = list(type(self).model_fields)
         for key in data:
             if key not in allowed:
-                near = difflib.get_close_matches(key, allowed, n=1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
-                raise ConfigError(f"unknown CommFuse setting {key!r}: {hint}Allowed: {', '.join(allowed)}.")
+                raise ConfigError(f"unknown CommFuse setting {key!r}: {_nearest(key, allowed)}Allowed: {', '.join(allowed)}.")
         try:
             super().__init__(**data)
         except ValidationError as error:
@@ -69,3 +80,118 @@ class CommFuseConfig(BaseModel):
                 key = ".".join(str(part) for part in item["loc"]) or "?"
                 lines.append(f"{key}={item.get('input')!r}: {item['msg']}")
             raise ConfigError("bad CommFuse setting: " + "; ".join(lines)) from None
+
+    @classmethod
+    def from_environment(cls, **overrides: Any) -> CommFuseConfig:
+        """Defaults < the file named by COMMFUSE_CONFIG < COMMFUSE=0 (enabled=False) < COMMFUSE_<KEY> variables < overrides.
+
+        The file is a JSON object, or a YAML mapping if pyyaml is installed. An empty variable counts as unset; lists are
+        separated by commas; `none` unsets a setting that may be None. Raises ConfigError, which names the variable, or the
+        file and the key, for whatever is unknown or has a wrong value.
+        """
+        settings: dict[str, Any] = {}
+        name = os.environ.get("COMMFUSE_CONFIG", "").strip()
+        if name:
+            settings = _from_file(Path(name))
+            for key, value in settings.items():
+                _check(cls, key, value, f"{name} (COMMFUSE_CONFIG)")
+        if _switch() is False:
+            settings["enabled"] = False
+        for variable, key in _variables(cls.model_fields).items():
+            value = _parse(cls, key, os.environ[variable])
+            _check(cls, key, value, f"{variable}={os.environ[variable]!r}")
+            settings[key] = value
+        return cls(**{**settings, **overrides})
+
+
+def asked_for() -> bool:
+    """Whether the environment asks for CommFuse: COMMFUSE is 1, true, yes or on. Raises ConfigError for any other word."""
+    return _switch() is True
+
+
+def variable_of(key: str) -> str:
+    """The variable of the environment that carries a setting."""
+    return f"COMMFUSE_{key.upper()}"
+
+
+def _switch() -> bool | None:
+    """COMMFUSE as a truth value; None if unset."""
+    text = os.environ.get("COMMFUSE", "").strip()
+    if text and text.lower() not in (*ON, *OFF):
+        raise ConfigError(f"COMMFUSE={text!r}: {', '.join(ON)} (use CommFuse) or {', '.join(OFF)} (do not) are allowed")
+    return text.lower() in ON if text else None
+
+
+def _variables(keys: Iterable[str]) -> dict[str, str]:
+    """Variable -> key, of those that are set. Raises ConfigError for a COMMFUSE_<X> that means nothing."""
+    known = {variable_of(key): key for key in keys}
+    found = {}
+    for variable, text in os.environ.items():
+        if variable in known and text.strip():
+            found[variable] = known[variable]
+        elif variable.startswith("COMMFUSE_") and variable not in known and variable not in OTHER_VARIABLES:
+            allowed = [*known, *OTHER_VARIABLES]
+            raise ConfigError(
+                f"unknown variable {variable}={text!r} in the environment: {_nearest(variable, allowed)}"
+                f"Allowed: {', '.join(allowed)}. Unset it, or correct its name."
+            )
+    return found
+
+
+def _parse(cls: type[BaseModel], key: str, text: str) -> Any:
+    """A variable's text as pydantic wants it: numbers and truth values it reads by itself."""
+    annotation = cls.model_fields[key].annotation
+    text = text.strip()
+    if type(None) in get_args(annotation) and text.lower() in ("none", "null"):
+        return None
+    if get_origin(annotation) is tuple:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    return text
+
+
+def _check(cls: type[BaseModel], key: str, value: Any, source: str) -> None:
+    try:
+        cls(**{key: value})
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"COMMFUSE_CONFIG={str(path)!r} cannot be read: {error}. Name a JSON or YAML file.") from None
+    if path.suffix.lower() in (".yaml", ".yml"):
+        content = _load_yaml(path, text)
+    else:
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(
+                f"COMMFUSE_CONFIG={str(path)!r} is not JSON: {error}. (A YAML file must be called .yaml or .yml.)"
+            ) from None
+    if not isinstance(content, Mapping):
+        raise ConfigError(
+            f"COMMFUSE_CONFIG={str(path)!r} holds a {type(content).__name__}; an object of settings is wanted, as in "
+            '{"transport": "shm", "prefetch_bytes": 33554432}'
+        )
+    return {str(key): value for key, value in content.items()}
+
+
+def _load_yaml(path: Path, text: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(
+            f"COMMFUSE_CONFIG={str(path)!r} is YAML, which needs pyyaml: pip install pyyaml, or write the settings as JSON"
+        ) from None
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"COMMFUSE_CONFIG={str(path)!r} is not YAML: {error}") from None
+    return {} if content is None else content  # an empty file
+
+
+def _nearest(name: str, allowed: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(allowed), n=1)
+    return f"did you mean {near[0]!r}? " if near else ""

@@ -17,19 +17,21 @@ INTEGRATIONS = ROOT.parent / "integrations"
 
 # A room imports only rooms to its left, and the modules of the foundation.
 ROOMS = ("schedule", "transport", "collectives", "ops", "engine", "observe", "integrations", "cli")
-FOUNDATION = ("errors", "probe", "config")
+FOUNDATION = ("errors", "probe", "config", "autoload")
+ENTRIES = ("run", "mpi_launch")  # modules that a user starts with: above all rooms
 STRANGERS = {("transport", "schedule")}  # schedules know nothing of bytes, transports nothing of schedules
 FRAMEWORKS = ("deepspeed", "accelerate", "transformers")
 HEAVY = ("deepspeed", "accelerate", "mpi4py", "triton", "matplotlib", "typer", "rich")
 
 
 def files() -> list[tuple[str, Path]]:
-    """(room, file) of every source file; room '' is the foundation, 'package' the package's own __init__."""
+    """(room, file) of every source file; room '' is the foundation, 'package' the package's own __init__ and the entries."""
     found = [
         (path.relative_to(ROOT).parts[0] if len(path.relative_to(ROOT).parts) > 1 else "", path) for path in ROOT.rglob("*.py")
     ]
     found += [("integrations", path) for path in INTEGRATIONS.rglob("*.py")]
-    return [("package" if path == ROOT / "__init__.py" else room, path) for room, path in found]
+    above = {ROOT / "__init__.py", *(ROOT / f"{name}.py" for name in ENTRIES)}
+    return [("package" if path in above else room, path) for room, path in found]
 
 
 def imports(path: Path) -> list[tuple[int, str]]:

@@ -56,14 +56,14 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     """Replace the communication of an FSDP2 model by CommFuse. Collective: all ranks of the model's mesh call it.
 
     Call it once, after the last `fully_shard`; the optimizer may be built before or after, and state_dict, checkpoints and
-    gradient clipping keep working as they do with FSDP2. The default config fuses whatever can be fused. With a torch that
-    lacks the private names this needs (a warning and the report say so), layers are fused only if `claim` got them before
-    `fully_shard`.
+    gradient clipping keep working as they do with FSDP2. The default config, CommFuseConfig.from_environment(), fuses whatever
+    can be fused. With a torch that lacks the private names this needs (a warning and the report say so), layers are fused only
+    if `claim` got them before `fully_shard`.
 
     Returns a printable report: path and reason for every parameter.
     Raises ConfigError (wrong settings, apply() twice or before fully_shard), MismatchError (ranks differ), TransportError.
     """
-    config = config if config is not None else CommFuseConfig()
+    config = config if config is not None else CommFuseConfig.from_environment()
     if not isinstance(config, CommFuseConfig):
         raise ConfigError(f"config must be a CommFuseConfig, got {type(config).__name__}; use CommFuseConfig(**settings)")
     if _application_of(model) is not None:

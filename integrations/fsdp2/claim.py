@@ -157,7 +157,7 @@ def claim(
     Every `fully_shard` must get `ignored_params=claimed.params`: torch fails on a claimed parameter otherwise. No
     communication: every rank keeps its rows of what it has, as with FSDP2. Raises ConfigError.
     """
-    config = config if config is not None else CommFuseConfig()
+    config = config if config is not None else CommFuseConfig.from_environment()
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             raise ConfigError(
