@@ -20,9 +20,10 @@ from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.gradients import GradientStream, ReplicaGroup
 from commfuse_dp.engine.parameters import Consume, ParameterStream
-from commfuse_dp.engine.plan import Piece, Unit, UnitSlice
+from commfuse_dp.engine.plan import Unit, UnitSlice
 from commfuse_dp.engine.window import Key
 from commfuse_dp.errors import CommFuseError, Where
+from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.probe import COMPUTE, Probe, now_ns
 from commfuse_dp.schedule.orders import scatter_owners
 from commfuse_dp.transport.base import Transport
@@ -188,7 +189,7 @@ class Engine:
 
         def produce(item: UnitSlice, pieces: list[Piece]) -> None:
             for piece in pieces:
-                piece.tensor.copy_(kept[piece.part][piece.row_start : piece.row_start + piece.tensor.shape[0]])
+                piece.tensor.copy_(piece.of(kept[piece.part]))
 
         for owner in self._scatter_order:
             for item in sink.slices(owner):
@@ -266,6 +267,5 @@ class _Sink:
         pieces = geometry.pieces(twin, scratch)
         produce(twin, pieces)
         for piece in pieces:
-            rows = slice(piece.row_start, piece.row_start + piece.tensor.shape[0])
-            combine(self._accumulated[piece.part][rows], piece.tensor)
+            combine(piece.of(self._accumulated[piece.part]), piece.tensor)
         self._engine.give_scratch(scratch)

@@ -166,7 +166,7 @@ class GradientStream:
     def _out_dtype(self, scatter: Scatter) -> torch.dtype:
         if self._replicas is not None:
             return wide_dtype(scatter.geometry.dtype)  # summed on over the replicas before it is rounded
-        return scatter.unit.slots[0].local().dtype
+        return scatter.unit.slots[0].grad_dtype
 
     def _await_credit(self, scatter: Scatter, item: UnitSlice) -> torch.Tensor:
         start = now_ns()
@@ -313,7 +313,7 @@ class GradientStream:
                 offset = spans[0][1] // itemsize if spans else 0
             numel = local.numel()
             grad = (total if numel == total.numel() else total[offset : offset + numel]).view(local.shape)
-            slot.deliver(grad if grad.dtype == local.dtype else grad.to(local.dtype))
+            slot.deliver(grad if grad.dtype == slot.grad_dtype else grad.to(slot.grad_dtype))
 
     # ---- end of backward ---------------------------------------------------------------------------------------------
     def drain(self) -> None:

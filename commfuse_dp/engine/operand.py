@@ -32,6 +32,10 @@ class UnitOperand:
         self._engine.exchange(self._unit, consume, produce, dtype=dtype, include=include)
 
     @property
+    def split_rows(self) -> tuple[int, ...]:
+        return self._unit.split_rows
+
+    @property
     def trainable(self) -> tuple[bool, ...]:
         return tuple(slot.requires_grad for slot in self._unit.slots)
 

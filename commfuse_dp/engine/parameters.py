@@ -15,9 +15,10 @@ import torch
 
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.buffers import BufferPool
-from commfuse_dp.engine.plan import Piece, Unit, UnitSlice
+from commfuse_dp.engine.plan import Unit, UnitSlice
 from commfuse_dp.engine.window import Key, Window
 from commfuse_dp.errors import CommFuseError, ConfigError, Where
+from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.probe import RECEIVE, now_ns
 from commfuse_dp.schedule.orders import gather_owners, scatter_owners
 from commfuse_dp.transport.base import Transfer, Transport
@@ -61,6 +62,7 @@ class ParameterStream:
     def __init__(self, transport: Transport, units: Sequence[Unit], config: CommFuseConfig, pool: BufferPool) -> None:
         self._transport = transport
         self._units = units
+        self._published = [unit for unit in units if not unit.replicated]
         self._config = config
         self._pool = pool
         self._probe = transport.probe
@@ -79,8 +81,9 @@ class ParameterStream:
         limit = min(config.prefetch_bytes, config.inbox_bytes, self._transport.message_limit)
         for unit in self._units:
             unit.bind(self._world_size, comfortable=max(1, limit // 2))
-            wide = max(unit.dtype.itemsize, (unit.policy.reduce_dtype or unit.dtype).itemsize)  # partials may travel in it
-            largest = unit.params.largest_slice * wide // unit.dtype.itemsize
+            reduced = unit.policy.reduce_dtype or unit.dtype
+            # Partials may travel in the wider of the two.
+            largest = unit.largest_slice(reduced if reduced.itemsize > unit.dtype.itemsize else unit.dtype)
             if largest > limit and self._world_size > 1:
                 need = -(-largest * unit.slices_per_rank // limit)
                 raise ConfigError(
@@ -99,12 +102,10 @@ class ParameterStream:
 
     def _bind_own(self, unit: Unit, reading: _Reading) -> None:
         segment = self._transport.segment(unit.index)
-        own = reading.by_owner[self._rank]
-        for visit in own:
+        for visit in reading.by_owner[self._rank]:
             visit.data = segment[visit.item.offset : visit.item.offset + visit.item.nbytes]
             visit.pieces = unit.params.pieces(visit.item, visit.data)
-            low = own[0].item.start
-            reading.shards += [(p.tensor, p.part, p.row_start - low if p.part == 0 else 0) for p in visit.pieces]
+        reading.shards = unit.params.shards(unit.params.slices[self._rank], segment)
 
     def _locate(self, key: Key) -> tuple[int, int]:
         item = self._readings[key[0]].by_owner[key[1]][key[2]].item
@@ -135,9 +136,9 @@ class ParameterStream:
 
     def _publication_order(self, sequence: list[Key]) -> Sequence[Unit]:
         if not sequence:
-            return self._units
+            return self._published
         first_used = list(dict.fromkeys(key[0] for key in sequence))
-        rest = set(range(len(self._units))).difference(first_used)
+        rest = {unit.index for unit in self._published}.difference(first_used)
         return [self._units[index] for index in (*first_used, *sorted(rest))]
 
     def _publish(self, unit: Unit) -> None:

@@ -8,38 +8,49 @@ rank's rows into `slices_per_rank` slices; the other parts, the *heads* (biases)
     slices:                 |<------------- slice 0 ---------------->|<----- slice 1 ------>|
 
 so that a slice is one contiguous byte range, both of the published parameters and of the partial gradients.
+
+Frameworks that cut flattened tensors (DeepSpeed) give `flat_bounds`, the flat range of each rank: units of one part, whose
+slices may begin and end in the middle of a row. Their pieces are whole rows or parts of one row. A `replicated` unit
+(ZeRO-1/2) has slices of gradients only: every rank keeps the whole parameter, and nothing is published.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from commfuse_dp.errors import ConfigError
-from commfuse_dp.schedule.layout import RowLayout
+from commfuse_dp.ops.pieces import Piece
+from commfuse_dp.schedule.layout import FlatLayout, RowLayout, rectangles
 
 ALIGNMENT = 64  # bytes; heads and main rows start on a cache line, whatever the dtype
 
 
 class ParamSlot(Protocol):
-    """One parameter of a framework, seen from the engine. The shard is dim-0 rows under FSDP2's chunk rule."""
+    """One parameter of a framework, seen from the engine. The shard is dim-0 rows under FSDP2's chunk rule, or a flat range."""
 
     name: str
     shape: tuple[int, ...]  # of the whole parameter
 
     def local(self) -> torch.Tensor:
-        """This rank's rows, [rows, *shape[1:]], in the parameter's own dtype (may be empty)."""
+        """This rank's rows, [rows, *shape[1:]], or flat range, [elements], in the parameter's own dtype (may be empty)."""
+        ...
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Dtype that `deliver` wants."""
         ...
 
     @property
     def requires_grad(self) -> bool: ...
 
     def deliver(self, grad: torch.Tensor) -> None:
-        """Take the reduced gradient of this rank's rows: set or accumulate it, run the parameter's gradient hooks."""
+        """Take the reduced gradient of what `local` covers: set or accumulate it, run the parameter's gradient hooks."""
         ...
 
 
@@ -75,11 +86,11 @@ class UnitPolicy(Protocol):
 
 @dataclass(frozen=True)
 class UnitSlice:
-    """One slice of a unit: rows of its main part and, in an owner's first slice, the heads."""
+    """One slice of a unit: rows of its main part and, in an owner's first slice, the heads; or a flat range of elements."""
 
     owner: int
     index: int
-    start: int  # rows of the main part
+    start: int  # rows of the main part, or flat elements
     stop: int
     offset: int  # bytes from the start of the owner's segment
     nbytes: int
@@ -87,15 +98,7 @@ class UnitSlice:
     main_offset: int  # byte offset in the slice, -1: the main part is not included
 
     def __str__(self) -> str:
-        return f"{self.owner}.{self.index} (rows {self.start}:{self.stop})"
-
-
-class Piece(NamedTuple):
-    """Rows row_start .. row_start+rows-1 of one part, as a view of a slice's bytes."""
-
-    part: int
-    row_start: int
-    tensor: torch.Tensor  # [rows, *shape[1:]]
+        return f"{self.owner}.{self.index} ({self.start}:{self.stop})"
 
 
 def _align(nbytes: int) -> int:
@@ -109,22 +112,30 @@ class _Part:
     row_numel: int
 
 
-class Geometry:
+class Geometry(ABC):
     """Byte layout of a unit's segments for one element size and one choice of parts."""
 
-    def __init__(self, parts: Sequence[_Part], world_size: int, dtype: torch.dtype, include: Sequence[bool]) -> None:
+    def __init__(self, dtype: torch.dtype, segments: Sequence[tuple[tuple[UnitSlice, ...], int]]) -> None:
         self.dtype = dtype
+        self.slices = tuple(own for own, _ in segments)
+        self.segment_bytes = tuple(size for _, size in segments)
+        self.largest_slice = max((s.nbytes for own in self.slices for s in own), default=0)
+
+    @abstractmethod
+    def pieces(self, item: UnitSlice, data: torch.Tensor) -> list[Piece]:
+        """Views of one slice's bytes (uint8, 1-D, item.nbytes)."""
+
+    @abstractmethod
+    def shards(self, own: Sequence[UnitSlice], segment: torch.Tensor) -> list[tuple[torch.Tensor, int, int]]:
+        """Where an owner's parameters go in its segment: (view of the segment, part, first index in dim 0 of the shard)."""
+
+
+class RowGeometry(Geometry):
+    """Whole rows: heads first, then the main rows."""
+
+    def __init__(self, parts: Sequence[_Part], world_size: int, dtype: torch.dtype, include: Sequence[bool]) -> None:
+        super().__init__(dtype, [self._cut(parts, owner, dtype.itemsize, include) for owner in range(world_size)])
         self._row_shapes = [part.row_shape for part in parts]
-        self.slices: tuple[tuple[UnitSlice, ...], ...]
-        self.segment_bytes: tuple[int, ...]
-        slices, sizes = [], []
-        for owner in range(world_size):
-            own, size = self._cut(parts, owner, dtype.itemsize, include)
-            slices.append(own)
-            sizes.append(size)
-        self.slices = tuple(slices)
-        self.segment_bytes = tuple(sizes)
-        self.largest_slice = max((s.nbytes for own in slices for s in own), default=0)
 
     @staticmethod
     def _cut(parts: Sequence[_Part], owner: int, itemsize: int, include: Sequence[bool]) -> tuple[tuple[UnitSlice, ...], int]:
@@ -149,7 +160,6 @@ class Geometry:
         return tuple(out), at
 
     def pieces(self, item: UnitSlice, data: torch.Tensor) -> list[Piece]:
-        """Views of one slice's bytes (uint8, 1-D, item.nbytes): heads first, then the main rows."""
         out = []
         itemsize = self.dtype.itemsize
         for part, offset, row_start, rows in item.heads:
@@ -161,13 +171,58 @@ class Geometry:
             out.append(Piece(0, item.start, main.view(self.dtype).view(item.stop - item.start, *self._row_shapes[0])))
         return out
 
+    def shards(self, own: Sequence[UnitSlice], segment: torch.Tensor) -> list[tuple[torch.Tensor, int, int]]:
+        pieces = [piece for item in own for piece in self.pieces(item, segment[item.offset : item.offset + item.nbytes])]
+        return [(p.tensor, p.part, p.row_start - own[0].start if p.part == 0 else 0) for p in pieces]
+
+
+class FlatGeometry(Geometry):
+    """One part in flat ranges: a slice is whole rows with at most a partial row before and after them."""
+
+    def __init__(self, layout: FlatLayout, dtype: torch.dtype, *, empty: bool) -> None:
+        segments = []
+        for owner, (low, high) in enumerate(layout.bounds):
+            size = dtype.itemsize
+            own = tuple(
+                UnitSlice(owner, s.index, s.start, s.stop, (s.start - low) * size, (s.stop - s.start) * size, (), 0)
+                for s in layout.slices(owner)
+            )
+            segments.append(((), 0) if empty else (own, (high - low) * size))
+        super().__init__(dtype, segments)
+        self._row_elems = layout.row_elems
+
+    def pieces(self, item: UnitSlice, data: torch.Tensor) -> list[Piece]:
+        flat = data.view(self.dtype)
+        return [
+            Piece(
+                0,
+                r.row_start,
+                flat[r.offset : r.offset + r.numel].view(r.row_stop - r.row_start, r.column_stop - r.column_start),
+                r.column_start,
+            )
+            for r in rectangles(item.start, item.stop, self._row_elems)
+        ]
+
+    def shards(self, own: Sequence[UnitSlice], segment: torch.Tensor) -> list[tuple[torch.Tensor, int, int]]:
+        return [(segment.view(self.dtype), 0, 0)] if own else []
+
 
 class Unit:
     """Parameters gathered and reduced together, on every rank alike. `slots[0]` is the main part."""
 
     def __init__(
-        self, index: int, name: str, slots: Sequence[ParamSlot], policy: UnitPolicy, slices_per_rank: int | None
+        self,
+        index: int,
+        name: str,
+        slots: Sequence[ParamSlot],
+        policy: UnitPolicy,
+        slices_per_rank: int | None,
+        *,
+        flat_bounds: Sequence[tuple[int, int]] | None = None,
+        replicated: bool = False,
     ) -> None:
+        if flat_bounds is not None and (len(slots) != 1 or len(slots[0].shape) > 2):
+            raise ValueError(f"layer {name!r}: a unit in flat ranges has one parameter of one or two dimensions")
         self.index = index
         self.name = name
         self.slots = tuple(slots)
@@ -175,8 +230,11 @@ class Unit:
         self.slices_per_rank = slices_per_rank or 1
         self._automatic = slices_per_rank is None
         self.anchor = torch.empty(0, requires_grad=True)  # see [Note: Anchors] in ops/linear.py
+        self.replicated = replicated
+        self._flat_bounds = flat_bounds
         self._geometries: dict[tuple[torch.dtype, tuple[bool, ...]], Geometry] = {}
         self._parts: list[_Part] | None = None
+        self._flat: FlatLayout | None = None
         # --- state of the running step, kept by the engine
         self.params: Geometry  # layout of the published parameters
         self.pending_backwards = 0  # forward calls whose backward has not come yet
@@ -191,8 +249,12 @@ class Unit:
         """
         if self._automatic:
             rows, per_row = -(-self.slots[0].shape[0] // world_size), prod(self.slots[0].shape[1:])
+            if self._flat_bounds is not None:
+                rows = max(1, -(-max(stop - start for start, stop in self._flat_bounds) // max(1, per_row)))
             wide = max(dtype.itemsize for dtype in (self.slots[0].local().dtype, self.policy.reduce_dtype) if dtype is not None)
             self.slices_per_rank = max(1, min(rows, -(-rows * per_row * wide // comfortable)))
+        if self._flat_bounds is not None:
+            self._flat = FlatLayout(self._flat_bounds, prod(self.slots[0].shape[1:]), self.slices_per_rank)
         self._parts = []
         for number, slot in enumerate(self.slots):
             rows, row_shape = slot.shape[0], tuple(slot.shape[1:])
@@ -204,15 +266,28 @@ class Unit:
             raise ConfigError(
                 f"layer {self.name!r} has parameters of several dtypes ({dtypes}): use one dtype for all of them."
             )
-        self.params = self.geometry(dtypes.pop(), (True,) * len(self.slots))
+        self.params = self.geometry(dtypes.pop(), (not self.replicated,) * len(self.slots))
         return self.params
+
+    def largest_slice(self, dtype: torch.dtype) -> int:
+        """Bytes of the largest slice of gradients (and of parameters) that travel in `dtype`."""
+        return self.geometry(dtype, (True,) * len(self.slots)).largest_slice
+
+    @property
+    def split_rows(self) -> tuple[int, ...]:
+        """Rows that come in several pieces."""
+        return self._flat.split_rows if self._flat is not None else ()
 
     def geometry(self, dtype: torch.dtype, include: tuple[bool, ...]) -> Geometry:
         key = (dtype, include)
         found = self._geometries.get(key)
         if found is None:
             assert self._parts is not None, "bind() first"
-            found = self._geometries[key] = Geometry(self._parts, self._world_size, dtype, include)
+            if self._flat is not None:
+                found = FlatGeometry(self._flat, dtype, empty=not include[0])
+            else:
+                found = RowGeometry(self._parts, self._world_size, dtype, include)
+            self._geometries[key] = found
         return found
 
     def whole_shapes(self) -> list[tuple[int, ...]]:

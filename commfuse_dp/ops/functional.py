@@ -27,23 +27,14 @@ import torch.nn.functional as F
 from commfuse_dp.collectives import Owner, all_gather, reduce_scatter, reference
 from commfuse_dp.collectives.arguments import Op, check_op, check_sizes, even_sizes
 from commfuse_dp.ops.linear import Visit, linear_backward, linear_forward
+from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.transport.base import Transport
 
 
-class _Rows(NamedTuple):
-    """A `SliceInfo`."""
+class _Slice(NamedTuple):
+    """A `ByOwner`."""
 
     owner: int
-    start: int
-    stop: int
-
-
-class _Part(NamedTuple):
-    """A `PieceInfo`."""
-
-    part: int
-    row_start: int
-    tensor: torch.Tensor
 
 
 class _Options(NamedTuple):
@@ -60,6 +51,7 @@ class _ShardOperand:
         self.out_features = sum(options.sizes)
         self.in_features = packed.shape[1] - has_bias
         self.has_bias = has_bias
+        self.split_rows: tuple[int, ...] = ()
         self.anchor = packed
         self.trainable = (False, False)
         self.reduced: torch.Tensor | None = None  # [own rows, columns of the parts that have a gradient]
@@ -71,7 +63,7 @@ class _ShardOperand:
 
     def gather(self, consume: Visit) -> None:
         def take(owner: Owner, rows: torch.Tensor) -> None:
-            consume(_Rows(int(owner), owner.start, owner.stop), self._parts(rows, owner.start, (True, self.has_bias)))
+            consume(_Slice(int(owner)), self._parts(rows, owner.start, (True, self.has_bias)))
 
         all_gather(self._packed, take, sizes=self._options.sizes, **self._options.calls)
 
@@ -82,7 +74,7 @@ class _ShardOperand:
             return
 
         def fill(owner: Owner, rows: torch.Tensor) -> None:
-            produce(_Rows(int(owner), owner.start, owner.stop), self._parts(rows, owner.start, include))
+            produce(_Slice(int(owner)), self._parts(rows, owner.start, include))
 
         width = self.in_features * include[0] + include[1]
         self.reduced = reduce_scatter(
@@ -95,9 +87,9 @@ class _ShardOperand:
             **self._options.calls,
         )
 
-    def _parts(self, rows: torch.Tensor, start: int, include: tuple[bool, ...]) -> list[_Part]:
-        parts = [_Part(1, start, rows[:, -1])] if include[1] else []
-        return [*parts, _Part(0, start, rows[:, : self.in_features])] if include[0] else parts
+    def _parts(self, rows: torch.Tensor, start: int, include: tuple[bool, ...]) -> list[Piece]:
+        parts = [Piece(1, start, rows[:, -1])] if include[1] else []
+        return [*parts, Piece(0, start, rows[:, : self.in_features])] if include[0] else parts
 
 
 class _FusedShardLinear(torch.autograd.Function):

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
-from commfuse_dp.ops.linear import PieceInfo, SliceInfo, Visit, operand_of
+from commfuse_dp.ops.linear import ByOwner, Visit, operand_of
+from commfuse_dp.ops.pieces import Piece
 
 
 class GatheredOperand(Protocol):
@@ -44,9 +45,9 @@ def gather_forward(operand: GatheredOperand) -> list[torch.Tensor]:
     device = operand.anchor.device
     wholes = [torch.empty(shape, dtype=operand.compute_dtype, device=device) for shape in operand.shapes]
 
-    def consume(item: SliceInfo, pieces: Sequence[PieceInfo]) -> None:
+    def consume(item: ByOwner, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
-            wholes[piece.part][piece.row_start : piece.row_start + piece.tensor.shape[0]].copy_(piece.tensor)
+            piece.of(wholes[piece.part]).copy_(piece.tensor)
 
     operand.gather(consume)
     return wholes
@@ -55,9 +56,9 @@ def gather_forward(operand: GatheredOperand) -> list[torch.Tensor]:
 def gather_backward(grads: Sequence[torch.Tensor], operand: GatheredOperand) -> None:
     """Reduce the gradients of the whole parameters to their owners' shards."""
 
-    def produce(item: SliceInfo, pieces: Sequence[PieceInfo]) -> None:
+    def produce(item: ByOwner, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
-            piece.tensor.copy_(grads[piece.part][piece.row_start : piece.row_start + piece.tensor.shape[0]])
+            piece.tensor.copy_(piece.of(grads[piece.part]))
 
     include = operand.trainable
     operand.exchange(None, produce if any(include) else None, dtype=operand.compute_dtype, include=include)

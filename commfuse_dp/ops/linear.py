@@ -9,6 +9,9 @@ leading dimensions of x.
 | wgrad | dW_o = dy[:, rows_o].T @ x, db_o = sum of dy | [rows_o, T] x [T, in] | dW_o, db_o to their owner | own last |
 | dgrad | dx += dy[:, rows_o] @ W_o | [T, rows_o] x [rows_o, in] -> dx | W_o gathered | own last |
 
+A rank may also keep a flat range of W that begins and ends in the middle of a row (DeepSpeed): the same table with a part of a
+row, [1, columns], as one more piece: y[:, row] += x[:, columns] @ piece.T, and so on.
+
 wgrad and dgrad run in one pass: the partial owed to o is computed first and leaves at once; then W_o, which has meanwhile
 arrived, is used. Saved for backward: x only. The weight is gathered again (or was kept by the engine's window).
 Source: arXiv 2604.24013, Algorithms 1 and 2, instantiated for data parallelism.
@@ -28,30 +31,17 @@ from typing import Any, Protocol
 
 import torch
 
+from commfuse_dp.ops.pieces import Piece
 
-class SliceInfo(Protocol):
-    """Rows start .. stop-1 of the weight, kept by `owner`; `main_offset` < 0: the slice has no weight rows."""
+
+class ByOwner(Protocol):
+    """A slice, as far as the ops look at it: whose rows they are."""
 
     @property
     def owner(self) -> int: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
 
 
-class PieceInfo(Protocol):
-    """part 0: weight rows [rows, in]; part 1: bias rows [rows]."""
-
-    @property
-    def part(self) -> int: ...
-    @property
-    def row_start(self) -> int: ...
-    @property
-    def tensor(self) -> torch.Tensor: ...
-
-
-Visit = Callable[[Any, "Sequence[Any]"], None]  # (SliceInfo, pieces)
+Visit = Callable[[Any, "Sequence[Piece]"], None]  # (ByOwner, pieces)
 
 
 class ShardedOperand(Protocol):
@@ -59,8 +49,12 @@ class ShardedOperand(Protocol):
 
     out_features: int
     in_features: int
-    has_bias: bool
+    has_bias: bool  # a sharded one, that travels with the weight
     anchor: torch.Tensor
+
+    @property
+    def split_rows(self) -> tuple[int, ...]:
+        """Rows of the weight that come in several pieces."""
 
     def expect_backward(self) -> None:
         """Autograd records the forward that follows: an `exchange` will come for it. (Inside an autograd Function, and in a
@@ -89,23 +83,27 @@ def linear_forward(x: torch.Tensor, operand: ShardedOperand, *, convert: bool = 
     rows = x if flat else x.reshape(-1, operand.in_features)
     y = x.new_empty((*shape[:-1], operand.out_features))
     columns = y if flat else y.view(-1, operand.out_features)
+    for row in operand.split_rows:
+        columns[:, row].zero_()
     dtype, has_bias = x.dtype, operand.has_bias
     bias: dict[int, tuple[int, torch.Tensor]] = {}
 
-    def consume(item: SliceInfo, pieces: Sequence[PieceInfo]) -> None:
-        for piece in pieces:
-            if piece.part == 1:  # comes with the owner's first slice and is needed by all of them
-                bias[item.owner] = (piece.row_start, piece.tensor.to(dtype, copy=True))
+    def consume(item: ByOwner, pieces: Sequence[Piece]) -> None:
+        for part, row, weight, column in pieces:
+            if part == 1:  # comes with the owner's first slice and is needed by all of them
+                bias[int(item.owner)] = (row, weight.to(dtype, copy=True))
                 continue
-            weight = piece.tensor
             if weight.dtype != dtype:
                 if not convert:
                     raise RuntimeError(f"linear layer with parameters of dtype {weight.dtype} got an input of dtype {dtype}")
                 weight = weight.to(dtype)
-            out = columns.narrow(1, item.start, item.stop - item.start)
-            if has_bias:
-                low, rows_bias = bias[item.owner]
-                torch.addmm(rows_bias[item.start - low : item.stop - low], rows, weight.t(), out=out)
+            count, width = weight.shape
+            out = columns.narrow(1, row, count)
+            if width < operand.in_features:
+                out.addmm_(rows.narrow(1, column, width), weight.t())
+            elif has_bias:
+                low, rows_bias = bias[int(item.owner)]
+                torch.addmm(rows_bias[row - low : row - low + count], rows, weight.t(), out=out)
             else:
                 torch.mm(rows, weight.t(), out=out)
 
@@ -122,29 +120,37 @@ def linear_backward(
     dx = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_input_grad else None
     started = False
 
-    def produce(item: SliceInfo, pieces: Sequence[PieceInfo]) -> None:
-        for piece in pieces:
-            out = piece.tensor
-            span = grads.narrow(1, piece.row_start, out.shape[0])
-            if piece.part == 1:
+    def produce(item: ByOwner, pieces: Sequence[Piece]) -> None:
+        for part, row, out, column in pieces:
+            span = grads.narrow(1, row, out.shape[0])
+            if part == 1:
                 torch.sum(span, dim=0, out=out, dtype=out.dtype)
-            elif out.dtype == grads.dtype:
-                torch.mm(span.t(), rows, out=out)
+                continue
+            width = out.shape[1]
+            inputs = rows if width == rows.shape[1] else rows.narrow(1, column, width)
+            if out.dtype == grads.dtype:
+                torch.mm(span.t(), inputs, out=out)
             else:  # autocast: computed in the low precision, handed on in the parameter's
-                out.copy_(torch.mm(span.t(), rows))
+                out.copy_(torch.mm(span.t(), inputs))
 
-    def consume(item: SliceInfo, pieces: Sequence[PieceInfo]) -> None:
+    def consume(item: ByOwner, pieces: Sequence[Piece]) -> None:
         nonlocal started
-        piece = pieces[-1]
-        if piece.part != 0:
-            return
-        weight = piece.tensor if piece.tensor.dtype == grads.dtype else piece.tensor.to(grads.dtype)
-        span = grads.narrow(1, item.start, item.stop - item.start)
         assert dx is not None
-        if started:
-            dx.addmm_(span, weight)
-        else:
-            torch.mm(span, weight, out=dx)
+        for part, row, weight, column in pieces:
+            if part != 0:
+                continue
+            if weight.dtype != grads.dtype:
+                weight = weight.to(grads.dtype)
+            count, width = weight.shape
+            span = grads.narrow(1, row, count)
+            if width < dx.shape[1]:
+                if not started:
+                    dx.zero_()
+                dx.narrow(1, column, width).addmm_(span, weight)
+            elif started:
+                dx.addmm_(span, weight)
+            else:
+                torch.mm(span, weight, out=dx)
             started = True
 
     include = operand.trainable
@@ -172,6 +178,45 @@ class _FusedLinear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         dx = linear_backward(grad, x, ctx.operand, ctx.needs_input_grad[0], ctx.partial_dtype)
         return dx, None, None, None, None
+
+
+class _ReplicatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        anchor: torch.Tensor,
+        weight: torch.Tensor,
+        operand: ShardedOperand,
+        partial_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        ctx.operand = operand
+        ctx.partial_dtype = partial_dtype
+        ctx.save_for_backward(x, weight)
+        return torch.nn.functional.linear(x, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
+        x, weight = ctx.saved_tensors
+        linear_backward(grad, x, ctx.operand, False, ctx.partial_dtype)
+        return (torch.matmul(grad, weight) if ctx.needs_input_grad[0] else None), None, None, None, None
+
+
+def replicated_linear(
+    x: torch.Tensor, weight: torch.Tensor, operand: ShardedOperand, partial_dtype: torch.dtype
+) -> torch.Tensor:
+    """y = x @ W.T, [..., in] -> [..., out], with W whole on every rank: only its gradient is sharded (ZeRO-1/2).
+
+    The wgrad is computed slice by slice, own slice last, and leaves through `operand`; W gets no gradient from autograd.
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, weight = x.to(dtype), weight.to(dtype)
+    if torch.is_grad_enabled():
+        operand.expect_backward()
+    return _ReplicatedLinear.apply(x, operand.anchor, weight.detach(), operand, partial_dtype)
 
 
 # ---- torch.compile: the same two functions as registered ops ---------------------------------------------------------

@@ -3,12 +3,14 @@
 Two rules exist in the frameworks served here:
 
 * rows (`RowLayout`): FSDP2 cuts dim 0 as `torch.chunk` does, in chunks of ceil(rows / N); the last ones are short or empty;
-* flat (`FlatLayout`): DeepSpeed ZeRO-3 cuts the flattened tensor in partitions of ceil(numel / N) elements, the last one
-  padded, so that a partition may start and end in the middle of a row.
+* flat (`FlatLayout`): DeepSpeed cuts flattened tensors in contiguous ranges of elements, ZeRO-3 in ceil(numel / N) of each
+  tensor, ZeRO-1/2 in equal parts of many tensors laid end to end, so that a range may start and end in the middle of a row.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -118,72 +120,82 @@ class RowLayout:
         return (self.rows, self.world_size, self.slices_per_rank)
 
 
-class PartialRow(NamedTuple):
-    """Columns column_start .. column_stop-1 of one row; `offset` is where they lie in the owner's partition, in elements."""
+def flat_bounds(numel: int, world_size: int) -> tuple[tuple[int, int], ...]:
+    """(start, stop) of every rank's real elements under the rule of DeepSpeed ZeRO-3.
 
-    row: int
+    All partitions have ceil(numel / world_size) elements; what lies beyond numel is padding and not counted here.
+    """
+    return chunk_bounds(numel, world_size)  # the same rule as for rows, applied to elements
+
+
+class Rectangle(NamedTuple):
+    """Rows row_start .. row_stop-1, columns column_start .. column_stop-1 of a 2-D tensor: whole rows, or a part of one row."""
+
+    row_start: int
+    row_stop: int
     column_start: int
     column_stop: int
-    offset: int
+    offset: int  # elements from the start of the flat range it was cut from
+
+    @property
+    def numel(self) -> int:
+        return (self.row_stop - self.row_start) * (self.column_stop - self.column_start)
 
 
-class FlatPart(NamedTuple):
-    """What one rank keeps of a flat-sharded 2-D tensor. Offsets are elements from the start of its partition."""
-
-    start: int  # flat range of real elements
-    stop: int
-    padding: int  # elements after them that belong to no row
-    row_start: int  # rows kept whole: row_start .. row_stop-1
-    row_stop: int
-    rows_offset: int
-    head: PartialRow | None  # the row it starts in the middle of (or lies within)
-    tail: PartialRow | None  # the row it ends in the middle of
+def rectangles(start: int, stop: int, row_elems: int) -> tuple[Rectangle, ...]:
+    """Flat elements start .. stop-1 of a tensor with rows of `row_elems`: at most a partial row, whole rows, a partial row."""
+    _check("row_elems", row_elems, 1)
+    out, at = [], start
+    while at < stop:
+        row, column = divmod(at, row_elems)
+        if column or stop - at < row_elems:
+            end = min(stop, (row + 1) * row_elems)
+            out.append(Rectangle(row, row + 1, column, column + end - at, at - start))
+        else:
+            last = stop // row_elems
+            end = last * row_elems
+            out.append(Rectangle(row, last, 0, row_elems, at - start))
+        at = end
+    return tuple(out)
 
 
 class FlatLayout:
-    """A tensor of `numel` elements in rows of `row_elems`, in 1-D partitions of ceil(numel / world_size) as DeepSpeed cuts it.
+    """A tensor in rows of `row_elems`, of which every rank keeps one contiguous range of flat elements: `bounds` (start, stop).
 
-    The whole rows and the partial edge rows of all ranks together cover every element exactly once.
+    Ranges follow one another and cover the tensor; they may be empty. Under ZeRO-3 they are `flat_bounds(numel, N)`; under
+    ZeRO-1/2 a rank keeps what its partition of a whole bucket of parameters has of this one.
     """
 
-    __slots__ = ("_parts", "numel", "partition", "row_elems", "world_size")
+    __slots__ = ("_slices", "bounds", "numel", "row_elems", "slices_per_rank", "split_rows")
 
-    def __init__(self, numel: int, row_elems: int, world_size: int) -> None:
-        _check("numel", numel, 0)
+    def __init__(self, bounds: Sequence[tuple[int, int]], row_elems: int, slices_per_rank: int = 1) -> None:
         _check("row_elems", row_elems, 1)
-        _check("world_size", world_size, 1)
-        if numel % row_elems:
-            raise ValueError(f"numel={numel} is no multiple of row_elems={row_elems}: a flat layout needs whole rows in total")
-        self.numel = numel
+        _check("slices_per_rank", slices_per_rank, 1)
+        at = 0
+        for start, stop in bounds:
+            if start != at or stop < start:
+                raise ValueError(f"bounds={list(bounds)}: ranges must follow one another from 0 on, {(start, stop)} does not")
+            at = stop
+        if at % row_elems:
+            raise ValueError(f"numel={at} is no multiple of row_elems={row_elems}: a flat layout needs whole rows in total")
+        self.bounds = tuple(bounds)
+        self.numel = at
         self.row_elems = row_elems
-        self.world_size = world_size
-        self.partition = -(-numel // world_size)
-        self._parts = tuple(self._part(owner) for owner in range(world_size))
+        self.slices_per_rank = slices_per_rank
+        self._slices = tuple(self._cut(owner) for owner in range(len(self.bounds)))
+        parts = [r for own in self._slices for s in own for r in rectangles(s.start, s.stop, row_elems)]
+        split = {r.row_start for r in parts if r.column_stop - r.column_start < row_elems}
+        self.split_rows = tuple(sorted(split))  # rows that no slice has as a whole
 
-    def part(self, owner: int) -> FlatPart:
-        return self._parts[owner]
+    def slices(self, owner: int) -> tuple[Slice, ...]:
+        """The owner's range in flat elements, cut in near-equal slices, between rows wherever it has any."""
+        return self._slices[owner]
 
-    def bounds(self, owner: int) -> tuple[int, int]:
-        """Flat range (start, stop) of the owner's real elements."""
-        return self._parts[owner].start, self._parts[owner].stop
-
-    @property
-    def aligned(self) -> bool:
-        """True if no partition starts or ends in the middle of a row."""
-        return all(part.head is None and part.tail is None for part in self._parts)
-
-    def _part(self, owner: int) -> FlatPart:
-        width = self.row_elems
-        start = min(owner * self.partition, self.numel)
-        stop = min(start + self.partition, self.numel)
-        padding = self.partition - (stop - start)
-        row_start, row_stop = -(-start // width), stop // width  # rows inside; row_start > row_stop if all lies within a row
-        head = tail = None
-        if start < stop and start % width:
-            row = start // width
-            head = PartialRow(row, start % width, min(width, stop - row * width), 0)
-        if stop > start and stop % width and row_start <= row_stop:
-            tail = PartialRow(row_stop, 0, stop % width, row_stop * width - start)
-        row_stop = max(row_start, row_stop)
-        rows_offset = min(row_start * width, stop) - start
-        return FlatPart(start, stop, padding, row_start, row_stop, rows_offset, head, tail)
+    def _cut(self, owner: int) -> tuple[Slice, ...]:
+        start, stop = self.bounds[owner]
+        first, last = -(-start // self.row_elems), stop // self.row_elems  # whole rows; first > last: all lies within one row
+        if last - first < 1:
+            return (Slice(owner, 0, start, stop),) if stop > start else ()
+        inner = cut(owner, first, last, self.slices_per_rank)
+        edges = [start, *(piece.stop * self.row_elems for piece in inner[:-1]), stop]
+        return tuple(Slice(owner, index, low, high) for index, (low, high) in enumerate(itertools.pairwise(edges)))

@@ -34,6 +34,10 @@ class ModuleParameter:
         return compat.local_tensor(self.parameter)
 
     @property
+    def grad_dtype(self) -> torch.dtype:
+        return self.parameter.dtype
+
+    @property
     def requires_grad(self) -> bool:
         return self.parameter.requires_grad
 

@@ -6,6 +6,8 @@ out of credit; programs skip, repeat and reorder layers, accumulate, and evaluat
 
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +22,8 @@ from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.plan import Unit
 from commfuse_dp.errors import ConfigError, Where
-from commfuse_dp.ops.linear import fused_linear
-from commfuse_dp.schedule.layout import chunk_bounds
+from commfuse_dp.ops.linear import fused_linear, replicated_linear
+from commfuse_dp.schedule.layout import chunk_bounds, flat_bounds
 from commfuse_dp.transport.base import Transfer
 from commfuse_dp.transport.inproc import Faults, InprocTransport, InprocWorld
 from tests.support.threads import run_ranks
@@ -66,20 +68,25 @@ class Slot:
     rank: int
     world_size: int
     requires_grad: bool = True
+    flat: list[tuple[int, int]] | None = None  # flat range of every rank
     grad: torch.Tensor | None = None
     shape: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.shape = tuple(self.whole.shape)
-        low, high = self.bounds
-        self._local = self.whole[low:high].clone()
+        self._local = self.shard(self.whole).clone()
 
-    @property
-    def bounds(self) -> tuple[int, int]:
-        return chunk_bounds(self.shape[0], self.world_size)[self.rank]
+    def shard(self, whole: torch.Tensor) -> torch.Tensor:
+        bounds = self.flat if self.flat is not None else chunk_bounds(self.shape[0], self.world_size)
+        low, high = bounds[self.rank]
+        return (whole.view(-1) if self.flat is not None else whole)[low:high]
 
     def local(self) -> torch.Tensor:
         return self._local
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        return self._local.dtype
 
     def deliver(self, grad: torch.Tensor) -> None:
         assert grad.shape == self._local.shape and grad.dtype == self._local.dtype
@@ -132,6 +139,18 @@ def expected(params: list[list[torch.Tensor]], steps: list[Step], world_size: in
     return totals
 
 
+def bounds_of(case: dict[str, Any]) -> list[tuple[int, int]] | None:
+    """Flat ranges: ZeRO-3's, which start in the middle of rows, or any, as ZeRO-1/2 have them."""
+    n, numel = case["world_size"], WIDTH * WIDTH
+    if case["layout"] == "rows":
+        return None
+    if case["layout"] == "zero3":
+        return list(flat_bounds(numel, n))
+    choose = random.Random(case["seed"])
+    edges = [0, *sorted(choose.randint(0, numel) for _ in range(n - 1)), numel]
+    return list(itertools.pairwise(edges))
+
+
 def run_program(case: dict[str, Any]) -> None:
     n, steps = case["world_size"], case["steps"]
     params = weights(case["layers"], case["seed"], case["bias"])
@@ -146,17 +165,27 @@ def run_program(case: dict[str, Any]) -> None:
     def body(rank: int, exchange) -> None:
         transport = (CopyingTransport if case["copying"] else InprocTransport)(rank, world)
         policy = Policy(keep_after_forward=case["keep"])
-        slots = [[Slot(f"{i}.{j}", p, rank, n) for j, p in enumerate(layer)] for i, layer in enumerate(params)]
-        units = [Unit(i, f"layer{i}", layer, policy, config.slices_per_rank) for i, layer in enumerate(slots)]
+        flat, replicated = bounds_of(case), case["layout"] == "replicated"
+        slots = [[Slot(f"{i}.{j}", p, rank, n, flat=flat) for j, p in enumerate(layer)] for i, layer in enumerate(params)]
+        units = [
+            Unit(i, f"layer{i}", layer, policy, config.slices_per_rank, flat_bounds=flat, replicated=replicated)
+            for i, layer in enumerate(slots)
+        ]
         engine = Engine(transport, units, config, device=torch.device("cpu"), replicas=None)
         operands = [UnitOperand(engine, unit) for unit in units]
+
+        def linear(x: torch.Tensor, layer: int) -> torch.Tensor:
+            if replicated:
+                return replicated_linear(x, params[layer][0], operands[layer], torch.float64)
+            return fused_linear(x, operands[layer], 0, torch.float64)
+
         for number, step in enumerate(steps):
             policy.reduce_grads = step.reduce
             with torch.set_grad_enabled(step.training):
                 engine.begin_step()
                 x, plain = data(rank, number), data(rank, number)
                 for layer in step.layers:
-                    x = torch.tanh(fused_linear(x, operands[layer], 0, torch.float64))
+                    x = torch.tanh(linear(x, layer))
                     plain = torch.tanh(F.linear(plain, *params[layer]))
                 assert torch.allclose(x, plain, rtol=1e-12, atol=1e-12)
                 engine.end_forward(x.requires_grad)
@@ -165,9 +194,8 @@ def run_program(case: dict[str, Any]) -> None:
                 assert engine.gradients.idle
         for layer, reference in zip(slots, wanted, strict=True):
             for slot, total in zip(layer, reference, strict=True):
-                low, high = slot.bounds
-                found = slot.grad if slot.grad is not None else torch.zeros(high - low, *slot.shape[1:], dtype=torch.float64)
-                assert torch.allclose(found, total[low:high], rtol=1e-10, atol=1e-10), (slot.name, steps)
+                found = slot.grad if slot.grad is not None else torch.zeros_like(slot.local())
+                assert torch.allclose(found, slot.shard(total), rtol=1e-10, atol=1e-10), (slot.name, steps)
         engine.close()
 
     run_ranks(n, body, timeout_s=60)
@@ -182,8 +210,10 @@ def cases(draw):
         st.booleans(),
         st.booleans(),
     )
-    bias = draw(st.booleans())
+    layout = draw(st.sampled_from(["rows", "zero3", "ranges", "replicated"]))
+    bias = layout == "rows" and draw(st.booleans())
     return {
+        "layout": layout,
         "world_size": draw(st.integers(1, 4)),
         "layers": layers,
         "steps": draw(st.lists(step, min_size=1, max_size=4)),
@@ -199,14 +229,23 @@ def cases(draw):
     }
 
 
-@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_random_programs_give_the_gradients_of_autograd(case):
     run_program(case)
 
 
 def base_case(**more: Any) -> dict[str, Any]:
-    case = {"world_size": 3, "layers": 4, "bias": True, "slices": 2, "order": "pairwise", "bytes": 264, "keep": False}
+    case = {
+        "layout": "rows",
+        "world_size": 3,
+        "layers": 4,
+        "bias": True,
+        "slices": 2,
+        "order": "pairwise",
+        "bytes": 264,
+        "keep": False,
+    }
     return {**case, "steps": [Step([0, 1, 2, 3])] * 3, "copying": True, "delay": 3, "seed": 1, **more}
 
 
@@ -250,8 +289,7 @@ def test_a_backward_broken_off_is_forgotten_by_the_next_step(trigger):
                 x.sum().backward()
         for layer, reference in zip(slots, wanted, strict=True):
             for slot, total in zip(layer, reference, strict=True):
-                low, high = slot.bounds
-                assert torch.allclose(slot.grad, total[low:high], rtol=1e-10, atol=1e-10)
+                assert torch.allclose(slot.grad, slot.shard(total), rtol=1e-10, atol=1e-10)
         engine.close()
 
     run_ranks(n, body)
@@ -276,8 +314,7 @@ def test_bytes_are_the_minimum():
         x.sum().backward()
         counters = engine.probe.counters
         engine.close()
-        low, high = slots[0][0].bounds
-        return high - low, counters.param_bytes_received, counters.grad_bytes_received
+        return slots[0][0].local().shape[0], counters.param_bytes_received, counters.grad_bytes_received
 
     row = WIDTH * 8
     for own_rows, params_in, grads_in in run_ranks(n, body):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from commfuse_dp.ops.linear import Visit
+from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.schedule.layout import RowLayout
 
 
@@ -14,12 +15,6 @@ class Rows(NamedTuple):
     owner: int
     start: int
     stop: int
-
-
-class Part(NamedTuple):
-    part: int
-    row_start: int
-    tensor: torch.Tensor
 
 
 class LocalOperand:
@@ -43,6 +38,7 @@ class LocalOperand:
         self.shapes = tuple(tuple(p.shape) for p in params)
         self.out_features, self.in_features = self.shapes[0][0], self.shapes[0][-1]
         self.has_bias = len(params) > 1
+        self.split_rows = ()
         self.anchor = torch.empty(0, requires_grad=True)
         self.trainable = trainable if trainable is not None else (True,) * len(params)
         self.compute_dtype = params[0].dtype
@@ -58,11 +54,11 @@ class LocalOperand:
 
     def _visit(self, visit: Visit, tensors: list[torch.Tensor], owner: int, include: tuple[bool, ...]) -> None:
         low, high = self.layout.bounds(owner)
-        heads = [Part(i, low, tensors[i][low:high]) for i in range(1, len(tensors)) if include[i]]
+        heads = [Piece(i, low, tensors[i][low:high]) for i in range(1, len(tensors)) if include[i]]
         for number, piece in enumerate(self.layout.slices(owner)):
             parts = heads if number == 0 else []
             if include[0]:
-                parts = [*parts, Part(0, piece.start, tensors[0][piece.start : piece.stop])]
+                parts = [*parts, Piece(0, piece.start, tensors[0][piece.start : piece.stop])]
             if parts:
                 visit(Rows(owner, piece.start, piece.stop) if include[0] else Rows(owner, low, low), parts)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commfuse_dp.schedule.layout import FlatLayout, RowLayout, chunk_bounds, slices_of_sizes
+from commfuse_dp.schedule.layout import FlatLayout, RowLayout, chunk_bounds, flat_bounds, rectangles, slices_of_sizes
 
 
 @given(rows=st.integers(0, 300), world_size=st.integers(1, 64))
@@ -43,35 +45,52 @@ def test_known_shards() -> None:
     assert [[s.size for s in shard] for shard in slices_of_sizes((3, 0, 5), 2)] == [[2, 1], [], [3, 2]]
 
 
-@given(rows=st.integers(0, 40), width=st.integers(1, 17), world_size=st.integers(1, 12))
-def test_flat_layout_covers_every_element_once(rows: int, width: int, world_size: int) -> None:
-    layout = FlatLayout(rows * width, width, world_size)
-    padded = layout.partition * world_size
-    seen = [0] * (rows * width)
-    for owner in range(world_size):
-        part = layout.part(owner)
-        # The owner's partition holds these flat elements at these offsets; padding is -1.
-        partition = [e if e < rows * width else -1 for e in range(owner * layout.partition, (owner + 1) * layout.partition)]
-        assert partition.count(-1) == part.padding
-        assert [e for e in partition if e >= 0] == list(range(*layout.bounds(owner)))
-        pieces = [(row, 0, width, part.rows_offset + i * width) for i, row in enumerate(range(part.row_start, part.row_stop))]
-        pieces += [p for p in (part.head, part.tail) if p is not None]
-        for row, first, last, offset in pieces:
-            assert 0 <= first < last <= width
-            for column in range(first, last):
-                element = row * width + column
-                assert partition[offset + column - first] == element
-                seen[element] += 1
-        for edge in (part.head, part.tail):
-            assert edge is None or edge.column_stop - edge.column_start < width
-    assert seen == [1] * (rows * width) and padded >= rows * width
-    assert layout.aligned == (layout.partition % width == 0 or rows * width == 0 or world_size == 1)
+def check_flat(layout: FlatLayout, slices_per_rank: int) -> None:
+    """Every element in exactly one rectangle of one slice, at the offset that its owner's range gives it."""
+    width = layout.row_elems
+    seen = [0] * layout.numel
+    for owner, (low, high) in enumerate(layout.bounds):
+        own = layout.slices(owner)
+        assert [s.index for s in own] == list(range(len(own))) and len(own) <= slices_per_rank
+        assert all(s.owner == owner for s in own)
+        assert [e for s in own for e in range(s.start, s.stop)] == list(range(low, high))
+        for piece in own:
+            for rect in rectangles(piece.start, piece.stop, width):
+                whole = rect.column_start == 0 and rect.column_stop == width
+                assert whole or rect.row_stop == rect.row_start + 1
+                cells = itertools.product(range(rect.row_start, rect.row_stop), range(rect.column_start, rect.column_stop))
+                for number, (row, column) in enumerate(cells):
+                    assert 0 <= column < width
+                    assert row * width + column == piece.start + rect.offset + number
+                    seen[row * width + column] += 1
+                    assert whole or row in layout.split_rows
+                assert not whole or not set(range(rect.row_start, rect.row_stop)) & set(layout.split_rows)
+    assert seen == [1] * layout.numel
+
+
+@given(rows=st.integers(0, 40), width=st.integers(1, 17), world_size=st.integers(1, 12), m=st.integers(1, 4))
+def test_flat_layout_of_zero_3(rows: int, width: int, world_size: int, m: int) -> None:
+    bounds = flat_bounds(rows * width, world_size)
+    partition = -(-rows * width // world_size)
+    assert [stop - start for start, stop in bounds] == [
+        len([e for e in range(owner * partition, (owner + 1) * partition) if e < rows * width]) for owner in range(world_size)
+    ]
+    check_flat(FlatLayout(bounds, width, m), m)
+
+
+@given(rows=st.integers(0, 20), width=st.integers(1, 9), cuts=st.lists(st.floats(0, 1), max_size=5), m=st.integers(1, 4))
+def test_flat_layout_of_any_ranges(rows: int, width: int, cuts: list[float], m: int) -> None:
+    numel = rows * width
+    edges = [0, *sorted(int(numel * cut) for cut in cuts), numel]
+    check_flat(FlatLayout(list(itertools.pairwise(edges)), width, m), m)
 
 
 def test_bad_layouts_are_refused() -> None:
     with pytest.raises(ValueError, match="slices_per_rank=0"):
         RowLayout(4, 2, 0)
     with pytest.raises(ValueError, match="no multiple of row_elems=3"):
-        FlatLayout(10, 3, 2)
+        FlatLayout(flat_bounds(10, 2), 3)
+    with pytest.raises(ValueError, match="follow one another"):
+        FlatLayout([(0, 3), (4, 6)], 3)
     with pytest.raises(ValueError, match="world_size=0"):
         chunk_bounds(4, 0)

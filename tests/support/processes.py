@@ -71,7 +71,7 @@ class RankProcesses:
                 rank = open_pipes[pipe]
                 try:
                     kind, value = pipe.recv()  # type: ignore[union-attr]
-                except (EOFError, ConnectionResetError):
+                except (EOFError, OSError):  # the rank has ended, or close() was called
                     del open_pipes[pipe]
                     continue
                 if kind == "exchange":
