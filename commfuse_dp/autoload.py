@@ -38,15 +38,14 @@ _watching_exit = False
 def activate() -> None:
     """Be ready for the frameworks in FRAMEWORKS. Called by torch, and by `python -m commfuse_dp.run`. Never raises."""
     try:
-        wish = os.environ.get("COMMFUSE", "").strip().lower()
-        if wish in OFF:
+        if _wish() in OFF:
             return
         if not active():
             sys.meta_path.insert(0, _Finder())
         for framework in FRAMEWORKS:
             if framework in sys.modules:  # torch is being imported by it, or was imported after it
                 register(framework)
-        if wish in ON and os.environ.get("RANK") == "0":
+        if _wish() in ON and os.environ.get("RANK") == "0":
             warn_at_exit()
     except Exception as error:
         if os.environ.get("COMMFUSE"):
@@ -115,7 +114,7 @@ def warn_at_exit() -> None:
 
 def _check_use() -> None:
     """Whatever switches CommFuse on imports the transports, and nothing else does."""
-    if "commfuse_dp.transport" in sys.modules or hasattr(sys, "last_type") or _is_helper():
+    if _wish() not in ON or "commfuse_dp.transport" in sys.modules or hasattr(sys, "last_type") or _is_helper():
         return
     warn(
         "CommFuse was asked for (COMMFUSE=1), but no integration switched it on in this process. With FSDP2, call "
@@ -131,6 +130,10 @@ def _is_helper() -> bool:
         return True
     multiprocessing = sys.modules.get("multiprocessing.process")
     return multiprocessing is not None and multiprocessing.parent_process() is not None
+
+
+def _wish() -> str:
+    return os.environ.get("COMMFUSE", "").strip().lower()
 
 
 def _text(error: Exception) -> str:

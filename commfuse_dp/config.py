@@ -71,7 +71,7 @@ class CommFuseConfig(BaseModel):
         allowed = list(type(self).model_fields)
         for key in data:
             if key not in allowed:
-                raise ConfigError(f"unknown CommFuse setting {key!r}: {_nearest(key, allowed)}Allowed: {', '.join(allowed)}.")
+                raise ConfigError(f"unknown CommFuse setting {key!r}: {nearest(key, allowed)}Allowed: {', '.join(allowed)}.")
         try:
             super().__init__(**data)
         except ValidationError as error:
@@ -132,7 +132,7 @@ def _variables(keys: Iterable[str]) -> dict[str, str]:
         elif variable.startswith("COMMFUSE_") and variable not in known and variable not in OTHER_VARIABLES:
             allowed = [*known, *OTHER_VARIABLES]
             raise ConfigError(
-                f"unknown variable {variable}={text!r} in the environment: {_nearest(variable, allowed)}"
+                f"unknown variable {variable}={text!r} in the environment: {nearest(variable, allowed)}"
                 f"Allowed: {', '.join(allowed)}. Unset it, or correct its name."
             )
     return found
@@ -192,6 +192,7 @@ def _load_yaml(path: Path, text: str) -> Any:
     return {} if content is None else content  # an empty file
 
 
-def _nearest(name: str, allowed: Iterable[str]) -> str:
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """What an error says about a name that is nearly right; empty if none is near."""
     near = difflib.get_close_matches(name, list(allowed), n=1)
     return f"did you mean {near[0]!r}? " if near else ""
