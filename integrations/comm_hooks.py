@@ -1,0 +1,276 @@
+"""What the communication hooks of DDP and FSDP1 share: a transport, one thread that drives it, and a report.
+
+[Note: One thread per state]
+A transport belongs to one thread, and backward must not wait for a collective that it does not need yet. So each state has
+a thread that runs its collectives in the order in which backward hands them over, which is the same on all ranks. It sleeps
+in the transport while it waits, and what it computes (sums) releases the GIL.
+
+[Note: When the transport is opened]
+At construction of the state, which is therefore a collective: settings that differ, a transport that cannot be had or a
+missing peer are reported at that line, on all ranks, and not out of the middle of a backward pass; and setting up needs
+collectives of the framework's own group, which must not be called from a thread while the framework may call others.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from commfuse_dp.integrations.fsdp2.fingerprint import check_equal
+
+from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.errors import CommFuseError, ConfigError
+from commfuse_dp.probe import WAIT, Probe, now_ns
+from commfuse_dp.transport.base import Transport
+from commfuse_dp.transport.select import open_transport
+
+log = logging.getLogger("commfuse_dp")
+
+SUMMABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_JOIN_S = 5.0  # at close: for what is under way; a thread that waits for a lost peer longer than that is left behind
+
+
+class BackgroundProbe(Probe):
+    """Waits of the communication thread block no compute: they are spans, but no exposed communication."""
+
+    __slots__ = ()
+
+    def exposed(self, layer: str, start_ns: int, end_ns: int) -> None:
+        self.span(WAIT, layer, start_ns, end_ns, thread="communication")
+
+    def compute_blocked(self, what: str, start_ns: int, end_ns: int) -> None:
+        """Backward itself was blocked on a collective."""
+        super().exposed(what, start_ns, end_ns)
+
+
+class Job:
+    """One collective handed to the thread."""
+
+    __slots__ = ("_done", "_work", "error", "nbytes")
+
+    def __init__(self, work: Callable[[], None], nbytes: int) -> None:
+        self._work = work
+        self._done = threading.Event()
+        self.error: BaseException | None = None
+        self.nbytes = nbytes
+
+    def run(self, broken: BaseException | None) -> None:
+        """broken: an earlier failure on this transport; the ranks' calls no longer match after it."""
+        try:
+            if broken is not None:
+                raise CommFuseError(f"an earlier collective of this hook failed: {broken}") from broken
+            self._work()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._work = _nothing  # the tensors it holds are free now
+            self._done.set()
+
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Block until it has run (the transport's deadline is the limit). Raises what it raised."""
+        self._done.wait()
+        if self.error is not None:
+            raise self.error
+
+
+def _nothing() -> None:
+    return None
+
+
+class CollectiveThread:
+    """Runs jobs in order of submission on one thread, which alone uses the transport."""
+
+    def __init__(self, transport: Transport, name: str) -> None:
+        self.transport = transport
+        self.broken: BaseException | None = None
+        self._jobs: queue.SimpleQueue[tuple[Job, Callable[[Job], None]] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None], *, nbytes: int = 0, then: Callable[[Job], None] = lambda job: None) -> Job:
+        """then(job) runs on the thread after the job, also if it failed."""
+        if self._closed:
+            raise CommFuseError("this hook's state was closed; make a new state and a new model wrapper")
+        job = Job(work, nbytes)
+        self._jobs.put((job, then))
+        return job
+
+    def close(self) -> None:
+        """Finish what was submitted, then say goodbye to the peers. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._jobs.put(None)
+        if threading.current_thread() is not self._thread:  # it is where the last reference to the state was dropped by a job
+            self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        torch.set_grad_enabled(False)  # of this thread only
+        try:
+            self._serve()
+        finally:
+            self.transport.close()
+
+    def _serve(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, then = item
+            job.run(self.broken)
+            if self.broken is None:
+                self.broken = job.error
+            then(job)
+            del item, job, then  # do not hold tensors while waiting for the next job
+
+
+Path = Literal["hooks", "stock"]
+
+
+class HookRow(NamedTuple):
+    name: str
+    path: Path
+    reason: str
+    numel: int
+
+
+class HookReport:
+    """Which way the gradient of every parameter takes. `print(report)` shows it."""
+
+    def __init__(
+        self, framework: str, rows: Sequence[HookRow], *, world_size: int, transport: str, reason: str, probe: Probe
+    ) -> None:
+        self.framework = framework
+        self.rows = list(rows)
+        self.world_size = world_size
+        self.transport = transport
+        self.transport_reason = reason
+        self.probe = probe
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        hooked = sum(row.numel for row in self.rows if row.path == "hooks")
+        rest = sum(row.numel for row in self.rows) - hooked
+        return (
+            f"CommFuse for {self.framework}: {self.world_size} ranks, transport {self.transport} ({self.transport_reason}); "
+            f"gradients of {hooked:,} parameters over its communication hook, {rest:,} left to {self.framework}"
+        )
+
+    def __str__(self) -> str:
+        width = max((len(row.name) for row in self.rows), default=4)
+        return "\n".join([self.summary, *(f"  {row.name:<{width}}  {row.path:<6} {row.reason}" for row in self.rows)])
+
+
+class HookState:
+    """Base of DDPState and FSDP1State. `thread` is None where nothing is to be sent: world size 1, or enabled=False."""
+
+    framework = "?"
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, config: CommFuseConfig | None, device: torch.device, facts: list[tuple[str, str]]
+    ) -> None:
+        """Collective over `group`. facts: what else must be equal on all ranks, as (what, value)."""
+        self.config = checked_config(config)
+        self.group = group
+        self.device = device
+        self.world_size = dist.get_world_size(group)
+        self.probe = BackgroundProbe()
+        self.thread: CollectiveThread | None = None
+        self.transport_name, self.transport_reason = "none", "one rank"
+        if self.world_size > 1:
+            settings = [(f"setting {key}", repr(value)) for key, value in self.config.model_dump().items()]
+            check_equal([*settings, *facts], group if group is not None else _default_group())
+            self._open()
+        if self.config.exclude:
+            log.warning(
+                "CommFuse for %s: exclude=%r has no effect: gradients of all parameters travel together in buckets",
+                self.framework,
+                self.config.exclude,
+            )
+
+    def _open(self) -> None:
+        if not self.config.enabled:
+            self.transport_reason = "enabled=False"
+            return
+        transport, self.transport_reason = open_transport(
+            self.config.transport,
+            group=self.group,
+            inbox_bytes=self.config.inbox_bytes,
+            deadline_s=self.config.deadline_s,
+            probe=self.probe,
+            device=self.device,
+        )
+        self.transport_name = transport.name
+        self.thread = CollectiveThread(transport, f"commfuse-{self.framework.lower()}")
+        self._finalizer = weakref.finalize(self, self.thread.close)  # with the model, or at exit: peers are told goodbye
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of every collective of this state."""
+        assert self.thread is not None
+        return {
+            "order": self.config.order,
+            "slices_per_rank": self.config.slices_per_rank or 1,
+            "transport": self.thread.transport,
+        }
+
+    def close(self) -> None:
+        """End the thread and the transport; the hook cannot be used after it. Happens by itself at exit."""
+        if self.thread is not None:
+            self.thread.close()
+
+    def report_of(self, rows: Sequence[HookRow]) -> HookReport:
+        return HookReport(
+            self.framework,
+            rows,
+            world_size=self.world_size,
+            transport=self.transport_name,
+            reason=self.transport_reason,
+            probe=self.probe,
+        )
+
+    def __getstate__(self) -> Any:
+        raise TypeError(f"a {type(self).__name__} holds connections to other ranks and cannot be pickled or copied")
+
+
+def checked_config(config: CommFuseConfig | None) -> CommFuseConfig:
+    """The configuration given, else that of the environment. Raises ConfigError for what hooks cannot do."""
+    if config is None:
+        config = getattr(CommFuseConfig, "from_environment", CommFuseConfig)()
+    if not isinstance(config, CommFuseConfig):
+        raise ConfigError(f"config must be a CommFuseConfig, got {type(config).__name__}; use CommFuseConfig(**settings)")
+    if config.fuse == "always":
+        raise ConfigError(
+            "fuse='always', but communication hooks get whole buckets of gradients and cannot fuse them with compute; "
+            "use FSDP2 (fully_shard) with commfuse_dp.apply, or fuse='auto'"
+        )
+    return config
+
+
+def check_state(state: object, expected: type, hook: str, example: str) -> None:
+    """Raises ConfigError if a hook was registered with another kind of state."""
+    if not isinstance(state, expected):
+        raise ConfigError(
+            f"{hook} was registered with a state of type {type(state).__name__}; it needs a {expected.__name__}: {example}"
+        )
+
+
+def require_distributed(what: str) -> None:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(f"{what} needs torch.distributed: call init_process_group first, and start with torchrun")
+
+
+def _default_group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+__all__ = ["SUMMABLE", "CollectiveThread", "HookReport", "HookRow", "HookState", "Job", "check_state", "now_ns"]
