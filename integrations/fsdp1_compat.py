@@ -17,7 +17,6 @@ _STATE_FIELDS = ("_comm_hook", "_comm_hook_state", "_handle", "_is_root", "_exec
 _HANDLE_FIELDS = (
     "flat_param",
     "_offload_params",
-    "_has_optim_in_backward",
     "_keep_low_precision_grads",
     "uses_sharded_strategy",
 )
@@ -93,7 +92,7 @@ def may_finish_later(module: FullyShardedDataParallel) -> bool:
     return (
         not hasattr(handle.flat_param, "_saved_grad_shard")  # else it is added to that at once
         and not handle._offload_params
-        and not handle._has_optim_in_backward
+        and not getattr(handle, "_has_optim_in_backward", True)  # there since the first forward
         and not handle._keep_low_precision_grads
     )
 
