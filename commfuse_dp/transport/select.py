@@ -21,8 +21,8 @@ from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.exchange import exchange_of
 
-Kind = Literal["auto", "shm", "tcp", "p2p"]
-KINDS = ("auto", "shm", "tcp", "p2p")
+Kind = Literal["auto", "shm", "tcp", "p2p", "mpi"]
+KINDS = ("auto", "shm", "tcp", "p2p", "mpi")
 
 
 def host_identity() -> str:
@@ -48,7 +48,7 @@ def choose(kind: str, hosts: list[str], device: torch.device) -> tuple[str, str]
         if device.type != "cpu":
             return "p2p", f"auto: parameters are on {device.type}, which torch.distributed moves ({places})"
         return ("shm", f"auto: {places} can share memory") if count == 1 else ("tcp", f"auto: {places}, parameters on CPU")
-    if kind in ("shm", "tcp") and device.type != "cpu":
+    if kind in ("shm", "tcp", "mpi") and device.type != "cpu":
         raise TransportError(f"transport {kind!r} moves CPU memory, but the parameters are on {device}; use 'p2p' or 'auto'")
     if kind == "shm" and count > 1:
         raise TransportError(
@@ -92,6 +92,10 @@ def open_transport(
     if chosen == "tcp":
         tcp = importlib.import_module("commfuse_dp.transport.tcp")
         transport = tcp.TcpTransport(rank, world_size, exchange, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe)
+        return transport, reason
+    if chosen == "mpi":
+        mpi = importlib.import_module("commfuse_dp.transport.mpi")
+        transport = mpi.MpiTransport(rank, world_size, exchange, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe)
         return transport, reason
     if not dist.is_initialized():
         raise TransportError("transport 'p2p' needs torch.distributed: call init_process_group first, or start with torchrun")

@@ -13,6 +13,7 @@ import torch
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.inproc import Faults, InprocWorld
 from commfuse_dp.transport.shm import ShmTransport
+from tests.support import mpi
 from tests.support.threads import ExchangeFn, run_ranks
 
 Body = Callable[[Transport, ExchangeFn], Any]
@@ -52,6 +53,9 @@ class Cluster:
             finally:
                 transport.close()
 
+        return self.run_ranks(world_size, main, timeout_s)
+
+    def run_ranks(self, world_size: int, main: Callable[[int, ExchangeFn], Any], timeout_s: float) -> list[Any]:
         return run_ranks(world_size, main, timeout_s=timeout_s)
 
 
@@ -139,6 +143,18 @@ class P2PCluster(Cluster):
             lane.abort()
 
 
+class MpiCluster(Cluster):
+    """Works inside an MPI job only: see tests/support/mpi.py."""
+
+    kind = "mpi"
+
+    def opener(self, world_size: int, inbox_bytes: int, deadline_s: float) -> Opener:
+        return lambda rank, exchange: mpi.open_mpi(rank, world_size, exchange, inbox_bytes, deadline_s)
+
+    def run_ranks(self, world_size: int, main: Callable[[int, ExchangeFn], Any], timeout_s: float) -> list[Any]:
+        return mpi.run_on_ranks(world_size, main, timeout_s)
+
+
 CLUSTERS: dict[str, type[Cluster]] = {
     cluster.kind: cluster for cluster in (InprocCluster, DelayedInprocCluster, ShmCluster, DevShmCluster)
 }
@@ -146,6 +162,8 @@ if importlib.util.find_spec("commfuse_dp.transport.tcp") is not None:
     CLUSTERS[TcpCluster.kind] = TcpCluster
 if importlib.util.find_spec("commfuse_dp.transport.paired") is not None:
     CLUSTERS[P2PCluster.kind] = P2PCluster
+if mpi.mpiexec() is not None:
+    CLUSTERS[MpiCluster.kind] = MpiCluster
 
 
 def pull_bytes(

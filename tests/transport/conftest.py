@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 
+from tests.support.mpi import JOB_VARIABLE, SuiteJob
 from tests.support.transports import CLUSTERS, Cluster
 
 # (kind of transport, test) -> why this kind does not run it. Everything else must pass on every kind.
@@ -14,6 +17,10 @@ SKIPS: dict[tuple[str, str], str] = {
         "p2p",
         "test_death_of_a_rank_is_named_on_all_survivors",
     ): "gloo's connections end only with their process; test_p2p kills processes",
+    (
+        "mpi",
+        "test_death_of_a_rank_is_named_on_all_survivors",
+    ): "the launcher ends the whole job when a process dies; tests/mpi kills processes",
 }
 
 
@@ -24,3 +31,25 @@ def cluster(request: pytest.FixtureRequest) -> Cluster:
     if reason is not None:
         pytest.skip(reason)
     return CLUSTERS[request.param]()
+
+
+def _kind(item: pytest.Item) -> str | None:
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return parameters.get("cluster", parameters.get("kind"))
+
+
+_JOB = pytest.StashKey[SuiteJob]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Cases of kind `mpi` run in an MPI job, all together; here each reports how it went there."""
+    if _kind(pyfuncitem) != "mpi" or JOB_VARIABLE in os.environ:
+        return None
+    session = pyfuncitem.session
+    if _JOB not in session.stash:
+        session.stash[_JOB] = SuiteJob([item.nodeid for item in session.items if _kind(item) == "mpi"])
+    outcome, text = session.stash[_JOB].outcome(pyfuncitem.nodeid)
+    if outcome != "passed":
+        pytest.fail(text, pytrace=False)
+    return True
