@@ -18,7 +18,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
-from commfuse_dp import autoload
+from commfuse_dp import autoload, mpi_launch
 from commfuse_dp.config import CommFuseConfig, nearest, variable_of
 from commfuse_dp.errors import CommFuseError, ConfigError
 
@@ -66,19 +66,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     except CommFuseError as error:
         _fail(str(error))
     sys.excepthook = _trimmed(sys.excepthook)
-    if request.is_module:
-        _run_module(request.target, request.arguments)
-    else:
-        _run_script(request.target, request.arguments)
+    try:
+        if request.is_module:
+            _run_module(request.target, request.arguments)
+        else:
+            _run_script(request.target, request.arguments)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            mpi_launch.mark_failed()  # no excepthook sees this end
+        raise
 
 
 def _switch_on() -> None:
     os.environ["COMMFUSE"] = "1"
-    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        from commfuse_dp import mpi_launch
-
-        if mpi_launch.under_mpi():
-            mpi_launch.export_environment()
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys() and mpi_launch.under_mpi():
+        mpi_launch.export_environment()
     CommFuseConfig.from_environment()  # what is wrong with the settings is said now
     autoload.activate()
 

@@ -110,5 +110,18 @@ def demo(
         raise typer.Exit(error.code if isinstance(error.code, int) else 1) from None
 
 
+@app.command()
+def env(
+    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+) -> None:
+    """Versions, devices, transports and integrations that work here, and why the others do not: for bug reports."""
+    from commfuse_dp.cli.env import run_env
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 128)
+    run_env(as_json=as_json, console=console)
+
+
 if __name__ == "__main__":
     app()

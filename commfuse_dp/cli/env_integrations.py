@@ -1,0 +1,159 @@
+"""`commfuse env`: what each integration will do with the frameworks installed here.
+
+Every framework is asked in a process of its own (`python -m commfuse_dp.cli.env_integrations NAME ...`): importing one takes
+seconds, and may fail in ways that an exception handler does not see.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from commfuse_dp.cli.env_transports import Finding
+
+TIMEOUT_S = 90.0
+_MARK = "commfuse-env:"  # before the answer: frameworks print, too
+
+
+def ask_integrations() -> dict[str, Finding]:
+    """Integration -> finding. Never raises."""
+    missing = {name: Finding(False, f"{name} is not installed") for name in ("deepspeed", "accelerate") if not _installed(name)}
+    # Neither ranks nor launchers: these processes must not believe they belong to a job.
+    alone = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "COMMFUSE", "PMI", "OMPI_", "MPI_LOCAL", "ACCELERATE_", "TORCHELASTIC_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(alone)}
+    command = [sys.executable, "-m", "commfuse_dp.cli.env_integrations"]
+    processes = {}
+    for names in _TOGETHER:
+        if not missing.keys() & set(names):
+            processes[names] = subprocess.Popen(
+                [*command, *names],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+            )
+    limit = time.monotonic() + TIMEOUT_S
+    found = dict(missing)
+    for names, process in processes.items():
+        found.update(_answers(names, process, limit))
+    return {name: found[name] for name in _QUESTIONS}
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _answers(names: tuple[str, ...], process: subprocess.Popen[str], limit: float) -> dict[str, Finding]:
+    try:
+        output, _ = process.communicate(timeout=max(limit - time.monotonic(), 0.1))
+        lines = [line for line in output.splitlines() if line.strip()]
+        problem = f"its process ended with status {process.returncode}: {lines[-1] if lines else 'no output'}"
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        problem = f"no answer within {TIMEOUT_S:g} s"
+    marked = [json.loads(line.removeprefix(_MARK)) for line in output.splitlines() if line.startswith(_MARK)]
+    return {name: Finding(False, problem) for name in names} | {name: Finding(*finding) for name, *finding in marked}
+
+
+# ---- in the process that is asked --------------------------------------------------------------------------------------
+def _ask_fsdp2() -> Finding:
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    from commfuse_dp.integrations.fsdp2 import compat
+
+    _one_rank()
+    model = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(model)
+    problem = compat.probe(model)
+    if problem is not None:
+        return Finding(True, f"public hooks only; fused layers need commfuse_dp.claim before fully_shard ({problem})")
+    return Finding(
+        True, "commfuse_dp.apply(model) after the last fully_shard: linears fused, the rest gathered in the same stream"
+    )
+
+
+def _ask_fsdp1() -> Finding:
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from commfuse_dp.integrations import fsdp1_compat
+
+    importlib.import_module("commfuse_dp.integrations.fsdp1")
+    _one_rank()
+    problem = fsdp1_compat.probe(FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")))
+    if problem is not None:
+        return Finding(True, f"gradient hook that blocks backward ({problem})")
+    return Finding(True, "gradient hook: reduction in the background of backward, unfused")
+
+
+def _ask_ddp() -> Finding:
+    importlib.import_module("commfuse_dp.integrations.ddp")
+    return Finding(True, "gradient hook: ring all-reduce of each bucket, unfused; public names only")
+
+
+def _ask_deepspeed() -> Finding:
+    return _ask_framework("deepspeed", 'switched on by a top-level "commfuse" block in its JSON')
+
+
+def _ask_accelerate() -> Finding:
+    return _ask_framework("accelerate", "switched on by `accelerate launch --commfuse`")
+
+
+def _ask_framework(name: str, how: str) -> Finding:
+    from commfuse_dp import autoload
+
+    version = getattr(importlib.import_module(name), "__version__", "of unknown version")
+    try:
+        importlib.import_module(f"commfuse_dp.integrations.{name}.autohook")
+        problem = importlib.import_module(f"commfuse_dp.integrations.{name}.compat").probe()
+    except Exception as error:
+        return Finding(False, f"{name} {version}: the integration cannot be loaded: {type(error).__name__}: {error}")
+    how += "" if autoload.active() else ", in a script started by python -m commfuse_dp.run (autoload is not active)"
+    if problem is not None:
+        return Finding(True, f"{how}; without fusion, as this version is unknown: {problem}")
+    return Finding(True, f"{how}; {name} {version} has the private names that it needs")
+
+
+def _one_rank() -> None:
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+_QUESTIONS: dict[str, Callable[[], Finding]] = {
+    "fsdp2": _ask_fsdp2,
+    "fsdp1": _ask_fsdp1,
+    "ddp": _ask_ddp,
+    "deepspeed": _ask_deepspeed,
+    "accelerate": _ask_accelerate,
+}
+
+
+_TOGETHER = (("fsdp2", "fsdp1", "ddp"), ("deepspeed",), ("accelerate",))  # each in a process
+
+
+def main(names: Sequence[str]) -> None:
+    for name in names:
+        try:
+            finding = _QUESTIONS[name]()
+        except Exception as error:
+            finding = Finding(False, f"{type(error).__name__}: {error}".splitlines()[0])
+        print(f"\n{_MARK}{json.dumps([name, *finding])}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
