@@ -11,8 +11,8 @@ needed (torch, pydantic and wrapt neither), and what goes wrong becomes one warn
 [Note: Why the loader and not the finder registers]
 Libraries ask `importlib.util.find_spec("deepspeed")` merely to see whether it is installed, and Python holds its one import
 lock while it calls a finder: importing from there can deadlock with another thread. So the finder only wraps the loader, and
-the hooks are registered when the framework's module is about to run. For that one module wrapt's own finder then comes too
-late, so its hooks are run from here; wrapt's finder sees all later ones.
+the hooks are registered when the framework's module is about to be made (it must not be in sys.modules yet, or wrapt would take
+it for imported). For that one module wrapt's own finder comes too late, so its hooks are run from here.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def when_imported(name: str) -> Callable[[Callable[[ModuleType], None]], Callabl
     """Decorator for the integrations: `hook(module)` runs after module `name` has been imported, or now if it has been.
 
     wrapt.when_imported, except that a hook that raises is reported and left out instead of failing the framework's import.
+    A module that is being imported just now, such as the one that imports torch, counts as imported: hook a later one.
     """
     import wrapt
 
@@ -161,7 +162,7 @@ class _Finder:
 
 
 class _Loader:
-    """A framework's own loader, with the hooks registered just before the module runs."""
+    """A framework's own loader, with the hooks registered just before the module is made."""
 
     def __init__(self, loader: Any, framework: str) -> None:
         self._loader = loader
@@ -171,6 +172,7 @@ class _Loader:
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        register(self._framework)
         create: Callable[[ModuleSpec], ModuleType | None] = self._loader.create_module
         return create(spec)
 
@@ -178,7 +180,6 @@ class _Loader:
         for holder, attribute in ((module, "__loader__"), (module.__spec__, "loader")):
             if getattr(holder, attribute, None) is self:
                 setattr(holder, attribute, self._loader)
-        register(self._framework)
         self._loader.exec_module(module)
         wrapt = sys.modules.get("wrapt")
         if wrapt is not None:

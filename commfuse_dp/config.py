@@ -85,7 +85,7 @@ class CommFuseConfig(BaseModel):
 
     @classmethod
     def from_environment(cls, **overrides: Any) -> CommFuseConfig:
-        """Defaults < the file named by COMMFUSE_CONFIG < COMMFUSE=0 (enabled=False) < COMMFUSE_<KEY> variables < overrides.
+        """Defaults < the file named by COMMFUSE_CONFIG < COMMFUSE_<KEY> variables < overrides < COMMFUSE=0 (enabled=False).
 
         The file is a JSON object, or a YAML mapping if pyyaml is installed. An empty variable counts as unset; lists are
         separated by commas; `none` unsets a setting that may be None. Raises ConfigError, which names the variable, or the
@@ -97,13 +97,12 @@ class CommFuseConfig(BaseModel):
             settings = _from_file(Path(name))
             for key, value in settings.items():
                 _check(cls, key, value, f"{name} (COMMFUSE_CONFIG)")
-        if _switch() is False:
-            settings["enabled"] = False
         for variable, key in _variables(cls.model_fields).items():
             value = _parse(cls, key, os.environ[variable])
             _check(cls, key, value, f"{variable}={os.environ[variable]!r}")
             settings[key] = value
-        return cls(**{**settings, **overrides})
+        off = {"enabled": False} if _switch() is False else {}
+        return cls(**{**settings, **overrides, **off})
 
 
 def asked_for() -> bool:
