@@ -164,7 +164,7 @@ def _run_script(path: str, arguments: list[str]) -> None:
         autoload.warn_at_exit()
         runpy.run_path(path, run_name="__main__")
         return
-    absolute = os.path.abspath(path)
+    absolute = os.path.join(os.getcwd(), path)  # as Python does: "sub/../train.py" stays
     try:
         with io.open_code(absolute) as file:
             source = file.read()
