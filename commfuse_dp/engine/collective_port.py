@@ -132,6 +132,20 @@ class CollectivePort:
         ordered = [received[rank] for rank in range(self.world_size)]
         sum_in_rank_order(output, ordered, own_rank=self.rank, scale_divisor=divisor)
 
+    def all_reduce(self, tensor: torch.Tensor, divisor: float | None) -> None:
+        """tensor <- sum over ranks, in rank order in a wide type, over `divisor`. In place, any shape, contiguous. Blocks."""
+        flat = tensor.view(-1)
+        share = -(-flat.numel() // self.world_size)
+        whole = flat
+        if share * self.world_size != flat.numel():
+            whole = flat.new_zeros(share * self.world_size)
+            whole[: flat.numel()] = flat
+        own = whole[self.rank * share : (self.rank + 1) * share]
+        self.reduce_scatter(own, whole, divisor)
+        self.all_gather(whole, own).wait()
+        if whole is not flat:
+            flat.copy_(whole[: flat.numel()])
+
     # ---- messages ----------------------------------------------------------------------------------------------------
     def push(self, outgoing: list[_Outgoing]) -> bool:
         """Send as many as there is credit for. True if any went."""

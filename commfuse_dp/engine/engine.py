@@ -212,6 +212,22 @@ class Engine:
         self.gradients.drain()
         self._active = False
 
+    def settle(self) -> None:
+        """Finish the sums of all layers passed so far. To be called before blocking in anything that does not poll us."""
+        if not self.gradients.idle:
+            self.gradients.drain()
+
+    @property
+    def has_accumulated(self) -> bool:
+        """Gradients of earlier microbatches wait here unreduced."""
+        return any(unit.accumulated is not None for unit in self.units)
+
+    def reduce_accumulated(self) -> None:
+        """Reduce whatever was accumulated without being reduced, and finish all sums. Collective; outside a backward."""
+        for unit in self.units:
+            self._scatter_accumulated(unit)
+        self.gradients.drain()
+
     def close(self) -> None:
         with contextlib.suppress(CommFuseError):  # a peer may be gone already
             self.parameters.stop(Where("(close)", self.step))  # else the peers' close() goes on serving this rank for a while

@@ -17,13 +17,13 @@ from commfuse_dp.integrations.fsdp2.hooks import StockAllGather, StockReduceScat
 from commfuse_dp.integrations.fsdp2.layers import GroupPolicy, ModuleParameter, fused_forward, gathered_forward
 from commfuse_dp.integrations.fsdp2.report import ParameterRow, Path, Report
 from commfuse_dp.integrations.fsdp2.select import Left, Selection, select
+from commfuse_dp.integrations.root import hook_root
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_flatten
 
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.collective_port import CollectivePort
-from commfuse_dp.engine.engine import Engine, in_backward
+from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.gradients import ReplicaGroup
 from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.plan import Unit, UnitPolicy
@@ -227,7 +227,9 @@ def _install(model: nn.Module, selection: Selection, config: CommFuseConfig) -> 
         for fsdp_param in adoption.fsdp_params:
             compat.detach_param(adoption.group, fsdp_param)
     rows += _hook_rest(application, selection, engine)
-    _hook_root(application, model, engine)
+    application.handles = hook_root(
+        model, engine, before=lambda: _prefetch(application, True), after=lambda: _prefetch(application, False)
+    )
     _hook_reset(application, model, engine)
     vars(model)[_ATTRIBUTE] = application
     application.finalizer = weakref.finalize(model, engine.close)  # also at interpreter exit: peers are told goodbye
@@ -319,30 +321,6 @@ def _hook_reset(application: _Application, model: nn.Module, engine: Engine) -> 
         if isinstance(module, FSDPModule) and hasattr(module, "reset_iter_state"):
             vars(module)["reset_iter_state"] = functools.partial(reset, module)
             application.resettable.append(module)
-
-
-def _hook_root(application: _Application, model: nn.Module, engine: Engine) -> None:
-    def before(module: nn.Module, args: Any) -> None:
-        if not in_backward():
-            _prefetch(application, True)
-        engine.begin_step()
-
-    def arm(grad: torch.Tensor) -> torch.Tensor:
-        engine.arm()
-        return grad
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        if in_backward():
-            return
-        wanted = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        for leaf in wanted:
-            leaf.register_hook(arm)
-        _prefetch(application, False)
-        engine.end_forward(bool(wanted))
-
-    before, after = torch.compiler.disable(before), torch.compiler.disable(after)
-    application.handles.append(model.register_forward_pre_hook(before, prepend=True))
-    application.handles.append(model.register_forward_hook(after, prepend=False))
 
 
 def _minimum_bytes(selection: Selection, rank: int, world_size: int) -> int:

@@ -13,8 +13,8 @@ Path = Literal["fused", "gathered", "hooks", "stock", "plain"]
 MEANING = {
     "fused": "GEMM by slices: forward, dgrad and wgrad overlap their own communication",
     "gathered": "gathered whole in the same stream of slices, prefetched; compute unfused",
-    "hooks": "FSDP2's own groups, over CommFuse's all-gather and reduce-scatter",
-    "stock": "left to FSDP2 as it was",
+    "hooks": "gathered and reduced whole by the framework, over CommFuse's all-gather and reduce-scatter",
+    "stock": "left to the framework as it was",
     "plain": "claimed, but CommFuse is off: blocking collectives, compute unfused",
 }
 

@@ -1,0 +1,75 @@
+"""What makes the block work in an unmodified script: every DeepSpeedEngine asks, when it has been built, whether it is meant."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from types import ModuleType
+from typing import Any
+
+log = logging.getLogger("commfuse_dp")
+
+
+def register() -> None:
+    """Called once, at the first import of deepspeed in this process."""
+    from commfuse_dp.autoload import when_imported
+
+    when_imported("deepspeed.runtime.config")(_check_configurations)
+    when_imported("deepspeed.runtime.engine")(_hook_engines)
+
+
+def _check_configurations(module: ModuleType) -> None:
+    import wrapt
+
+    def check(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from commfuse_dp.integrations.deepspeed.block import check_block
+
+        settings = _settings(args[0] if args else kwargs.get("config"))
+        if settings is not None:
+            check_block(settings)
+        return wrapped(*args, **kwargs)
+
+    wrapt.wrap_function_wrapper(module, "DeepSpeedConfig.__init__", check)
+
+
+def _hook_engines(module: ModuleType) -> None:
+    import wrapt
+
+    def build(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from commfuse_dp.integrations.deepspeed.block import config_of
+
+        known = kwargs.get("config_class")
+        settings = getattr(known, "_param_dict", None)
+        if settings is None:
+            settings = _settings(kwargs.get("config"))
+        config = config_of(settings if settings is not None else {})  # before the engine is built: errors come at once
+        wrapped(*args, **kwargs)
+        if config is not None:
+            switch_on(instance, config)
+
+    wrapt.wrap_function_wrapper(module, "DeepSpeedEngine.__init__", build)
+
+
+def switch_on(engine: Any, config: Any) -> None:
+    import torch.distributed as dist
+    from commfuse_dp.integrations.announce import announce
+    from commfuse_dp.integrations.deepspeed.apply import apply_to_engine
+
+    report = apply_to_engine(engine, config)
+    if dist.get_rank() == 0:
+        announce(str(report))
+
+
+def _settings(config: Any) -> dict[str, Any] | None:
+    """The raw configuration; None if DeepSpeed has to find out what it is."""
+    if isinstance(config, dict):
+        return config
+    if isinstance(config, (str, os.PathLike)) and os.path.isfile(config):
+        try:
+            with open(config, encoding="utf-8") as file:
+                content = json.load(file)
+        except ValueError:
+            return None  # DeepSpeed also reads laxer forms of JSON; the engine's hook sees what it made of them
+        return content if isinstance(content, dict) else None
+    return None

@@ -1,0 +1,260 @@
+"""All names of DeepSpeed that are not documented, in one place. Checked at start; what is missing is a reason, not a crash.
+
+Read in deepspeed 0.19.8: runtime/engine.py, runtime/zero/{stage3, stage_1_and_2, parameter_offload,
+partitioned_param_coordinator}.py, comm/comm.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+_UNFETCHED = "_commfuse_unfetched"
+_FETCHERS = ("deepspeed.runtime.zero.partitioned_param_coordinator", "deepspeed.runtime.zero.parameter_offload")
+
+_ENGINE_NAMES = ("_backward_epilogue", "zero_optimization_stage", "gradient_accumulation_steps")
+_OPTIMIZER_NAMES = {
+    3: ("partition_grads", "independent_gradient_partition_epilogue", "gradient_accumulation_dtype", "get_param_comm_dtype"),
+    2: (
+        "independent_gradient_partition_epilogue",
+        "round_robin_bit16_groups",
+        "round_robin_bit16_offsets",
+        "partition_size",
+        "partition_gradients",
+        "use_grad_accum_attribute",
+        "gradient_accumulation_dtype",
+        "_use_compact_grad_partition_buffer",
+        "_get_compact_grad_partition_slice",
+        "is_gradient_accumulation_boundary",
+        "get_param_comm_dtype",
+    ),
+}
+_PARAM_NAMES = ("ds_id", "ds_tensor", "ds_shape", "ds_numel", "ds_status", "ds_persist", "partition")
+
+
+def version() -> str:
+    return str(importlib.import_module("deepspeed").__version__)
+
+
+# ---- the communication backend ---------------------------------------------------------------------------------------
+def backend_obstacle() -> str | None:
+    """Why the backend cannot be substituted."""
+    comm = importlib.import_module("deepspeed.comm.comm")
+    if not hasattr(comm, "cdb"):
+        return f"deepspeed {version()}: deepspeed.comm.comm has no cdb"
+    backend = comm.cdb
+    if backend is None:
+        return "DeepSpeed's communication is not initialised"
+    lacking = [
+        name
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast")
+        if not hasattr(backend, name)
+    ]
+    return f"deepspeed {version()}: its {type(backend).__name__} lacks {', '.join(lacking)}" if lacking else None
+
+
+def get_backend() -> Any:
+    return importlib.import_module("deepspeed.comm.comm").cdb
+
+
+def set_backend(backend: Any) -> None:
+    # The module's own global: deepspeed.comm.cdb is a copy made at import that nobody reads.
+    importlib.import_module("deepspeed.comm.comm").cdb = backend
+
+
+# ---- the engine ------------------------------------------------------------------------------------------------------
+def engine_obstacle(engine: Any) -> str | None:
+    """Why no layer of this engine can be fused, for what it is or how it is configured."""
+    optimizer = engine.optimizer
+    lacking = [name for name in _ENGINE_NAMES if not hasattr(engine, name)]
+    if lacking:
+        return f"deepspeed {version()}: its engine lacks {', '.join(lacking)}"
+    stage = int(engine.zero_optimization_stage())
+    if stage == 0:
+        return "ZeRO stage 0 shards nothing"
+    if optimizer is None or not hasattr(optimizer, "independent_gradient_partition_epilogue"):
+        return f"the optimizer ({type(optimizer).__name__}) does not partition gradients"
+    lacking = [name for name in _OPTIMIZER_NAMES[3 if stage == 3 else 2] if not hasattr(optimizer, name)]
+    if lacking:
+        return f"deepspeed {version()}: its {type(optimizer).__name__} lacks {', '.join(lacking)}"
+    for what, present in _features(engine, optimizer).items():
+        if present:
+            return f"{what} is on"
+    return None
+
+
+def _features(engine: Any, optimizer: Any) -> dict[str, bool]:
+    """What takes gradients or parameters on ways that fused layers do not follow."""
+
+    def asked(name: str) -> bool:
+        value = getattr(engine, name, None)
+        return bool(value() if callable(value) else value)
+
+    offload = getattr(optimizer, "offload_optimizer", False) or getattr(optimizer, "cpu_offload", False)
+    return {
+        "pipeline parallelism": asked("pipeline_parallelism"),
+        "ZenFlow": asked("zenflow") or bool(getattr(optimizer, "zenflow", False)),
+        "DeepCompile": asked("is_deepcompile_enabled"),
+        "optimizer offloading": bool(offload),
+        "tensor parallelism (AutoTP)": getattr(engine, "autotp_size", lambda: 0)() > 1,
+        "hpZ (zero_hpz_partition_size)": getattr(engine, "zero_hpz_partition_size", lambda: 1)() > 1,
+        "quantisation of weights": asked("zero_quantized_weights") or asked("zero_quantized_nontrainable_weights"),
+        "quantisation of gradients": asked("zero_quantized_gradients"),
+        "MiCS": "MiCS" in type(optimizer).__name__,
+        "mixture of experts": asked("has_moe_layers"),
+        "sequence parallelism": getattr(optimizer, "sequence_parallel_size", 1) > 1,
+        "Muon": "Muon" in type(getattr(optimizer, "optimizer", None)).__name__,
+    }
+
+
+def group_of(engine: Any) -> dist.ProcessGroup:
+    """The data-parallel group over which parameters and gradients are sharded."""
+    group = getattr(engine.optimizer, "dp_process_group", None)
+    return group if group is not None else dist.group.WORLD  # type: ignore[return-value]
+
+
+def before_epilogue(optimizer: Any, action: Callable[[], None]) -> Callable[[], None]:
+    """Call `action` before the optimizer collects the gradients of a backward; returns what undoes it."""
+    original = optimizer.independent_gradient_partition_epilogue
+
+    @functools.wraps(original)
+    def epilogue(*args: Any, **kwargs: Any) -> Any:
+        action()
+        return original(*args, **kwargs)
+
+    vars(optimizer)["independent_gradient_partition_epilogue"] = epilogue
+
+    def undo() -> None:
+        del vars(optimizer)["independent_gradient_partition_epilogue"]
+
+    return undo
+
+
+def coalescing(optimizer: Any) -> bool:
+    """Inside engine.coalesce_grad_reduction(): gradients stay local until its end."""
+    return bool(getattr(optimizer, "_coalesce_grad_reduction", False))
+
+
+# ---- ZeRO-3 ----------------------------------------------------------------------------------------------------------
+def leave_unfetched() -> str | None:
+    """Make DeepSpeed's fetching pass over parameters marked by `mark_unfetched`; a reason if that cannot be."""
+    modules = [importlib.import_module(name) for name in _FETCHERS]
+    for module in modules:
+        if not hasattr(module, "iter_params"):
+            return f"deepspeed {version()}: {module.__name__} has no iter_params"
+    for module in modules:
+        original = module.iter_params
+        if getattr(original, "_commfuse", False):
+            continue
+
+        def iter_params(*args: Any, _original: Callable[..., Iterable[Any]] = original, **kwargs: Any) -> Iterable[Any]:
+            return [param for param in _original(*args, **kwargs) if not getattr(param, _UNFETCHED, False)]
+
+        iter_params._commfuse = True  # type: ignore[attr-defined]
+        vars(module)["iter_params"] = iter_params
+    return None
+
+
+def mark_unfetched(param: nn.Parameter, on: bool) -> None:
+    setattr(param, _UNFETCHED, on)
+
+
+def partition_obstacle(param: nn.Parameter, device: torch.device, group: dist.ProcessGroup) -> str | None:
+    """Why a parameter of a ZeRO-3 engine cannot be served out of its partitions."""
+    lacking = [name for name in _PARAM_NAMES if not hasattr(param, name)]
+    if lacking:
+        return f"it is not partitioned by ZeRO-3 (it lacks {lacking[0]})"
+    if param.ds_persist:  # type: ignore[attr-defined]
+        return "kept whole on every rank (stage3_param_persistence_threshold)"
+    if getattr(param, "is_external_param", False):
+        return "registered as an external parameter"
+    if hasattr(param, "ds_z3_leaf_module"):
+        return "it belongs to a ZeRO-3 leaf module"
+    if getattr(param, "ds_secondary_tensor", None) is not None:
+        return "it has a secondary partition (hpZ)"
+    shard = param.ds_tensor  # type: ignore[attr-defined]
+    if hasattr(shard, "ds_quant_scale"):
+        return "its partition is quantised"
+    if str(getattr(shard, "final_location", None)).lower().endswith(("nvme", "cpu")) or shard.device.type != device.type:
+        return f"its partition is offloaded ({shard.device})"
+    own = getattr(param, "ds_process_group", None)
+    if own is not None and dist.get_process_group_ranks(own) != dist.get_process_group_ranks(group):
+        return "it is partitioned over another group of ranks"
+    return None
+
+
+def whole_shape(param: nn.Parameter) -> tuple[int, ...]:
+    return tuple(param.ds_shape)  # type: ignore[attr-defined]
+
+
+def partition(param: nn.Parameter, real: int) -> torch.Tensor:
+    """This rank's elements of the flattened parameter, without padding: 1-D, `real` elements."""
+    return param.ds_tensor.data.view(-1)[:real]  # type: ignore[attr-defined]
+
+
+def is_gathered(param: nn.Parameter) -> bool:
+    """Somebody has made the whole parameter available."""
+    return param.ds_status.name == "AVAILABLE"  # type: ignore[attr-defined]
+
+
+def release(param: nn.Parameter) -> None:
+    param.partition()  # type: ignore[attr-defined]
+
+
+def accumulate_partition(optimizer: Any, param: nn.Parameter, grad: torch.Tensor) -> None:
+    """Hand a reduced gradient of this rank's partition to ZeRO-3: set in the first microbatch, added in the others."""
+    optimizer.partition_grads([param], [grad])
+
+
+# ---- ZeRO-1 and 2 ----------------------------------------------------------------------------------------------------
+class FlatPlace(NamedTuple):
+    """Where a parameter lies in the flattened parameter groups of ZeRO-1/2."""
+
+    group: int
+    bounds: tuple[tuple[int, int], ...]  # flat range of the parameter in every rank's partition
+
+
+def flat_places(optimizer: Any, world_size: int) -> dict[int, FlatPlace]:
+    """id(param) -> place, of all parameters of the optimizer."""
+    places: dict[int, FlatPlace] = {}
+    for group, params in enumerate(optimizer.round_robin_bit16_groups):
+        size = int(optimizer.partition_size[group])
+        for param, offset in zip(params, optimizer.round_robin_bit16_offsets[group], strict=True):
+            edges = [min(max(rank * size - int(offset), 0), param.numel()) for rank in range(world_size + 1)]
+            places[id(param)] = FlatPlace(group, tuple(itertools.pairwise(edges)))
+    return places
+
+
+def reduces_every_backward(optimizer: Any) -> bool:
+    """ZeRO-2; ZeRO-1 accumulates locally and reduces at the boundary of gradient accumulation."""
+    return bool(optimizer.partition_gradients) or bool(optimizer.is_gradient_accumulation_boundary())
+
+
+def replicated_grad_dtype(optimizer: Any, param: nn.Parameter, place: FlatPlace) -> torch.dtype:
+    """Dtype in which ZeRO-1/2 keeps the gradient of its partition until the step."""
+    if optimizer._use_compact_grad_partition_buffer(place.group) or optimizer.use_grad_accum_attribute:
+        return optimizer.gradient_accumulation_dtype
+    return param.dtype
+
+
+def accumulate_range(optimizer: Any, param: nn.Parameter, place: FlatPlace, rank: int, grad: torch.Tensor) -> None:
+    """Put the reduced gradient of this rank's range where the epilogue of ZeRO-1/2 looks for it."""
+    start, stop = place.bounds[rank]
+    if stop == start:
+        return
+    if optimizer._use_compact_grad_partition_buffer(place.group):
+        target = optimizer._get_compact_grad_partition_slice(place.group, rank, optimizer.get_param_id(param), stop - start)
+        target.add_(grad)
+        return
+    if grad.numel() < param.numel():
+        whole = torch.zeros(param.numel(), dtype=grad.dtype, device=grad.device)
+        whole[start:stop] = grad
+        grad = whole
+    setattr(param, "grad_accum" if optimizer.use_grad_accum_attribute else "grad", grad.view(param.shape))

@@ -1,0 +1,98 @@
+"""Which layers of a DeepSpeed engine's model are served by slices, and why the others are not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from commfuse_dp.integrations.deepspeed import compat
+from commfuse_dp.integrations.fsdp2.rules import module_obstacle, tensor_obstacle
+from torch import nn
+
+from commfuse_dp.config import CommFuseConfig
+
+Bounds = tuple[tuple[int, int], ...]
+
+
+class Layer(NamedTuple):
+    """A module whose weight is served by slices."""
+
+    name: str
+    module: nn.Module
+    param: nn.Parameter  # its weight
+    fused: bool  # otherwise gathered whole
+    place: compat.FlatPlace | None  # ZeRO-1/2
+
+
+class Selection(NamedTuple):
+    layers: list[Layer]
+    left: dict[str, tuple[nn.Parameter, str]]  # parameter -> reason
+
+
+def numel(param: nn.Parameter) -> int:
+    return int(getattr(param, "ds_numel", param.numel()))
+
+
+def select(engine: Any, config: CommFuseConfig, group: dist.ProcessGroup, device: torch.device) -> Selection:
+    model, stage = engine.module, int(engine.zero_optimization_stage())
+    why = "fuse='never'" if config.fuse == "never" else compat.engine_obstacle(engine)
+    if why is None and stage == 3:
+        why = compat.leave_unfetched()
+    layers: list[Layer] = []
+    left: dict[str, tuple[nn.Parameter, str]] = {}
+    owners = Counter(id(param) for module in model.modules() for param in module._parameters.values() if param is not None)
+    places = compat.flat_places(engine.optimizer, group.size()) if why is None and stage != 3 else {}
+    parents = {id(child): module for module in model.modules() for child in module.children()}
+    served: set[int] = set()
+    for name, module in model.named_modules():
+        if module._parameters.get("weight") is None:
+            continue
+        param = module._parameters["weight"]
+        assert param is not None
+        reason = why or _obstacle(name, module, parents.get(id(module)), param, stage, places, owners, config, group, device)
+        if reason is None:
+            layers.append(Layer(name, module, param, isinstance(module, nn.Linear), places.get(id(param))))
+            served.add(id(param))
+        else:
+            left[f"{name}.weight" if name else "weight"] = (param, reason)
+    for name, param in model.named_parameters():
+        if id(param) not in served and name not in left:
+            left[name] = (param, why or _kept(param, "a bias or another parameter that is not a layer's weight"))
+    return Selection(layers, left)
+
+
+def _kept(param: nn.Parameter, otherwise: str) -> str:
+    if getattr(param, "ds_persist", False):
+        return "kept whole on every rank (stage3_param_persistence_threshold)"
+    return otherwise
+
+
+def _obstacle(
+    name: str,
+    module: nn.Module,
+    parent: nn.Module | None,
+    param: nn.Parameter,
+    stage: int,
+    places: dict[int, compat.FlatPlace],
+    owners: Counter[int],
+    config: CommFuseConfig,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> str | None:
+    """Why the weight of one module cannot be served by slices."""
+    obstacle = module_obstacle(name, module, parent, config)
+    if obstacle is not None:
+        return obstacle
+    if not isinstance(module, nn.Linear) and not (stage == 3 and isinstance(module, nn.Embedding)):
+        return _kept(param, f"{type(module).__name__} cannot be computed by row slices")
+    if owners[id(param)] > 1:
+        return "shared by several modules"
+    if stage == 3:
+        return compat.partition_obstacle(param, device, group) or tensor_obstacle(param.data)
+    if id(param) not in places:
+        return "not in the optimizer"
+    if param.device.type != device.type:
+        return f"it is on {param.device}"
+    return tensor_obstacle(param.data)
