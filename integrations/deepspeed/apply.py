@@ -254,8 +254,8 @@ def _hook_steps(
                 if name not in named:
                     named.add(name)
                     log.warning(
-                        "CommFuse: the weight of layer %r is read by other code than its own forward, which makes ZeRO-3 gather "
-                        "it whole in every step. Add %r to 'exclude' to leave the layer to DeepSpeed.",
+                        "CommFuse: the weight of layer %r is read by other code than its own forward, which makes ZeRO-3 "
+                        "gather it whole in every step. Add %r to 'exclude' to leave the layer to DeepSpeed.",
                         name,
                         name,
                     )

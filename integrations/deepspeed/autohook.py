@@ -1,4 +1,4 @@
-"""What makes the block work in an unmodified script: every DeepSpeedEngine asks, when it has been built, whether it is meant."""
+"""What makes the block work in an unmodified script: every DeepSpeedEngine, once built, asks whether it is meant."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def get_backend() -> Any:
 
 def set_backend(backend: Any) -> None:
     # The module's own global: deepspeed.comm.cdb is a copy made at import that nobody reads.
-    importlib.import_module("deepspeed.comm.comm").cdb = backend
+    vars(importlib.import_module("deepspeed.comm.comm"))["cdb"] = backend
 
 
 # ---- the engine ------------------------------------------------------------------------------------------------------
