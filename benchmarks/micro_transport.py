@@ -2,11 +2,13 @@
 
     python -m benchmarks.micro_transport                            two ranks of this host
     python -m benchmarks.micro_transport --link 2gbit --rounds 5    the same over a shaped link (needs root; no shm)
+    python -m benchmarks.micro_transport --variants gloo,tcp,mpi    started by the mpiexec of PATH or beside this Python
 
 An exchange: both ranks fetch `size` bytes from each other at the same time. `pull` fetches a published slice (shm: sums it in
 place, so that its bytes are really read), `message` sends a gradient slice. Variants:
     shm       shared memory                         tcp            sockets
     p2p       torch.distributed, one-sided          tcp-sendfile   sockets, pages of a memfd attached without a copy
+    mpi       MPI (not among the defaults: it changes how the ranks are started)
     gloo      bare isend + irecv + wait of torch.distributed: the price of the stock path, without any protocol
 
 All variants alternate within one launch, size by size and round by round. CPU seconds are those of both processes with all
@@ -20,6 +22,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import statistics
 import sys
 import time
@@ -30,12 +33,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commfuse_dp import mpi_launch
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
 from commfuse_dp.transport.exchange import exchange_of
 
 WORLD_SIZE = 2
 SIZES = (64 << 10, 1 << 20, 5 << 20, 16 << 20)
-VARIANTS = ("shm", "tcp", "tcp-sendfile", "p2p", "gloo")
+DEFAULT_VARIANTS = ("shm", "tcp", "tcp-sendfile", "p2p", "gloo")
+VARIANTS = (*DEFAULT_VARIANTS, "mpi")
+# Of MPICH and UCX; other MPIs do not know them. Without them, ranks in two namespaces of one machine would share memory.
+MPI_OVER_THE_LINK = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self"}
 DEADLINE_S = 60.0
 GB = 1e9
 _RESULT = "RESULT "
@@ -114,6 +121,10 @@ def _open(name: str, largest: int) -> Transport:
         from commfuse_dp.transport.paired import open_p2p
 
         return open_p2p(None, **settings)
+    if name == "mpi":
+        from commfuse_dp.transport.mpi import MpiTransport
+
+        return MpiTransport(dist.get_rank(), WORLD_SIZE, exchange, **settings)
     from commfuse_dp.transport.tcp import TcpTransport
 
     return TcpTransport(dist.get_rank(), WORLD_SIZE, exchange, zero_copy=name == "tcp-sendfile", **settings)
@@ -122,6 +133,8 @@ def _open(name: str, largest: int) -> Transport:
 def worker(options: argparse.Namespace) -> None:
     """One rank. Rank 0 prints the samples of both."""
     torch.set_num_threads(1)
+    if mpi_launch.under_mpi():
+        mpi_launch.export_environment()
     dist.init_process_group("gloo")
     exchange = exchange_of(None)
     samples: dict[str, list[tuple[float, float, float]]] = {}
@@ -165,7 +178,10 @@ def launch(options: argparse.Namespace) -> dict[str, list[list[float]]]:
 
     def collect(prefixes: list[list[str]], extra: list[dict[str, str]]) -> dict[str, list[list[float]]]:
         environments = [{**common, **extra[rank], "RANK": str(rank)} for rank in range(WORLD_SIZE)]
-        with Ranks([[*prefix, *command] for prefix in prefixes], environments) as ranks:
+        commands = [[*prefix, *command] for prefix in prefixes]
+        if "mpi" in options.variants:
+            commands, environments = [_mpi_job(commands, environments)], [{}]
+        with Ranks(commands, environments) as ranks:
             for line in ranks.lines():
                 if line.text.startswith(_RESULT):
                     found = json.loads(line.text[len(_RESULT) :])
@@ -175,8 +191,24 @@ def launch(options: argparse.Namespace) -> dict[str, list[list[float]]]:
         local = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
         return collect([[]] * WORLD_SIZE, [local] * WORLD_SIZE)
     with shaped_world(WORLD_SIZE, options.link, mtu=options.mtu) as world:
-        shaped = [{**world.environment(rank), "MASTER_PORT": "29500"} for rank in range(WORLD_SIZE)]
+        shaped = [{**world.environment(rank), **MPI_OVER_THE_LINK, "MASTER_PORT": "29500"} for rank in range(WORLD_SIZE)]
         return collect([world.command_prefix(rank) for rank in range(WORLD_SIZE)], shaped)
+
+
+def _mpi_job(commands: list[list[str]], environments: list[dict[str, str]]) -> list[str]:
+    """One mpiexec for both ranks, each with its own command and variables."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    launcher = shutil.which("mpiexec", path=path)
+    if launcher is None:
+        raise SystemExit(
+            "--variants mpi needs mpiexec in PATH, of the MPI that mpi4py was built for (pip install mpi4py mpich)"
+        )
+    job = [launcher]
+    for rank, (command, environment) in enumerate(zip(commands, environments, strict=True)):
+        settings = [f"{name}={value}" for name, value in environment.items()]
+        job += [":"] if rank else []
+        job += ["-n", "1", "env", *settings, *command]
+    return job
 
 
 def show(found: dict[str, list[list[float]]]) -> None:
@@ -200,7 +232,7 @@ def main() -> None:
     parser.add_argument("--mtu", type=int, default=65000, help="of the shaped link, in bytes (default 65000)")
     parser.add_argument("--pattern", choices=("pull", "message"), default="pull")
     parser.add_argument(
-        "--variants", type=lambda text: text.split(","), help=f"default: {','.join(VARIANTS)} (no shm on a link)"
+        "--variants", type=lambda text: text.split(","), help=f"default: {','.join(DEFAULT_VARIANTS)} (no shm on a link)"
     )
     parser.add_argument("--sizes", type=lambda text: [int(n) for n in text.split(",")], default=list(SIZES), help="bytes")
     parser.add_argument("--rounds", type=int, default=7)
@@ -208,7 +240,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="store the samples: [seconds, CPU s/GB, softirq s/GB] per variant and size")
     options = parser.parse_args()
     if options.variants is None:
-        options.variants = [name for name in VARIANTS if name != "shm" or options.link is None]
+        options.variants = [name for name in DEFAULT_VARIANTS if name != "shm" or options.link is None]
     unknown = set(options.variants) - set(VARIANTS)
     if unknown:
         parser.error(f"--variants {','.join(sorted(unknown))}: {', '.join(VARIANTS)} are allowed")
