@@ -244,7 +244,7 @@ class HookState:
 def checked_config(config: CommFuseConfig | None) -> CommFuseConfig:
     """The configuration given, else that of the environment. Raises ConfigError for what hooks cannot do."""
     if config is None:
-        config = getattr(CommFuseConfig, "from_environment", CommFuseConfig)()
+        config = CommFuseConfig.from_environment()
     if not isinstance(config, CommFuseConfig):
         raise ConfigError(f"config must be a CommFuseConfig, got {type(config).__name__}; use CommFuseConfig(**settings)")
     if config.fuse == "always":

@@ -217,30 +217,38 @@ def _check(model: object) -> None:
     if not isinstance(model, FullyShardedDataParallel):
         hint = "wrap it first: FSDP1State(FullyShardedDataParallel(model))" if isinstance(model, nn.Module) else _EXAMPLE
         raise ConfigError(f"FSDP1State needs the root FullyShardedDataParallel module, got a {type(model).__name__}: {hint}")
+    why = obstacle(model)
+    if why is not None:
+        raise ConfigError(why)
+
+
+def obstacle(model: FullyShardedDataParallel) -> str | None:
+    """Why this module cannot be given the hook, and what to do about it; None if it can."""
     hook = compat.registered_hook(model)
     if hook is not None:
-        raise ConfigError(
+        return (
             f"this model already has a communication hook ({getattr(hook, '__qualname__', hook)}), and FSDP1 allows one: "
             "construct one FSDP1State per model and register it once, or leave the other hook away"
         )
     outer = compat.enclosing(model)
     if outer is not None:
-        raise ConfigError(
+        return (
             "FSDP1State was given a part of a larger FSDP1 model; hooks belong to the root, and registering one on a part "
             f"would make FSDP1 take the part for a root for good. Give it the outermost module ({type(outer.module).__name__})."
         )
     if compat.forward_has_run(model):
-        raise ConfigError(
+        return (
             "the communication hook must be registered before the first forward of the model: construct the state and "
             f"register it right after wrapping: {_EXAMPLE}"
         )
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel) and module.sharding_strategy in _HYBRID:
-            raise ConfigError(
+            return (
                 f"FSDP1 module {name or '(root)'!r} uses {module.sharding_strategy.name}: FSDP1 has no communication hooks "
                 "for hybrid sharding. Use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD, or FSDP2 (fully_shard on a 2-D mesh) with "
                 "commfuse_dp.apply, which supports it."
             )
+    return None
 
 
 __all__ = ["FSDP1State", "fsdp1_hook", "register_fsdp1"]

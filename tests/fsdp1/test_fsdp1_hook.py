@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from commfuse_dp.integrations import FSDP1State, fsdp1_compat, fsdp1_hook, register_fsdp1
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from commfuse_dp.errors import ConfigError, MismatchError

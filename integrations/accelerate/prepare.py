@@ -1,0 +1,172 @@
+"""In a worker: what each model that Accelerate has prepared gets, and one word about it from the first process.
+
+| prepared by | as | gets |
+| --- | --- | --- |
+| utils.fsdp_utils.fsdp2_prepare_model | FSDP2 | commfuse_dp.apply |
+| Accelerator.prepare_model | FSDP1 | the hook of integrations.fsdp1 |
+| Accelerator.prepare_model | DDP | the hook of integrations.ddp |
+| deepspeed | DeepSpeedEngine | nothing here: integrations.deepspeed sees COMMFUSE=1 |
+
+Asked for once more at each call (COMMFUSE=1), so that a program may switch it off again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from commfuse_dp.integrations.accelerate import compat
+
+from commfuse_dp.autoload import warn
+from commfuse_dp.config import CommFuseConfig, asked_for
+from commfuse_dp.errors import ConfigError
+
+_NOT_HERE = {
+    "DEEPSPEED": "",  # said by the integration for DeepSpeed
+    "MEGATRON_LM": "Megatron-LM shards and reduces by itself",
+    "XLA": "XLA compiles its collectives into the step",
+}
+
+_told: set[str] = set()
+
+
+def follow_fsdp2(module: ModuleType) -> None:
+    """module: accelerate.utils.fsdp_utils."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def fsdp2_prepare_model(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            prepared = original(accelerator, model, *args, **kwargs)
+            if asked_for():
+                _apply(accelerator, prepared)
+            return prepared
+
+        return fsdp2_prepare_model
+
+    if not compat.replace_in_modules(module, "fsdp2_prepare_model", make):
+        _missing("utils.fsdp_utils.fsdp2_prepare_model", "FSDP2")
+
+
+def follow_accelerator(module: Any) -> None:
+    """module: accelerate.accelerator."""
+
+    def prepare(original: Callable[..., Any]) -> Callable[..., Any]:
+        def prepare_model(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            prepared = original(self, model, *args, **kwargs)
+            if asked_for():
+                _register_hook(self, prepared)
+            return prepared
+
+        return prepare_model
+
+    def construct(original: Callable[..., Any]) -> Callable[..., Any]:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if asked_for():
+                check_run(self)
+
+        return __init__
+
+    if not compat.replace(module.Accelerator, "prepare_model", prepare):
+        _missing("Accelerator.prepare_model", "FSDP1 and DDP")
+    compat.replace(module.Accelerator, "__init__", construct)
+
+
+def check_run(accelerator: Any) -> None:
+    """Wrong settings are refused here, before any model is built; what cannot work is said.
+
+    Raises ConfigError.
+    """
+    CommFuseConfig.from_environment()
+    started = compat.processes_started()
+    if accelerator.num_processes == 1:
+        if started == 1:
+            _tell_once("CommFuse has nothing to do: this is a run of one process")
+        elif compat.is_first_process():
+            warn(
+                f"{started} processes each train alone: {started} were started, but Accelerate has set up no communication "
+                f"between them (distributed_type {compat.kind(accelerator)}, num_processes 1, device {accelerator.device}), so "
+                "each trains a model of its own on all the data, and CommFuse does nothing. Without an accelerator, set "
+                "ACCELERATE_USE_CPU=1 in the environment (or Accelerator(cpu=True) in the script); with one, check that torch "
+                "sees it: torch.cuda.is_available()."
+            )
+        return
+    why = _NOT_HERE.get(compat.kind(accelerator))
+    if why and accelerator.is_main_process:
+        _tell_once(f"CommFuse does nothing in this run: {why}")
+
+
+def _apply(accelerator: Any, model: Any) -> None:
+    from commfuse_dp.integrations.fsdp2.apply import engine_of
+
+    import commfuse_dp
+
+    if engine_of(model) is None:  # a script may have called apply() itself
+        _tell(accelerator, _short(commfuse_dp.apply(model)))
+
+
+def _short(report: Any) -> str:
+    """The part of a report before its list of parameters, which apply() has logged at level INFO."""
+    return str(report).partition("\n\n")[0]
+
+
+def _register_hook(accelerator: Any, model: Any) -> None:
+    if accelerator.num_processes == 1 and compat.processes_started() > 1:
+        return  # check_run has said it
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    inner = compat.uncompiled(model)
+    if isinstance(inner, DistributedDataParallel):
+        from commfuse_dp.integrations.ddp import ddp_hook, register_ddp
+
+        hooks = [hook for hook, _ in getattr(inner, "_comm_hooks", ())]
+        if not hooks:
+            _tell(accelerator, register_ddp(inner).summary)
+        elif hooks[0] is not ddp_hook:
+            _decline(accelerator, "DDP", f"the script set a communication hook of its own ({_name(hooks[0])})")
+    elif isinstance(inner, FullyShardedDataParallel):
+        from commfuse_dp.integrations import fsdp1_compat
+        from commfuse_dp.integrations.fsdp1 import fsdp1_hook, obstacle, register_fsdp1
+
+        hook = fsdp1_compat.registered_hook(inner)
+        if hook is fsdp1_hook:
+            return
+        why = obstacle(inner)
+        if why is None:
+            _tell(accelerator, register_fsdp1(inner).summary)
+        else:
+            _decline(accelerator, "FSDP1", why)
+
+
+def _decline(accelerator: Any, framework: str, why: str) -> None:
+    """Raises ConfigError if fusion was insisted on."""
+    if CommFuseConfig.from_environment().fuse == "always":
+        raise ConfigError(f"fuse='always', but {framework} is left as it is: {why}")
+    _tell(accelerator, f"CommFuse leaves {framework} as it is: {why}")
+
+
+def _tell_once(text: str) -> None:
+    if text not in _told:
+        _told.add(text)
+        from commfuse_dp.integrations.announce import announce
+
+        announce(text)
+
+
+def _tell(accelerator: Any, text: str) -> None:
+    if accelerator.is_main_process:
+        from commfuse_dp.integrations.announce import announce
+
+        announce(text)
+
+
+def _missing(name: str, what: str) -> None:
+    text = f"accelerate {compat.version()} has no {name}: CommFuse cannot serve {what} in this version (1.15 was tried)"
+    if CommFuseConfig.from_environment().fuse == "always":
+        raise ConfigError(f"fuse='always', but {text}")
+    warn(text)
+
+
+def _name(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", hook))
