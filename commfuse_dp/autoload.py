@@ -114,8 +114,10 @@ def warn_at_exit() -> None:
 
 
 def _check_use() -> None:
-    """Whatever switches CommFuse on imports the transports, and nothing else does."""
-    if _wish() not in ON or "commfuse_dp.transport" in sys.modules or hasattr(sys, "last_type") or _is_helper():
+    """Whatever uses CommFuse makes a probe."""
+    probe = sys.modules.get("commfuse_dp.probe")
+    used = probe is not None and probe.Probe.made > 0
+    if used or _wish() not in ON or hasattr(sys, "last_type") or _is_helper():
         return
     warn(
         "CommFuse was asked for (COMMFUSE=1), but no integration switched it on in this process. With FSDP2, call "
@@ -125,9 +127,9 @@ def _check_use() -> None:
 
 
 def _is_helper() -> bool:
-    """A process that the training program or its launcher started for itself: data loading, compilation."""
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    if spec is not None and spec.name.partition(".")[0] in ("torch", *FRAMEWORKS):
+    """A process that the training program has started for itself: data loading (multiprocessing), compilation (of torch)."""
+    main, torch = getattr(sys.modules.get("__main__"), "__file__", None), getattr(sys.modules.get("torch"), "__file__", None)
+    if main and torch and os.path.abspath(main).startswith(os.path.join(os.path.dirname(torch), "")):
         return True
     multiprocessing = sys.modules.get("multiprocessing.process")
     return multiprocessing is not None and multiprocessing.parent_process() is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 now_ns: Callable[[], int] = time.monotonic_ns  # CLOCK_MONOTONIC: one clock for all processes of a host
 
@@ -48,8 +49,10 @@ class Probe:
     """One per engine (and its transport). `sink` is None while spans are off: test it before building arguments."""
 
     __slots__ = ("counters", "exposed_by_layer", "sink")
+    made: ClassVar[int] = 0  # in this process: whatever uses CommFuse makes one
 
     def __init__(self) -> None:
+        Probe.made += 1
         self.counters = Counters()
         self.exposed_by_layer: dict[str, int] = {}
         self.sink: SpanSink | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -105,26 +106,34 @@ def _ask_ddp() -> Finding:
 
 
 def _ask_deepspeed() -> Finding:
-    return _ask_framework("deepspeed", 'switched on by a top-level "commfuse" block in its JSON')
+    """Its private names are looked for when an engine is built, whose report names what falls back."""
+    return _ask_framework("deepspeed", ["deepspeed.runtime.engine"], 'a top-level block "commfuse" in its JSON switches it on')
 
 
 def _ask_accelerate() -> Finding:
-    return _ask_framework("accelerate", "switched on by `accelerate launch --commfuse`")
+    modules = ["accelerate.commands.launch", "accelerate.utils.fsdp_utils"]
+    return _ask_framework("accelerate", modules, "`accelerate launch --commfuse` switches it on")
 
 
-def _ask_framework(name: str, how: str) -> Finding:
+def _ask_framework(name: str, modules: Sequence[str], how: str) -> Finding:
+    """Import what the integration hooks into, as a run that asks for CommFuse does, and see whether it complains."""
     from commfuse_dp import autoload
 
+    complaints: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: complaints.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("commfuse_dp").addHandler(handler)
+    os.environ["COMMFUSE"] = "1"
+    importlib.import_module("torch")
+    if not autoload.active():
+        how += ", in a program started by python -m commfuse_dp.run, as autoload is off"
+        autoload.activate()
     version = getattr(importlib.import_module(name), "__version__", "of unknown version")
-    try:
-        importlib.import_module(f"commfuse_dp.integrations.{name}.autohook")
-        problem = importlib.import_module(f"commfuse_dp.integrations.{name}.compat").probe()
-    except Exception as error:
-        return Finding(False, f"{name} {version}: the integration cannot be loaded: {type(error).__name__}: {error}")
-    how += "" if autoload.active() else ", in a script started by python -m commfuse_dp.run (autoload is not active)"
-    if problem is not None:
-        return Finding(True, f"{how}; without fusion, as this version is unknown: {problem}")
-    return Finding(True, f"{how}; {name} {version} has the private names that it needs")
+    for module in modules:
+        importlib.import_module(module)
+    if complaints:
+        return Finding(False, "; ".join(complaints))
+    return Finding(True, f"{how} ({name} {version}, hooked into)")
 
 
 def _one_rank() -> None:

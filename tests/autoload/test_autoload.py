@@ -10,6 +10,8 @@ from pathlib import Path
 import installs
 import pytest
 
+import commfuse_dp
+
 DEEPSPEED = installs.hooks("deepspeed", "deepspeed.runtime.engine")
 ACCELERATE = installs.hooks("accelerate", "accelerate.utils.fsdp_utils")
 SEEN = ["register deepspeed", "hook deepspeed.runtime.engine", "hook deepspeed"]
@@ -143,10 +145,10 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-@pytest.mark.parametrize("code", ["import torch, deepspeed, accelerate", "import deepspeed, accelerate"])
-def test_broken_integration(tmp_path, case, code):
+def test_broken_integration(tmp_path, case):
     """The frameworks work, the other integration works, and there is one line about it."""
     source, reason = BROKEN[case]
+    code = "import deepspeed, accelerate" if case == "syntax" else "import torch, deepspeed, accelerate"
     installs.install(tmp_path, deepspeed=source, accelerate=ACCELERATE)
     installs.write(tmp_path, {"commfuse_dp/config.py": "raise ImportError('pydantic is broken')"})
     out, err = installs.run(f"{code}; print(deepspeed.runtime.engine.DeepSpeedEngine.__name__)", tmp_path)
@@ -183,7 +185,8 @@ NOTHING = "no integration switched it on"
         ("", {"COMMFUSE": "1", "RANK": "1"}, 0),  # once per job
         ("", {"COMMFUSE": "1"}, 0),  # no rank: a launcher
         ("", {"RANK": "0"}, 0),
-        ("; import sys; sys.modules['commfuse_dp.transport'] = sys", {"COMMFUSE": "1", "RANK": "0"}, 0),
+        ("; import commfuse_dp.probe", {"COMMFUSE": "1", "RANK": "0"}, 1),
+        ("; import commfuse_dp.probe; commfuse_dp.probe.Probe()", {"COMMFUSE": "1", "RANK": "0"}, 0),
         ("; raise ValueError", {"COMMFUSE": "1", "RANK": "0"}, 0),  # its error is what is to be read
         (
             "; import multiprocessing as m; p = m.get_context('spawn').Process(target=print, args=('x',)); p.start(); p.join()",
@@ -193,8 +196,19 @@ NOTHING = "no integration switched it on"
     ],
 )
 def test_warning_at_exit(site, code, variables, said):
+    shutil.copy(Path(commfuse_dp.__file__).parent / "probe.py", site / "commfuse_dp")
     done = installs.run_command([sys.executable, "-c", f"import torch{code}"], site, **variables)
     assert done.stderr.count(NOTHING) == said, done.stderr
+
+
+def test_workers_of_torch_itself_do_not_warn_at_exit(site):
+    (site / "torch.py").unlink()
+    installs.write(
+        site, {"torch/__init__.py": installs.TORCH, "torch/worker.py": "import torch", "torchtrain.py": "import torch"}
+    )
+    for program, said in (("torch/worker.py", 0), ("torchtrain.py", 1)):
+        done = installs.run_command([sys.executable, str(site / program)], site, COMMFUSE="1", RANK="0")
+        assert done.stderr.count(NOTHING) == said, done.stderr
 
 
 # ---- with the real torch -----------------------------------------------------------------------------------------------
@@ -246,6 +260,18 @@ def test_the_real_torch_calls_it(tmp_path):
     """
     out, _ = installs.run(code, tmp_path)
     assert out == ["[]", "True 1"]
+
+
+def test_the_real_integrations_wait_until_they_are_asked(tmp_path):
+    """Beside programs that never heard of CommFuse, an import of a framework brings in the hooks, and none of the rooms."""
+    installs.write(tmp_path, {"torch.py": installs.TORCH, **installs.FRAMEWORKS})
+    for framework in ("accelerate", "deepspeed"):
+        code = f"import sys, {framework}; print(*sorted(sys.modules))"
+        out, err = installs.run(code, tmp_path)
+        names = out[-1].split()
+        assert f"commfuse_dp.integrations.{framework}.autohook" in names and not err, err
+        rooms = ("schedule", "transport", "collectives", "ops", "engine", "observe")
+        assert not [name for name in names if name.startswith("torch.") or name.split(".")[1:2] in [[room] for room in rooms]]
 
 
 def test_exit_status_of_a_program_that_fails(site):

@@ -155,11 +155,9 @@ def test_hooks_without_autoload(tmp_path):
     for value in ("0", "1"):
         folder = installs.install(tmp_path / value, deepspeed=installs.hooks("deepspeed.runtime.engine"))
         package = Path(installs.commfuse_dp.__file__).parent
-        for name in ("run.py", "config.py", "errors.py", "mpi_launch.py"):
+        for name in ("run.py", "config.py", "errors.py", "mpi_launch.py", "probe.py"):
             shutil.copy(package / name, folder / "commfuse_dp" / name)
-        installs.write(
-            folder, {"train.py": "import torch, deepspeed\nimport commfuse_dp.transport", "commfuse_dp/transport.py": ""}
-        )
+        installs.write(folder, {"train.py": "import torch, deepspeed, commfuse_dp.probe\ncommfuse_dp.probe.Probe()"})
         done = installs.run_command([*RUN, "train.py"], folder, TORCH_DEVICE_BACKEND_AUTOLOAD=value)
         assert (done.stdout, done.stderr) == ("register deepspeed\nhook deepspeed.runtime.engine\n", "")
 
