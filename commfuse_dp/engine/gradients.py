@@ -16,29 +16,35 @@ slices of a layer do not fit into an inbox together, waiting ranks therefore als
 Sums are finished strictly in the order in which their layers' backward began, not in order of arrival. The order of sums
 cannot change a result (each is a sum of its own), but with replicas each sum starts an all-reduce, and these must be
 started in the same order on all ranks.
+
+Replicated units (ZeRO-1/2) take another way among more than two ranks, see chain.py; here they only keep their turn.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from commfuse_dp.collectives.summation import BLOCK_ELEMENTS, sum_in_rank_order, wide_dtype
 from commfuse_dp.engine.buffers import BufferPool
+from commfuse_dp.engine.chain import Chain
 from commfuse_dp.engine.plan import Geometry, Unit, UnitSlice
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import COMPUTE, SEND, Probe, now_ns
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
 
 SEQUENCE_LIMIT = 1 << 31
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Scatter:
     """One unit's reduce-scatter under way."""
 
     __slots__ = (
+        "chain",
         "divisor",
         "geometry",
         "include",
@@ -68,6 +74,7 @@ class Scatter:
         self.own_done = 0  # own slices computed
         self.summed = 0  # own slices reduced
         self.partials: torch.Tensor | None = None
+        self.chain: Chain | None = None
         self.unloaded: dict[tuple[int, int], torch.Tensor] = {}  # (rank, slice) -> partial that was copied out of the inbox
 
     def tag(self, item: UnitSlice) -> Tag:
@@ -124,7 +131,9 @@ class GradientStream:
             replicate=self._replicas is not None and policy.all_reduce_grads,
             step=step,
         )
-        for item in scatter.geometry.slices[self._rank] if self._announces else ():
+        if unit.replicated and self._transport.world_size > 2:
+            scatter.chain = Chain(self._transport, self._pool, scatter.geometry, unit.index, scatter.seq)
+        for item in scatter.geometry.slices[self._rank] if self._announces and scatter.chain is None else ():
             for peer in self._peers:
                 self._transport.expect(peer, scatter.tag(item), item.nbytes)
         self._queue.append(scatter)
@@ -132,12 +141,10 @@ class GradientStream:
 
     def reserve(self, scatter: Scatter, item: UnitSlice) -> torch.Tensor:
         """Bytes that the partial of `item` is to be computed into. Blocks while its owner has no free slot."""
+        if scatter.chain is not None:
+            return scatter.chain.reserve(item, self._own_part(scatter, item) if item.owner == self._rank else _NOTHING)
         if item.owner == self._rank:
-            if scatter.own is None:
-                scatter.own = self._own_buffer(scatter)
-            if item.nbytes == scatter.own.numel():
-                return scatter.own
-            return scatter.own[item.offset : item.offset + item.nbytes]
+            return self._own_part(scatter, item)
         buffer = self._transport.try_reserve(item.owner, item.nbytes)
         if buffer is None:
             buffer = self._await_credit(scatter, item)
@@ -145,6 +152,10 @@ class GradientStream:
 
     def send(self, scatter: Scatter, item: UnitSlice, buffer: torch.Tensor, start_ns: int) -> None:
         """The partial of `item` has been computed into `buffer`, from start_ns on (0: spans are off)."""
+        if scatter.chain is not None:
+            scatter.own_done += item.owner == self._rank
+            scatter.chain.produced(item, buffer)
+            return
         if item.owner == self._rank:
             scatter.own_done += 1
             return
@@ -152,6 +163,13 @@ class GradientStream:
         if start_ns and self._transport.in_place:  # the transfer is the writing itself, by the GEMM
             name = f"{scatter.unit.name} gradient (in place)"
             self._probe.span(SEND, name, start_ns, now_ns(), nbytes=item.nbytes, peer=item.owner)
+
+    def _own_part(self, scatter: Scatter, item: UnitSlice) -> torch.Tensor:
+        if scatter.own is None:
+            scatter.own = self._own_buffer(scatter)
+        if item.nbytes == scatter.own.numel():
+            return scatter.own
+        return scatter.own[item.offset : item.offset + item.nbytes]
 
     def _own_buffer(self, scatter: Scatter) -> torch.Tensor:
         nbytes = scatter.geometry.segment_bytes[self._rank]
@@ -188,21 +206,31 @@ class GradientStream:
     # ---- summing -----------------------------------------------------------------------------------------------------
     def poll(self) -> bool:
         """Finish the sums whose partials have all arrived; never blocks. True if anything was summed."""
-        worked = False
+        worked = self._advance_chains()
         while self._queue and self._try_sum(self._queue[0]):
             worked = True
             head = self._queue[0]
-            if head.summed == len(head.geometry.slices[self._rank]):
+            if head.chain is not None or head.summed == len(head.geometry.slices[self._rank]):
                 self._queue.popleft()
                 self._complete(head)
         if worked:
             self._transport.push()  # the credits
         return worked
 
+    def _advance_chains(self) -> bool:
+        """In any order: others wait for what is to be passed on. True if anything was done."""
+        worked = False
+        for scatter in self._queue:
+            if scatter.chain is not None:
+                worked |= scatter.chain.advance()
+        return worked
+
     def relieve(self) -> None:
         """What a rank does while it waits for anything: sum, and see to it that nobody waits for room in its inbox."""
         if not self.poll():
             for scatter in self._queue:
+                if scatter.chain is not None:
+                    continue
                 # Twice, because places in the ring are contiguous: half of it may be lost to a gap at its end.
                 if 2 * scatter.geometry.segment_bytes[self._rank] > self._inbox_bytes:
                     self._unload(scatter)
@@ -223,6 +251,8 @@ class GradientStream:
         return own[scatter.summed] if scatter.summed < len(own) else None
 
     def _try_sum(self, scatter: Scatter) -> bool:
+        if scatter.chain is not None:
+            return scatter.chain.done
         item = self._next_item(scatter)
         if item is None:  # an empty shard: nothing to sum, but the unit has still to be completed, once
             return True
@@ -278,7 +308,9 @@ class GradientStream:
         dtype = scatter.geometry.dtype
         if scatter.own is None:  # nothing of this unit is kept here
             scatter.own = torch.empty(0, dtype=torch.uint8, device=self._pool.device)
-        if self._is_final(scatter):
+        if scatter.chain is not None:
+            total = self._chain_total(scatter, scatter.own.view(dtype))
+        elif self._is_final(scatter):
             total = scatter.own.view(dtype)
         else:
             total = scatter.partials if scatter.partials is not None else scatter.own.view(dtype)
@@ -296,6 +328,14 @@ class GradientStream:
             unit.replica_partial = total
             return
         self._replicating.append((scatter, total, self._replicas.all_reduce(total)))
+
+    def _chain_total(self, scatter: Scatter, total: torch.Tensor) -> torch.Tensor:
+        """The sum of the chain's end, in the dtype that is delivered, averaged."""
+        if not self._is_final(scatter):
+            own, total = total, total.to(self._out_dtype(scatter))
+            if own.numel():
+                self._pool.give(own.view(torch.uint8))
+        return total if self._replicas is not None else total.div_(scatter.divisor)
 
     def _deliver(self, scatter: Scatter, total: torch.Tensor) -> None:
         """Cut the flat sum (head rows, main rows) into the parameters' gradients."""
@@ -322,6 +362,9 @@ class GradientStream:
             if self.poll():
                 continue
             head = self._queue[0]
+            if head.chain is not None:
+                self._await_chain(head, head.chain, self.relieve)
+                continue
             item = self._next_item(head)
             if item is None:
                 continue
@@ -350,10 +393,31 @@ class GradientStream:
             self._probe.exposed(f"{scatter.unit.name} (replicas)", start, now_ns())
             self._deliver(scatter, total.div_(scatter.divisor))
 
+    def _await_chain(self, scatter: Scatter, chain: Chain, meanwhile: Callable[[], object]) -> None:
+        for item in chain.uncomputed():
+            raise RuntimeError(f"gradient of layer {scatter.unit.name!r} was opened but slice {item} was never computed")
+        missing = chain.missing()
+        if missing is None:
+            return
+        item, peer, doing = missing
+        start = now_ns()
+
+        def here() -> bool:
+            meanwhile()
+            return chain.missing() != missing
+
+        self._transport.wait_until(here, peer=peer, where=scatter.where(item), doing=doing)
+        self._probe.exposed(f"{scatter.unit.name} (tail)", start, now_ns())
+
     def abandon(self) -> None:
         """After a step that was broken off: take in and drop what peers have sent for it. Gradients are not delivered."""
+        for scatter in self._queue:
+            while scatter.chain is not None and not scatter.chain.done:  # ranks further down wait for what is passed on here
+                self._await_chain(scatter, scatter.chain, self._advance_chains)
         while self._queue:
             scatter = self._queue.popleft()
+            if scatter.chain is not None:
+                continue
             for item in scatter.geometry.slices[self._rank][scatter.summed :]:
                 tag = scatter.tag(item)
                 for peer in self._peers:

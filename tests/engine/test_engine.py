@@ -255,10 +255,12 @@ def test_no_deadlock_with_credit_for_one_slice(copying, seed):
     run_program(base_case(seed=seed, copying=copying, steps=[Step([0, 1, 2, 3])] * 4, slices=3, world_size=4))
 
 
+@pytest.mark.parametrize("replicated", [False, True])
 @pytest.mark.parametrize("trigger", [0, 2])
-def test_a_backward_broken_off_is_forgotten_by_the_next_step(trigger):
+def test_a_backward_broken_off_is_forgotten_by_the_next_step(trigger, replicated):
     """All ranks raise at the same layer; partials that were sent before are taken in and dropped."""
-    n, params = 3, weights(4, 9, True)
+    n, params = 3, weights(4, 9, not replicated)
+    flat = [(0, 7), (7, 25), (25, 25)] if replicated else None
     wanted = expected(params, [Step([]), Step([0, 1, 2, 3])], n)
     world = InprocWorld(n, inbox_bytes=4096, deadline_s=20.0, faults=Faults(seed=2, max_delay=3))
     config = CommFuseConfig(inbox_bytes=4096, prefetch_bytes=4096)
@@ -267,15 +269,21 @@ def test_a_backward_broken_off_is_forgotten_by_the_next_step(trigger):
         raise ValueError("in the middle")
 
     def body(rank: int, exchange) -> None:
-        slots = [[Slot(f"{i}.{j}", p, rank, n) for j, p in enumerate(layer)] for i, layer in enumerate(params)]
-        units = [Unit(i, f"layer{i}", layer, Policy(), None) for i, layer in enumerate(slots)]
+        slots = [[Slot(f"{i}.{j}", p, rank, n, flat=flat) for j, p in enumerate(layer)] for i, layer in enumerate(params)]
+        units = [
+            Unit(i, f"layer{i}", layer, Policy(), None, flat_bounds=flat, replicated=replicated)
+            for i, layer in enumerate(slots)
+        ]
         engine = Engine(CopyingTransport(rank, world), units, config, device=torch.device("cpu"), replicas=None)
         operands = [UnitOperand(engine, unit) for unit in units]
         for number, broken in enumerate((True, False)):
             engine.begin_step()
             x = data(rank, number)
             for layer, operand in enumerate(operands):
-                x = torch.tanh(fused_linear(x, operand, 0, torch.float64))
+                if replicated:
+                    x = torch.tanh(replicated_linear(x, params[layer][0], operand, torch.float64))
+                else:
+                    x = torch.tanh(fused_linear(x, operand, 0, torch.float64))
                 if broken and layer == trigger:
                     x.register_hook(fail)
             engine.end_forward(True)
@@ -293,6 +301,45 @@ def test_a_backward_broken_off_is_forgotten_by_the_next_step(trigger):
         engine.close()
 
     run_ranks(n, body)
+
+
+@pytest.mark.parametrize("owner", [0, 1, 3])
+def test_a_chain_loads_every_link_once(owner):
+    """ZeRO-1/2 among four ranks, one owner of all layers: each rank sends to the next one only, and the owner to nobody."""
+    n, layers = 4, 3
+    params = weights(layers, 3, False)
+    world = InprocWorld(n, inbox_bytes=1 << 16)
+    flat = [(0, 0) if rank < owner else (0, WIDTH * WIDTH) if rank == owner else (WIDTH * WIDTH,) * 2 for rank in range(n)]
+    sent: dict[int, list[int]] = {rank: [] for rank in range(n)}
+
+    def body(rank: int, exchange) -> torch.Tensor | None:
+        transport = InprocTransport(rank, world)
+        send = transport.send
+
+        def noted(dst: int, tag: Any, buffer: torch.Tensor) -> None:
+            sent[rank].append(dst)
+            send(dst, tag, buffer)
+
+        transport.send = noted  # type: ignore[method-assign]
+        slots = [[Slot(f"{i}", layer[0], rank, n, flat=flat)] for i, layer in enumerate(params)]
+        units = [Unit(i, str(i), own, Policy(), 1, flat_bounds=flat, replicated=True) for i, own in enumerate(slots)]
+        config = CommFuseConfig(inbox_bytes=1 << 16)
+        engine = Engine(transport, units, config, device=torch.device("cpu"), replicas=None)
+        operands = [UnitOperand(engine, unit) for unit in units]
+        engine.begin_step()
+        x = data(rank, 0).requires_grad_()
+        for layer, operand in zip(params, operands, strict=True):
+            x = replicated_linear(x, layer[0], operand, torch.float64)
+        x.sum().backward()
+        received = engine.probe.counters.grad_bytes_received
+        assert received == (0 if rank == (owner + 1) % n else layers * WIDTH * WIDTH * 8)
+        engine.close()
+        return slots[0][0].grad
+
+    grads = run_ranks(n, body)
+    for rank in range(n):
+        assert sent[rank] == ([] if rank == owner else [(rank + 1) % n] * layers)
+        assert (grads[rank] is not None and grads[rank].numel() > 0) == (rank == owner)
 
 
 def test_bytes_are_the_minimum():

@@ -1,0 +1,129 @@
+"""A gradient's way to its owner through all other ranks, for units that have one owner (or few) at a time.
+
+Where every rank owns a part of each layer (FSDP2, ZeRO-3), partials go straight to their owners and every link carries the
+same. Under ZeRO-1/2 a rank owns whole layers: sent straight, the partials of N - 1 ranks would meet at one owner's link, layer
+after layer, and take N - 1 times as long as they need. So they travel as a chain
+
+    owner+1  ->  owner+2  ->  ...  ->  owner        each adds its own partial to what it got
+
+in which every link carries each layer once: the bytes of a reduce-scatter, (N-1)/N of the gradient per rank.
+
+The sum is made in the order of the chain and in the dtype that travels, as a ring all-reduce does it: the same bits in every
+run and on every transport, but rounded at every hop if that dtype is a narrow one.
+
+[Note: No credit is waited for]
+A rank that gets no room at the next one keeps its sum in a buffer of its own and goes on computing; a sum that has arrived is
+added to the own partial and leaves the inbox as soon as that partial exists. So nobody waits for a rank behind him, and what
+is kept is at most the gradient itself, as in stock ZeRO-1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from commfuse_dp.engine.buffers import BufferPool
+from commfuse_dp.engine.plan import Geometry, UnitSlice
+from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
+
+
+class _Link:
+    """This rank's part in the chain of one slice."""
+
+    __slots__ = ("arrived", "buffer", "first", "item", "last", "reserved", "tag")
+
+    def __init__(self, item: UnitSlice, tag: Tag, rank: int, world_size: int) -> None:
+        self.item = item
+        self.tag = tag
+        self.first = rank == (item.owner + 1) % world_size
+        self.last = rank == item.owner
+        self.arrived = self.first  # nothing comes to the first
+        self.buffer: torch.Tensor | None = None  # the own partial, then the sum; None: not yet computed, or gone
+        self.reserved = False  # the buffer is a slot in the next rank's inbox
+
+
+class Chain:
+    """All slices of one unit's gradient on this rank."""
+
+    def __init__(self, transport: Transport, pool: BufferPool, geometry: Geometry, unit: int, seq: int) -> None:
+        self._transport = transport
+        self._pool = pool
+        self._dtype = geometry.dtype
+        rank, world_size = transport.rank, transport.world_size
+        self._previous, self._next = (rank - 1) % world_size, (rank + 1) % world_size
+        self._links: dict[tuple[int, int], _Link] = {}
+        for part, item in enumerate(item for own in geometry.slices for item in own):
+            tag = Tag(CHANNEL_GRAD, unit, seq, part)
+            link = self._links[item.owner, item.index] = _Link(item, tag, rank, world_size)
+            if not link.first:
+                transport.expect(self._previous, tag, item.nbytes)
+        self._open = dict(self._links)  # this rank's part is not yet done
+
+    # ---- producing ---------------------------------------------------------------------------------------------------
+    def reserve(self, item: UnitSlice, own: torch.Tensor) -> torch.Tensor:
+        """Bytes for the own partial of `item`. own: the bytes for it if this rank is its owner."""
+        link = self._links[item.owner, item.index]
+        if link.last:
+            return own
+        slot = self._transport.try_reserve(self._next, item.nbytes) if link.first else None
+        link.reserved = slot is not None
+        return slot if slot is not None else self._pool.take(item.nbytes)
+
+    def produced(self, item: UnitSlice, buffer: torch.Tensor) -> None:
+        link = self._links[item.owner, item.index]
+        if link.reserved:
+            self._transport.send(self._next, link.tag, buffer)
+            del self._open[item.owner, item.index]
+            return
+        link.buffer = buffer
+        self.advance()
+
+    # ---- passing on --------------------------------------------------------------------------------------------------
+    def advance(self) -> bool:
+        """Add what has arrived, send what there is room for. Never blocks. True if anything was done."""
+        worked = False
+        for key, link in list(self._open.items()):
+            if link.buffer is None:
+                continue
+            if not link.arrived and self._transport.arrived(self._previous, link.tag):
+                self._add(link)
+                worked = True
+            if link.arrived and (link.last or self._pass_on(link)):
+                del self._open[key]
+                worked = True
+        return worked
+
+    def _add(self, link: _Link) -> None:
+        assert link.buffer is not None
+        sums = self._transport.receive(self._previous, link.tag)
+        link.buffer.view(self._dtype).add_(sums.view(self._dtype))
+        self._transport.release(self._previous, link.tag, more=True)
+        link.arrived = True
+
+    def _pass_on(self, link: _Link) -> bool:
+        assert link.buffer is not None
+        slot = self._transport.try_reserve(self._next, link.item.nbytes)
+        if slot is None:
+            return False
+        slot.copy_(link.buffer)
+        self._transport.send(self._next, link.tag, slot)
+        self._pool.give(link.buffer)
+        link.buffer = None
+        return True
+
+    @property
+    def done(self) -> bool:
+        return not self._open
+
+    def missing(self) -> tuple[UnitSlice, int, str] | None:
+        """What this rank's part waits for, computed as it is: (slice, peer, what the peer is to do)."""
+        for link in self._open.values():
+            if not link.arrived:
+                return link.item, self._previous, "its sum of the partial gradients"
+            return link.item, self._next, "a free slot in its gradient inbox"
+        return None
+
+    def uncomputed(self) -> Iterator[UnitSlice]:
+        """Slices whose own partial has not been computed."""
+        return (link.item for link in self._open.values() if link.buffer is None)
