@@ -45,7 +45,7 @@ def activate() -> None:
         for framework in FRAMEWORKS:
             if framework in sys.modules:  # torch is being imported by it, or was imported after it
                 register(framework)
-        if _wish() in ON and os.environ.get("RANK") == "0":
+        if _wish() in ON and "RANK" in os.environ:
             warn_at_exit()
     except Exception as error:
         if os.environ.get("COMMFUSE"):
@@ -104,9 +104,9 @@ def warn(message: str) -> None:
 
 
 def warn_at_exit() -> None:
-    """Say so at the end of this process if CommFuse was asked for and nothing has switched it on."""
+    """Say so at the end of this process if CommFuse was asked for and nothing has switched it on. Rank 0 only."""
     global _watching_exit
-    if not _watching_exit:
+    if not (_watching_exit or os.environ.get("RANK", "0") != "0" or _is_helper()):
         _watching_exit = True
         import atexit
 
@@ -117,7 +117,7 @@ def _check_use() -> None:
     """Whatever uses CommFuse makes a probe."""
     probe = sys.modules.get("commfuse_dp.probe")
     used = probe is not None and probe.Probe.made > 0
-    if used or _wish() not in ON or hasattr(sys, "last_type") or _is_helper():
+    if used or _wish() not in ON or hasattr(sys, "last_type"):
         return
     warn(
         "CommFuse was asked for (COMMFUSE=1), but no integration switched it on in this process. With FSDP2, call "
@@ -140,7 +140,7 @@ def _wish() -> str:
 
 
 def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 class _Finder:
