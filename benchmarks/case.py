@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-VARIANTS = ("compute", "fsdp2", "fsdp2-best", "ddp", "commfuse", "commfuse-unfused")
+VARIANTS = ("compute", "fsdp2", "fsdp2-best", "ddp", "commfuse", "commfuse-unfused")  # those run if nothing is said
+DEEPSPEED = tuple(f"zero{stage}{kind}" for stage in (1, 2, 3) for kind in ("", "-commfuse"))
 
 
 class BenchmarkError(RuntimeError):

@@ -27,13 +27,13 @@ def best_fsdp2(case: Case, batches: list[Batch], say: Callable[[str], None]) -> 
         return Fsdp2("fsdp2-best", case, batches, **settings)
 
     groupings: list[Settings] = [{"grouping": name} for name in ("layer", "linear", "two-layers", "model")]
-    best, first = _fastest(make, groupings, case, say)
+    best, first = fastest(make, groupings, case, say)
     refined: list[Settings] = [best, {**best, "prefetch": True}]
     if not case.keep:
         refined += [{**best, "keep_last": True}, {**best, "prefetch": True, "keep_last": True}]
     if best["grouping"] == "model":  # one group: nothing to prefetch, and keeping the last would keep everything
         return best, first
-    best, second = _fastest(make, refined, case, say)
+    best, second = fastest(make, refined, case, say)
     return best, first + second
 
 
@@ -43,10 +43,10 @@ def best_ddp(case: Case, batches: list[Batch], say: Callable[[str], None]) -> tu
     def make(settings: Settings) -> Variant:
         return Ddp("ddp", case, batches, **settings)
 
-    return _fastest(make, [{"bucket_mb": size} for size in (25, 50, 100)], case, say)
+    return fastest(make, [{"bucket_mb": size} for size in (25, 50, 100)], case, say)
 
 
-def _fastest(
+def fastest(
     make: Make, candidates: list[Settings], case: Case, say: Callable[[str], None]
 ) -> tuple[Settings, list[dict[str, Any]]]:
     """Alternating steps of each candidate, the quickest of each counts (a disturbance only ever adds time).
@@ -67,6 +67,8 @@ def _fastest(
             spent = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
             dist.all_reduce(spent, dist.ReduceOp.MAX)
             times[k].append(spent.item())
+    for variant in variants:
+        variant.finish()
     quickest = [min(line) for line in times]
     tried = [{**settings, "step_ms": round(1e3 * spent, 1)} for settings, spent in zip(candidates, quickest, strict=True)]
     for line in tried:

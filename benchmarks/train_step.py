@@ -28,7 +28,7 @@ if __package__ in (None, ""):  # run as a script: make `benchmarks` importable
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import picture, report
-from benchmarks.case import VARIANTS, BenchmarkError, Case, minimum_bytes
+from benchmarks.case import DEEPSPEED, VARIANTS, BenchmarkError, Case, minimum_bytes
 from benchmarks.launch import run_case
 from benchmarks.models import MODELS
 from commfuse_dp.cli import netns
@@ -59,7 +59,14 @@ SUITES = {
         Plan("1x"),
         Plan("0.5x"),
         Plan("1gbit", keep=True, variants=("compute", "fsdp2", "fsdp2-best", "ddp", "commfuse")),
-    )
+    ),
+    "deepspeed": (
+        Plan("none", variants=("compute", "zero3", "zero3-commfuse")),
+        Plan("1.5x", variants=("compute", "zero3", "zero3-commfuse")),
+        Plan("1x", variants=("compute", "zero3", "zero3-commfuse")),
+        Plan("1.5x", keep=True, variants=("compute", "zero1", "zero1-commfuse", "zero2", "zero2-commfuse")),
+        Plan("1x", keep=True, variants=("compute", "zero1", "zero1-commfuse", "zero2", "zero2-commfuse")),
+    ),
 }
 
 
@@ -189,7 +196,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--link", default="none", help="comma-separated: none, a rate (1gbit, 800mbit), or 1.5x (see above)")
     parser.add_argument("--suite", choices=sorted(SUITES), help="a fixed list of cases instead of --link, stored in results/")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated, of: %(default)s")
+    parser.add_argument(
+        "--variants",
+        default=",".join(VARIANTS),
+        help=f"comma-separated, of: {', '.join(VARIANTS + DEEPSPEED)} (default: the first {len(VARIANTS)})",
+    )
     parser.add_argument("--steps", type=int, default=3, help="steps of a timed block (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="timed blocks of every variant (%(default)s)")
     parser.add_argument("--warmup", type=int, default=2, help="untimed steps of every variant (%(default)s)")
@@ -227,9 +238,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _case(arguments: argparse.Namespace) -> Case:
     variants = tuple(name for name in arguments.variants.split(",") if name)
-    unknown = [name for name in variants if name not in VARIANTS]
+    unknown = [name for name in variants if name not in VARIANTS + DEEPSPEED]
     if unknown or not variants or len(set(variants)) < len(variants):
-        raise ConfigError(f"--variants {arguments.variants!r}: give each at most once, of {', '.join(VARIANTS)}.")
+        raise ConfigError(f"--variants {arguments.variants!r}: give each at most once, of {', '.join(VARIANTS + DEEPSPEED)}.")
     shared = {name: getattr(arguments, name) for name in Case.__dataclass_fields__ if hasattr(arguments, name)}
     return Case(**{**shared, "variants": variants})
 

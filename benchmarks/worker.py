@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import search
-from benchmarks.case import BenchmarkError, Block, Case, CaseResult, VariantRecord, minimum_bytes
+from benchmarks.case import DEEPSPEED, BenchmarkError, Block, Case, CaseResult, VariantRecord, minimum_bytes
 from benchmarks.models import Batch, batches
 from benchmarks.variants import CommFuse, Compute, Ddp, Fsdp2, Variant
 from commfuse_dp.cli.launch import die_with_parent
@@ -93,6 +93,10 @@ def _make(name: str, case: Case, data: list[Batch], rank: int, say: Callable[[st
         return Fsdp2(name, case, data)
     if name in ("commfuse", "commfuse-unfused"):
         return CommFuse(name, case, data, fuse="auto" if name == "commfuse" else "never")
+    if name in DEEPSPEED:
+        from benchmarks.deepspeed_variants import make_zero
+
+        return make_zero(name, case, data, say)
     if name not in ("fsdp2-best", "ddp"):
         raise BenchmarkError(f"unknown variant {name!r}")
     finder = search.best_fsdp2 if name == "fsdp2-best" else search.best_ddp

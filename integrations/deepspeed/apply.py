@@ -186,6 +186,18 @@ def _install(zero: Any, config: CommFuseConfig, selection: Selection, group: dis
     return report
 
 
+def activate(engine: Engine | None) -> None:
+    """Tell the shared backend whose collectives come next: see [Note: Whose call it is] in backend.py."""
+    backend = compat.get_backend()
+    if isinstance(backend, RingBackend):
+        backend.activate(engine)
+
+
+def leave_alone(zero: Any) -> None:
+    """Have an engine without CommFuse keep DeepSpeed's own collectives, though another engine of this process is served."""
+    zero.module.register_forward_pre_hook(lambda module, args: activate(None))
+
+
 def _close(engine: Engine) -> None:
     backend = compat.get_backend()
     if isinstance(backend, RingBackend) and backend.release(engine):
@@ -203,13 +215,13 @@ def _serve(application: _Application, layer: Layer, unit: Unit) -> None:
 
         def forward(input: torch.Tensor) -> torch.Tensor:
             out = replicated_linear(input, param, operand, operand.partial_dtype)
-            return out + _as(module.bias, out) if bias else out  # type: ignore[arg-type]
+            return out.add_(_as(module.bias, out)) if bias else out  # type: ignore[arg-type]
 
     elif layer.fused:
 
         def forward(input: torch.Tensor) -> torch.Tensor:
             out = fused_linear(input, operand, handle, operand.partial_dtype)
-            return out + _as(module.bias, out) if bias else out  # type: ignore[arg-type]
+            return out.add_(_as(module.bias, out)) if bias else out  # type: ignore[arg-type]
 
     else:
         forward = functional_forward(module, lambda: gather_parameters(operand, handle), False)
@@ -270,7 +282,11 @@ def _hook_steps(
         for slot in replicated:
             slot.hand_over()
 
-    for handle in hook_root(zero.module, engine, before=release_gathered):
+    def before() -> None:
+        release_gathered()
+        activate(engine)
+
+    for handle in hook_root(zero.module, engine, before=before):
         application.undo.append(handle.remove)
     if selection.layers:
         application.undo.append(compat.before_epilogue(optimizer, collect))

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
+import weakref
 from types import ModuleType
 from typing import Any
 
 log = logging.getLogger("commfuse_dp")
+
+_stock_engines: weakref.WeakSet[Any] = weakref.WeakSet()  # built before any engine was served
 
 
 def register() -> None:
@@ -45,8 +49,10 @@ def _hook_engines(module: ModuleType) -> None:
             settings = _settings(kwargs.get("config"))
         config = config_of(settings if settings is not None else {})  # before the engine is built: errors come at once
         wrapped(*args, **kwargs)
-        if config is not None:
+        if config is not None and config.enabled:
             switch_on(instance, config)
+        else:
+            _leave_alone(instance)
 
     wrapt.wrap_function_wrapper(module, "DeepSpeedEngine.__init__", build)
 
@@ -54,11 +60,22 @@ def _hook_engines(module: ModuleType) -> None:
 def switch_on(engine: Any, config: Any) -> None:
     import torch.distributed as dist
     from commfuse_dp.integrations.announce import announce
-    from commfuse_dp.integrations.deepspeed.apply import apply_to_engine
+    from commfuse_dp.integrations.deepspeed.apply import apply_to_engine, leave_alone
 
+    for stock in list(_stock_engines):
+        leave_alone(stock)
+    _stock_engines.clear()
     report = apply_to_engine(engine, config)
     if dist.get_rank() == 0:
         announce(str(report))
+
+
+def _leave_alone(engine: Any) -> None:
+    module = sys.modules.get("commfuse_dp.integrations.deepspeed.apply")
+    if module is None:  # no engine of this process is served so far: should one be later, this one tells itself apart then
+        _stock_engines.add(engine)
+    else:
+        module.leave_alone(engine)
 
 
 def _settings(config: Any) -> dict[str, Any] | None:

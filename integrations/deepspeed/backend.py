@@ -4,6 +4,11 @@
 While this rank is blocked in a collective of torch.distributed it sums no gradients and gives no credit back, and a peer that
 is behind may need credit to reach that collective at all. So whatever is not served here first finishes the gradients of the
 layers that this rank has passed (`Engine.settle`): slower, never stuck.
+
+[Note: Whose call it is]
+All DeepSpeed engines of a process share one backend, and a call does not say for which engine it is made. It is taken to be
+for the engine whose forward began last (`activate`); an engine without CommFuse thus keeps DeepSpeed's own collectives. A wrong
+guess changes who moves the bytes, never the result.
 """
 
 from __future__ import annotations
@@ -54,6 +59,7 @@ class RingBackend:
 
     def __init__(self, original: Any) -> None:
         self.original = original
+        self._active: Engine | None = None
         self._ports: dict[tuple[int, ...], tuple[Engine, CollectivePort]] = {}
         self._ranks: dict[
             int, tuple[Any, tuple[int, ...]]
@@ -62,6 +68,11 @@ class RingBackend:
     def serve(self, engine: Engine, port: CollectivePort, ranks: tuple[int, ...]) -> None:
         """Collectives of the group of these global ranks go through `port` from now on."""
         self._ports[ranks] = (engine, port)
+        self._active = engine
+
+    def activate(self, engine: Engine | None) -> None:
+        """The calls to come are for this engine; None: for one that CommFuse does not serve."""
+        self._active = engine
 
     def release(self, engine: Engine) -> bool:
         """The engine ends. True if nobody is served any more."""
@@ -116,6 +127,8 @@ class RingBackend:
         if entry is None:
             return None
         engine, port = entry
+        if engine is not self._active:
+            return None
         if any(not t.is_contiguous() or t.device.type != engine.device.type or t.numel() == 0 for t in tensors):
             return None
         return port
