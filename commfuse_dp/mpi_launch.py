@@ -174,6 +174,11 @@ def mark_failed() -> None:
     _failed = True
 
 
+def has_failed() -> bool:
+    """True once this process is known to end with an error: its peers are not waited for any more than the end needs."""
+    return _failed
+
+
 # ---- which library -----------------------------------------------------------------------------------------------------
 def _mismatch(found: Launcher | None, world_size: int, version: str) -> str | None:
     if found is None or found.world_size is None or found.world_size == world_size:

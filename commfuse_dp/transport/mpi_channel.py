@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from commfuse_dp import mpi_launch
 from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import RECEIVE, SEND, Probe, now_ns
 from commfuse_dp.transport import messages as msg
@@ -50,6 +51,7 @@ GRAD_CHUNKS = 2  # under way per peer
 INLINE_BYTES = 4 << 10
 CONTROL_BYTES = 16 << 10  # largest MPI message of records
 LINGER_S = 5.0  # longest wait of close() for the peers' goodbyes
+FAILED_LINGER_S = 0.5  # the same when the job is about to be ended anyway
 
 # Sleep between two tests, in seconds: shortest, longest. The user's thread waits for just this; the other one looks after what
 # goes on beside the compute, whose core it shares.
@@ -212,7 +214,8 @@ class MpiChannel(Channel):
         if not self._peers:
             self._keep(self._lanes)
             return
-        self._drive(lambda: len(self._ended | self._lost) == len(self._peers), LINGER_S)
+        patience_s = LINGER_S if not mpi_launch.has_failed() else FAILED_LINGER_S
+        self._drive(lambda: len(self._ended | self._lost) == len(self._peers), patience_s)
         self._stop = True
         self._thread.join(LINGER_S)
         if self._thread.is_alive() or self._mpi.Is_finalized():

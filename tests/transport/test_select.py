@@ -25,6 +25,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
         ("shm", ["a", "a"], CPU, "shm", "configuration"),
         ("tcp", ["a", "a"], CPU, "tcp", "configuration"),
         ("p2p", ["a", "b"], CUDA, "p2p", "configuration"),
+        ("mpi", ["a", "b"], CPU, "mpi", "configuration"),
     ],
 )
 def test_choice(kind: str, hosts: list[str], device: torch.device, expected: str, part: str) -> None:
@@ -34,7 +35,12 @@ def test_choice(kind: str, hosts: list[str], device: torch.device, expected: str
 
 @pytest.mark.parametrize(
     ("kind", "hosts", "device", "part"),
-    [("shm", ["a", "b"], CPU, "2 hosts"), ("shm", ["a", "a"], CUDA, "cuda:0"), ("tcp", ["a", "b"], CUDA, "cuda:0")],
+    [
+        ("shm", ["a", "b"], CPU, "2 hosts"),
+        ("shm", ["a", "a"], CUDA, "cuda:0"),
+        ("tcp", ["a", "b"], CUDA, "cuda:0"),
+        ("mpi", ["a", "b"], CUDA, "cuda:0"),
+    ],
 )
 def test_a_request_that_cannot_be_met(kind: str, hosts: list[str], device: torch.device, part: str) -> None:
     with pytest.raises(TransportError, match=part) as caught:
@@ -52,7 +58,7 @@ def test_one_rank_without_torch_distributed() -> None:
     transport.close()
     with pytest.raises(TransportError, match="torchrun"):
         open_transport("p2p", **options())
-    with pytest.raises(ConfigError, match="auto, shm, tcp, p2p"):
+    with pytest.raises(ConfigError, match="auto, shm, tcp, p2p, mpi"):
         open_transport("shn", **options())  # type: ignore[arg-type]
 
 
