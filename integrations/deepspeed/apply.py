@@ -279,6 +279,8 @@ def _hook_steps(
             reduce = int(zero.zero_optimization_stage()) == 3 or compat.reduces_every_backward(optimizer)
             if reduce:
                 engine.reduce_accumulated()
+        if replicated:
+            compat.expect_gradients(optimizer)
         for slot in replicated:
             slot.hand_over()
 

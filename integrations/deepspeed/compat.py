@@ -32,6 +32,7 @@ _OPTIMIZER_NAMES = {
         "gradient_accumulation_dtype",
         "_use_compact_grad_partition_buffer",
         "_get_compact_grad_partition_slice",
+        "setup_buckets",
         "is_gradient_accumulation_boundary",
         "get_param_comm_dtype",
     ),
@@ -235,6 +236,11 @@ def flat_places(optimizer: Any, world_size: int) -> dict[int, FlatPlace]:
 def reduces_every_backward(optimizer: Any) -> bool:
     """ZeRO-2; ZeRO-1 accumulates locally and reduces at the boundary of gradient accumulation."""
     return bool(optimizer.partition_gradients) or bool(optimizer.is_gradient_accumulation_boundary())
+
+
+def expect_gradients(optimizer: Any) -> None:
+    """What ZeRO-1/2 does at the first gradient that autograd gives it. If all layers are fused, there is none."""
+    optimizer.setup_buckets()
 
 
 def replicated_grad_dtype(optimizer: Any, param: nn.Parameter, place: FlatPlace) -> torch.dtype:
