@@ -8,7 +8,7 @@ wrapping above all, is Accelerate's own code.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -67,10 +67,18 @@ def commfuse(on: bool, **settings: str) -> Iterator[None]:
         yield
 
 
-def accelerator(kind: str, **options: Any) -> Accelerator:
-    """kind: 'ddp', 'fsdp1' or 'fsdp2'. options: of the FSDP plugin (`fsdp=...`), of DDP (`ddp=...`), of Accelerator."""
+def reset() -> None:
+    """Accelerate keeps its state for the life of the process."""
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
+
+
+def accelerator(kind: str, *, layers: Sequence[str] = ("Block",), **options: Any) -> Accelerator:
+    """kind: 'ddp', 'fsdp1' or 'fsdp2'. layers: classes of the modules that FSDP wraps.
+
+    options: of the FSDP plugin (`fsdp=...`), of DDP (`ddp=...`), of Accelerator.
+    """
+    reset()
     fsdp, ddp = options.pop("fsdp", {}), options.pop("ddp", None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     launcher = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
@@ -81,7 +89,7 @@ def accelerator(kind: str, **options: Any) -> Accelerator:
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2 if kind == "fsdp2" else 1,
             auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["Block"],
+            transformer_cls_names_to_wrap=list(layers),
             cpu_ram_efficient_loading=False,
             state_dict_type="SHARDED_STATE_DICT",
             **fsdp,

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
+import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from accelerate import DDPCommunicationHookType
+from accelerate import Accelerator, DDPCommunicationHookType
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from commfuse_dp.errors import ConfigError
-from tests.accelerate.harness import Net, accelerator, commfuse, make, moved, train, whole
+from tests.accelerate.harness import Net, accelerator, commfuse, make, moved, reset, train, whole
 from tests.ddp.nets import worst, worst_tensor
 
 # Against stock in the same process. DDP and FSDP1 with N = 2: the same sums (halving is exact). FSDP2: GEMM tiling by slices.
@@ -111,6 +115,38 @@ def test_save_state_and_load_state_both_ways(workers, tmp_path, kind):
     workers(2).run(carried_over, kind, str(tmp_path))
 
 
+def llama(rank: int, world_size: int) -> list[tuple[list[float], list[float], str]]:
+    """A transformers model, whose outputs are dataclasses, under FSDP2."""
+    results = []
+    for fused in (False, True):
+        said = io.StringIO()
+        with commfuse(fused), contextlib.redirect_stderr(said):
+            acc = accelerator("fsdp2", layers=["LlamaDecoderLayer"])
+            torch.manual_seed(3)
+            sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 52, "max_position_embeddings": 32}
+            heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+            model = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+            model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4))
+            losses, norms = [], []
+            for step in range(5):
+                generator = torch.Generator().manual_seed(10 * step + rank)
+                tokens = torch.randint(0, 64, (2, 9), generator=generator)
+                loss = model(input_ids=tokens, labels=tokens).loss
+                acc.backward(loss)
+                norms.append(float(acc.clip_grad_norm_(model.parameters(), 1.0).full_tensor()))
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        results.append((losses, norms, said.getvalue()))
+    return results
+
+
+def test_a_transformers_model(workers):
+    stock, fused = workers(2).run(llama)[0]
+    assert worst(fused[0], stock[0]) <= FP32 and worst(fused[1], stock[1]) <= FP32
+    assert "fused" in fused[2] and "CommFuse" not in stock[2]
+
+
 # ---- what is left alone, and said so ---------------------------------------------------------------------------------
 def own_hook(rank: int, world_size: int) -> str:
     return run("ddp", True, "", range(2), ddp={"comm_hook": DDPCommunicationHookType.FP16})[1]
@@ -157,6 +193,29 @@ def wrong_settings(rank: int, world_size: int) -> None:
 
 def test_wrong_settings_are_refused_before_a_model_is_built(workers):
     workers(2).run(wrong_settings)
+
+
+def alone(rank: int, world_size: int) -> list[str]:
+    """Started by a launcher, but nobody has told Accelerate of the CPU."""
+    said = []
+    for started in (world_size, 1):
+        caught, out = io.StringIO(), io.StringIO()
+        handler = logging.StreamHandler(caught)
+        logging.getLogger("commfuse_dp").addHandler(handler)
+        variables = {"RANK": str(rank), "WORLD_SIZE": str(started)}
+        with commfuse(True), mock.patch.dict(os.environ, variables), contextlib.redirect_stderr(out):
+            reset()
+            assert Accelerator().num_processes == 1
+        logging.getLogger("commfuse_dp").removeHandler(handler)
+        said.append(caught.getvalue() + out.getvalue())
+    return said
+
+
+def test_processes_that_train_alone_are_told(workers):
+    (warned, single), (quiet, _) = workers(2).run(alone)
+    assert "2 processes each train alone" in warned and "ACCELERATE_USE_CPU=1" in warned
+    assert "train alone" not in quiet + single
+    assert "CommFuse has nothing to do: this is a run of one process" in single
 
 
 def prepared_twice(rank: int, world_size: int) -> str:
