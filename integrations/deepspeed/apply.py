@@ -256,6 +256,7 @@ def _hook_steps(
     engine, optimizer = application.engine, zero.optimizer
     unfetched = [(layer.name, layer.param) for layer in selection.layers if layer.place is None]
     replicated = [slot for slot in slots if isinstance(slot, ReplicatedWeight)]
+    whole = [layer.param for layer in selection.layers if layer.place is not None]
     named: set[str] = set()
 
     def release_gathered() -> None:
@@ -279,13 +280,21 @@ def _hook_steps(
             reduce = int(zero.zero_optimization_stage()) == 3 or compat.reduces_every_backward(optimizer)
             if reduce:
                 engine.reduce_accumulated()
+                compat.reduce_waiting(optimizer, whole)
         if replicated:
             compat.expect_gradients(optimizer)
         for slot in replicated:
             slot.hand_over()
 
+    microbatch_begins: Callable[[], None] | None = None
+    if unfetched:
+        microbatch_begins, undo = compat.sum_partitions(optimizer)
+        application.undo += [undo, compat.before_step(optimizer, release_gathered)]
+
     def before() -> None:
         release_gathered()
+        if microbatch_begins is not None:
+            microbatch_begins()
         activate(engine)
 
     for handle in hook_root(zero.module, engine, before=before):

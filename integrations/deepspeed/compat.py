@@ -21,7 +21,13 @@ _FETCHERS = ("deepspeed.runtime.zero.partitioned_param_coordinator", "deepspeed.
 
 _ENGINE_NAMES = ("_backward_epilogue", "zero_optimization_stage", "gradient_accumulation_steps")
 _OPTIMIZER_NAMES = {
-    3: ("partition_grads", "independent_gradient_partition_epilogue", "gradient_accumulation_dtype", "get_param_comm_dtype"),
+    3: (
+        "partition_grads",
+        "micro_step_id",
+        "independent_gradient_partition_epilogue",
+        "gradient_accumulation_dtype",
+        "get_param_comm_dtype",
+    ),
     2: (
         "independent_gradient_partition_epilogue",
         "round_robin_bit16_groups",
@@ -33,6 +39,7 @@ _OPTIMIZER_NAMES = {
         "_use_compact_grad_partition_buffer",
         "_get_compact_grad_partition_slice",
         "setup_buckets",
+        "reduce_ipg_grads",
         "is_gradient_accumulation_boundary",
         "get_param_comm_dtype",
     ),
@@ -123,17 +130,26 @@ def group_of(engine: Any) -> dist.ProcessGroup:
 
 def before_epilogue(optimizer: Any, action: Callable[[], None]) -> Callable[[], None]:
     """Call `action` before the optimizer collects the gradients of a backward; returns what undoes it."""
-    original = optimizer.independent_gradient_partition_epilogue
+    return _before(optimizer, "independent_gradient_partition_epilogue", action)
+
+
+def before_step(optimizer: Any, action: Callable[[], None]) -> Callable[[], None]:
+    """Call `action` before every step of the optimizer; returns what undoes it."""
+    return _before(optimizer, "step", action)
+
+
+def _before(optimizer: Any, name: str, action: Callable[[], None]) -> Callable[[], None]:
+    original = getattr(optimizer, name)
 
     @functools.wraps(original)
-    def epilogue(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         action()
         return original(*args, **kwargs)
 
-    vars(optimizer)["independent_gradient_partition_epilogue"] = epilogue
+    vars(optimizer)[name] = call
 
     def undo() -> None:
-        del vars(optimizer)["independent_gradient_partition_epilogue"]
+        del vars(optimizer)[name]
 
     return undo
 
@@ -211,7 +227,39 @@ def release(param: nn.Parameter) -> None:
 
 def accumulate_partition(optimizer: Any, param: nn.Parameter, grad: torch.Tensor) -> None:
     """Hand a reduced gradient of this rank's partition to ZeRO-3: set in the first microbatch, added in the others."""
+    waiting = param.grad  # of other code that reads the weight: in a bucket, not reduced yet
     optimizer.partition_grads([param], [grad])
+    param.grad = waiting
+
+
+def sum_partitions(optimizer: Any) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Have ZeRO-3 add up the gradients that a partition gets in one microbatch. Returns (a microbatch begins, undo).
+
+    In the first microbatch it overwrites, as autograd gives it one gradient a backward. Layers served here deliver one for each
+    forward, and DeepSpeed one more if other code reads the weight.
+    """
+    original = optimizer.partition_grads
+    delivered: dict[int, torch.Tensor] = {}  # id(param) -> where its gradient lies
+
+    @functools.wraps(original)
+    def partition_grads(params: list[nn.Parameter], grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        buffers: list[torch.Tensor] = []
+        for param, grad in zip(params, grads, strict=True):
+            earlier = delivered.get(id(param))
+            if earlier is not None and optimizer.micro_step_id == 0:
+                grad = earlier.view(grad.shape) + grad
+            got = original([param], [grad])  # empty if this rank's partition is
+            if got:
+                delivered[id(param)] = got[0]
+            buffers += got
+        return buffers
+
+    vars(optimizer)["partition_grads"] = partition_grads
+
+    def undo() -> None:
+        del vars(optimizer)["partition_grads"]
+
+    return delivered.clear, undo
 
 
 # ---- ZeRO-1 and 2 ----------------------------------------------------------------------------------------------------
@@ -243,6 +291,13 @@ def expect_gradients(optimizer: Any) -> None:
     optimizer.setup_buckets()
 
 
+def reduce_waiting(optimizer: Any, params: Iterable[nn.Parameter]) -> None:
+    """Have ZeRO-1/2 reduce its bucket now if these have gradients of autograd's making in it (other code reads the weight):
+    what is reduced already can be added to them afterwards only."""
+    if any(param.grad is not None or getattr(param, "grad_accum", None) is not None for param in params):
+        optimizer.reduce_ipg_grads()
+
+
 def replicated_grad_dtype(optimizer: Any, param: nn.Parameter, place: FlatPlace) -> torch.dtype:
     """Dtype in which ZeRO-1/2 keeps the gradient of its partition until the step."""
     if optimizer._use_compact_grad_partition_buffer(place.group) or optimizer.use_grad_accum_attribute:
@@ -259,8 +314,13 @@ def accumulate_range(optimizer: Any, param: nn.Parameter, place: FlatPlace, rank
         target = optimizer._get_compact_grad_partition_slice(place.group, rank, optimizer.get_param_id(param), stop - start)
         target.add_(grad)
         return
+    name = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
+    present = getattr(param, name, None)
+    if present is not None:  # other code reads the weight
+        present.view(-1)[start:stop].add_(grad)
+        return
     if grad.numel() < param.numel():
         whole = torch.zeros(param.numel(), dtype=grad.dtype, device=grad.device)
         whole[start:stop] = grad
         grad = whole
-    setattr(param, "grad_accum" if optimizer.use_grad_accum_attribute else "grad", grad.view(param.shape))
+    setattr(param, name, grad.view(param.shape))

@@ -66,8 +66,10 @@ class ReplicatedWeight:
         """Give the optimizer what was delivered. Only now: a gradient found earlier would be reduced a second time."""
         if not self._ready:
             return
-        total, self._ready = self._ready[0], []
+        first, *more = self._ready  # more: of a layer in several forwards that share a backward
+        self._ready = []
         with torch.no_grad():
+            total = sum(more, start=first)
             compat.accumulate_range(self._optimizer, self._param, self._place, self._rank, total)
 
 

@@ -1,0 +1,184 @@
+"""DeepSpeed's options and ways of training, one by one, against stock DeepSpeed: two ranks, fp32 unless said otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.deepspeed.pair import TOKENS, Case, Net, Result, adamw, batch, both, check, loss_of, settings
+
+ALL = (1, 2, 3)
+
+
+class Tied(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(self.head.in_features, TOKENS, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+class Reads(Net):
+    """Its forward also reads the weight of a layer that it calls."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * (1 + self.blocks[1].up.weight.square().mean())
+
+
+def freeze(net: Net) -> None:
+    for param in (net.embedding.weight, net.blocks[0].norm.weight, net.blocks[1].up.weight, net.head.bias):
+        param.requires_grad_(False)
+
+
+def recompute(how: str) -> Callable[[Net], None]:
+    def prepare(net: Net) -> None:
+        if how == "deepspeed":
+            import deepspeed
+
+            deepspeed.checkpointing.configure(None, partition_activations=False)
+            net.run = lambda block, x: deepspeed.checkpointing.checkpoint(block, x)
+        else:
+            net.run = lambda block, x: checkpoint(block, x, use_reentrant=how == "reentrant")
+
+    return prepare
+
+
+def order(*orders: list[int]) -> Callable[[Any, int], None]:
+    def before(engine: Any, step: int) -> None:
+        engine.module.order = orders[step % len(orders)]
+
+    return before
+
+
+def evaluate(engine: Any, step: int) -> None:
+    engine.eval()
+    with torch.no_grad():
+        loss_of(engine, batch(0, 1000 + step))
+    engine.train()
+
+
+def evaluate_between(engine: Any, rank: int, number: int) -> torch.Tensor:
+    """An evaluation between forward and backward."""
+    loss = loss_of(engine, batch(rank, number))
+    with torch.no_grad():
+        loss_of(engine, batch(rank, 1000 + number))
+    engine.backward(loss)
+    engine.step()
+    return loss
+
+
+def direct(engine: Any, rank: int, number: int) -> torch.Tensor:
+    loss = loss_of(engine, batch(rank, number))
+    loss.backward()
+    engine.step()
+    return loss
+
+
+def two_forwards(engine: Any, rank: int, number: int) -> torch.Tensor:
+    """Two forwards, one backward."""
+    loss = loss_of(engine, batch(rank, number)) + loss_of(engine, batch(rank, number + 500))
+    engine.backward(loss)
+    engine.step()
+    return loss
+
+
+def coalesced(engine: Any, rank: int, number: int) -> torch.Tensor:
+    """Several backwards whose gradients are reduced together."""
+    with engine.coalesce_grad_reduction():
+        for more in range(2):
+            loss = loss_of(engine, batch(rank, 2 * number + more))
+            engine.backward(loss)
+    engine.step()
+    return loss
+
+
+def groups(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    flat = [param for param in params if len(getattr(param, "ds_shape", param.shape)) == 1]
+    rest = [param for param in params if len(getattr(param, "ds_shape", param.shape)) != 1]
+    return torch.optim.AdamW([{"params": flat, "weight_decay": 0.0}, {"params": rest}], lr=1e-2, eps=1e-4, weight_decay=0.1)
+
+
+def client(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, eps=1e-4)
+
+
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.01, "warmup_max_lr": 0.1, "warmup_num_steps": 3}}
+
+# name -> (stages, the case at a stage)
+OPTIONS: dict[str, tuple[tuple[int, ...], Callable[[int], Case]]] = {
+    "clipping": (ALL, lambda s: Case(settings(s, gradient_clipping=0.05))),
+    "AdamW": (ALL, lambda s: Case(settings(s, optimizer=adamw(), gradient_clipping=1.0, scheduler=WARMUP))),
+    "client optimizer": (ALL, lambda s: Case(settings(s, accumulation=2), optimizer=client)),
+    "groups": (ALL, lambda s: Case(settings(s), optimizer=groups)),
+    "overlap_comm": (ALL, lambda s: Case(settings(s, zero={"overlap_comm": True}, accumulation=2))),
+    "no overlap_comm": (ALL, lambda s: Case(settings(s, zero={"overlap_comm": False}))),
+    "not contiguous": (ALL, lambda s: Case(settings(s, zero={"contiguous_gradients": False}, accumulation=2))),
+    "round robin": ((1, 2), lambda s: Case(settings(s, zero={"round_robin_gradients": True}, accumulation=2))),
+    "no reduce_scatter": (ALL, lambda s: Case(settings(s, zero={"reduce_scatter": False}))),
+    "prescaled": ((1,), lambda s: Case(settings(s, prescale_gradients=True, gradient_predivide_factor=2.0))),
+    "tiny buckets": (
+        (3,),
+        lambda s: Case(
+            settings(
+                s,
+                zero={
+                    "stage3_prefetch_bucket_size": 0,
+                    "stage3_max_live_parameters": 0,
+                    "stage3_max_reuse_distance": 0,
+                    "stage3_param_persistence_threshold": 0,
+                },
+            )
+        ),
+    ),
+    "all persistent": ((3,), lambda s: Case(settings(s, zero={"stage3_param_persistence_threshold": 10**6}))),
+    "zero.Init": ((3,), lambda s: Case(settings(s), zero_init=True)),
+    "zero.Init bf16": ((3,), lambda s: Case(settings(s, dtype="bf16"), zero_init=True)),
+    "communicated in fp32": (ALL, lambda s: Case(settings(s, dtype="bf16", communication_data_type="fp32"))),
+    "accumulated in fp32": (
+        ALL,
+        lambda s: Case(settings(s, dtype="bf16", accumulation=2, data_types={"grad_accum_dtype": "fp32"})),
+    ),
+    "frozen": (ALL, lambda s: Case(settings(s, accumulation=2), prepare=freeze)),
+    "tied": (ALL, lambda s: Case(settings(s), make=Tied)),
+    "reentrant": (ALL, lambda s: Case(settings(s, accumulation=2), prepare=recompute("reentrant"))),
+    "not reentrant": (ALL, lambda s: Case(settings(s), prepare=recompute("not reentrant"))),
+    "deepspeed.checkpointing": (ALL, lambda s: Case(settings(s), prepare=recompute("deepspeed"))),
+    "order changes": (ALL, lambda s: Case(settings(s), steps=6, before=order([0, 1, 2], [2, 1, 0], [1, 0, 2]))),
+    "used twice": (ALL, lambda s: Case(settings(s, accumulation=2), before=order([0, 1, 1, 2], [0, 1, 0, 2]))),
+    "unused": (ALL, lambda s: Case(settings(s), steps=5, before=order([0, 1, 2], [0, 2], [0, 1]))),
+    "evaluation": (ALL, lambda s: Case(settings(s), before=evaluate)),
+    "evaluation between": (ALL, lambda s: Case(settings(s), train=evaluate_between)),
+    "loss.backward": (ALL, lambda s: Case(settings(s, accumulation=2), train=direct)),
+    "two forwards": (ALL, lambda s: Case(settings(s), train=two_forwards)),
+    "coalesced": (ALL, lambda s: Case(settings(s), train=coalesced)),
+    "weight read": (ALL, lambda s: Case(settings(s, accumulation=2), make=Reads)),
+    "twice, recomputed": (
+        ALL,  # stock ZeRO-2 and 3 refuse this with reentrant checkpointing
+        lambda s: Case(
+            settings(s),
+            prepare=recompute("reentrant" if s == 1 else "not reentrant"),
+            before=order([0, 1, 1, 2], [0, 1, 0, 2]),
+        ),
+    ),
+}
+
+
+def option(rank: int, world_size: int, name: str, stage: int) -> tuple[Result, Result]:
+    return both(rank, world_size, OPTIONS[name][1](stage))
+
+
+@pytest.mark.parametrize(("name", "stage"), [(name, stage) for name, (stages, _) in OPTIONS.items() for stage in stages])
+def test_same_as_stock(workers, name, stage):
+    dtype = "bf16" if "bf16" in OPTIONS[name][1](stage).settings else "fp32"
+    for stock, ours in workers(2).run(option, name, stage, timeout=90):
+        check(stock, ours, dtype=dtype)
+        if name == "all persistent":
+            assert "kept whole" in ours.reasons["head.weight"] and "fused" not in ours.paths.values()
+        else:
+            assert ours.paths["blocks.0.up.weight"] == "fused"
+        if name == "tied":
+            assert "shared" in ours.reasons["embedding.weight"] and ours.paths["embedding.weight"] == "hooks"
