@@ -62,7 +62,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 def test_a_rank_that_raises_ends_the_job() -> None:
-    """Without MPI_Abort, rank 1 would wait in MPI_Finalize for rank 2, and rank 2 in gloo for rank 1."""
+    """Without MPI_Abort, ranks 0 and 1 would wait in MPI_Finalize for rank 2, which knows of nothing."""
     code, output, _ = job(3, "raise", timeout_s=60.0)
     assert code != 0
     assert "ValueError: on purpose" in output, output
