@@ -7,9 +7,9 @@ Foundation: imports neither torch nor, until it is asked for, mpi4py.
 [Note: How an MPI job ends]
 `MPI_Finalize` is collective. mpi4py calls it when the interpreter ends, and so a rank that ends by an exception would wait
 there, spinning, for peers that compute, or that wait for it somewhere where nobody tells them. Once MPI is in use here, an
-uncaught exception therefore ends the whole job: the traceback is printed, the transports say goodbye (so that peers that wait in
-them raise an error that names this rank), peers get LINGER_S seconds to print theirs, then `MPI_Abort` is called. `python -m
-mpi4py` does the same, but for the goodbye. A clean end is left to mpi4py.
+uncaught exception therefore ends the whole job: the traceback is printed, the transports say goodbye (so that peers that wait
+in them raise an error that names this rank), peers get LINGER_S seconds to print theirs, then `MPI_Abort` is called. `python
+-m mpi4py` does the same, but for the goodbye. A clean end is left to mpi4py.
 """
 
 from __future__ import annotations
