@@ -83,6 +83,24 @@ def test_transports_and_orders(workers, settings):
     workers(2).run(twin, "float32", 1, {}, {}, settings)
 
 
+def uneven(rank: int, world_size: int) -> None:
+    """DDP's join: a rank that has run out of batches takes part with zeros."""
+    models = [wrap(build()) for _ in range(2)]
+    register_ddp(models[1], config())
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.join():
+            for step in range(2 + 2 * rank):
+                model(batch(step, torch.float32)[0]).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert worst_tensor(models[1].state_dict(), models[0].state_dict()) == 0.0
+
+
+def test_ranks_with_fewer_batches(workers):
+    workers(2).run(uneven)
+
+
 def alone(rank: int, world_size: int) -> str:
     model = wrap(build(), process_group=dist.new_group([rank], use_local_synchronization=True))
     report = register_ddp(model, config())
