@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable
@@ -289,7 +290,12 @@ def _hook_steps(
     microbatch_begins: Callable[[], None] | None = None
     if unfetched:
         microbatch_begins, undo = compat.sum_partitions(optimizer)
-        application.undo += [undo, compat.before_step(optimizer, release_gathered)]
+        compat.forget_order(optimizer)
+        application.undo += [
+            undo,
+            compat.before_step(optimizer, release_gathered),
+            functools.partial(compat.forget_order, optimizer),
+        ]
 
     def before() -> None:
         release_gathered()

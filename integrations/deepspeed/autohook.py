@@ -49,9 +49,9 @@ def _hook_engines(module: ModuleType) -> None:
             settings = _settings(kwargs.get("config"))
         config = config_of(settings if settings is not None else {})  # before the engine is built: errors come at once
         wrapped(*args, **kwargs)
-        if config is not None and config.enabled:
+        if config is not None:  # also if it says enabled=false: a rank that says otherwise would wait for this one for ever
             switch_on(instance, config)
-        else:
+        if config is None or not config.enabled:
             _leave_alone(instance)
 
     wrapt.wrap_function_wrapper(module, "DeepSpeedEngine.__init__", build)
@@ -66,7 +66,7 @@ def switch_on(engine: Any, config: Any) -> None:
         leave_alone(stock)
     _stock_engines.clear()
     report = apply_to_engine(engine, config)
-    if dist.get_rank() == 0:
+    if config.enabled and dist.get_rank() == 0:
         announce(str(report))
 
 

@@ -183,6 +183,18 @@ def mark_unfetched(param: nn.Parameter, on: bool) -> None:
     setattr(param, _UNFETCHED, on)
 
 
+def forget_order(optimizer: Any) -> None:
+    """ZeRO-3 prefetches along the parameters' order that it has recorded; which of them it fetches is about to change."""
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    if coordinator.is_complete_trace():
+        coordinator._invalidate_trace()
+
+
+def external_parameters(model: nn.Module) -> set[int]:
+    """id(param) of all that was given to deepspeed.zero.register_external_parameter. ZeRO-3 marks them at first use only."""
+    return {id(param) for module in model.modules() for param in vars(module).get("_external_params", {}).values()}
+
+
 def partition_obstacle(param: nn.Parameter, device: torch.device, group: dist.ProcessGroup) -> str | None:
     """Why a parameter of a ZeRO-3 engine cannot be served out of its partitions."""
     lacking = [name for name in _PARAM_NAMES if not hasattr(param, name)]

@@ -45,13 +45,15 @@ def select(engine: Any, config: CommFuseConfig, group: dist.ProcessGroup, device
     owners = Counter(id(param) for module in model.modules() for param in module._parameters.values() if param is not None)
     places = compat.flat_places(engine.optimizer, group.size()) if why is None and stage != 3 else {}
     parents = {id(child): module for module in model.modules() for child in module.children()}
+    external = compat.external_parameters(model)
     served: set[int] = set()
     for name, module in model.named_modules():
         if module._parameters.get("weight") is None:
             continue
         param = module._parameters["weight"]
         assert param is not None
-        reason = why or _obstacle(name, module, parents.get(id(module)), param, stage, places, owners, config, group, device)
+        reason = why or ("registered as an external parameter" if id(param) in external and stage == 3 else None)
+        reason = reason or _obstacle(name, module, parents.get(id(module)), param, stage, places, owners, config, group, device)
         if reason is None:
             layers.append(Layer(name, module, param, isinstance(module, nn.Linear), places.get(id(param))))
             served.add(id(param))
