@@ -23,6 +23,7 @@ def test_ten_steps(workers, world_size, stage, dtype, accumulation):
     results = workers(world_size).run(cell, stage, dtype, accumulation, timeout=120)
     for stock, ours in results:
         check(stock, ours, dtype=dtype)
+        assert len(stock.losses) == 10 * accumulation and len(stock.norms) == 10
         assert stock.norms == results[0][0].norms and ours.norms == results[0][1].norms
         linears = {f"blocks.{i}.{which}.weight" for i in range(3) for which in ("up", "down")} | {"head.weight"}
         assert {name for name, path in ours.paths.items() if path == "fused"} == linears

@@ -1,0 +1,91 @@
+"""Unmodified programs under their launchers, as a user starts them, on the CPU of this host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import dedent
+
+BIN = Path(sys.executable).parent
+
+# DeepSpeed compiles a C++ op for its all-reduce of inference when its communication starts: a minute, and under a lock that a
+# rank which is killed leaves behind. Nothing here needs it.
+_SITE = """
+    import collections
+
+    try:
+        import wrapt
+    except ImportError:
+        pass
+    else:
+        wrapt.register_post_import_hook(
+            lambda module: vars(module).update(__compatible_ops__=collections.defaultdict(bool)), "deepspeed.ops"
+        )
+"""
+
+_JOBS = ("COMMFUSE", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "TORCH_DEVICE_BACKEND_AUTOLOAD")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def launch(command: Sequence[str], folder: Path, *, timeout_s: float = 200.0, **environment: str) -> tuple[str, str]:
+    """(stdout, stderr) of a launcher of this installation and all its ranks; it must end well.
+
+    command: `torchrun --nproc-per-node 2 train.py ...`; {port} stands for a free port. Run in `folder`.
+    """
+    site = folder / "site"
+    site.mkdir(exist_ok=True)
+    (site / "sitecustomize.py").write_text(dedent(_SITE))
+    jobs = (
+        "COMMFUSE",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "MASTER_",
+        "TORCHELASTIC_",
+        "ACCELERATE_",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD",
+    )
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(jobs)}
+    inherited |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(site)}
+    inherited |= {"PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}", "HF_HUB_OFFLINE": "1", **environment}
+    words = [word.replace("{port}", str(free_port())) for word in command]
+    process = subprocess.Popen(
+        [str(BIN / words[0]), *words[1:]],
+        cwd=folder,
+        env=inherited,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # the launcher ends its ranks
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10.0)
+        _end_group(process.pid)
+        out, err = process.communicate()
+        raise AssertionError(f"{words} did not end within {timeout_s} s:\n{out[-3000:]}\n{err[-3000:]}") from None
+    finally:
+        _end_group(process.pid)
+    assert process.returncode == 0, f"{words} ended with {process.returncode}:\n{out[-3000:]}\n{err[-6000:]}"
+    return out, err
+
+
+def _end_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
