@@ -11,13 +11,6 @@ Records for one peer that are queued together travel in one MPI message. Payload
 in chunks that MPI keeps in order (same tag, same pair): no count comes near 2**31, whatever MPI's version, and of gradients
 only GRAD_CHUNKS per peer are under way at a time, so that a slice of parameters never waits for more than those.
 
-[Note: Progress without a spinning core]
-Most MPIs move bytes only inside MPI calls, and their own waits spin. So nothing here waits inside MPI: all requests are tested
-together (one Testsome), by a thread of ours while the user's thread computes, and by the user's thread itself where it waits.
-Between two tests they sleep, the longer the longer nothing has come: an eighth of that time, within bounds. A wait of T thus
-ends at most about T/8 late, a busy transfer is looked after several times a millisecond, and an idle one costs a percent of a
-core. Measured with MPICH and two ranks on two cores, sleeping is also quicker than spinning: the copies need the cores.
-
 [Note: One lock, never waited for by a sender]
 All MPI calls of a channel are made under `Lanes.lock`. `post`, which is called with the transport's lock held, only tries it:
 who holds it takes over what was queued meanwhile (see `push`). A holder may wait for the transport's lock, never the reverse.
@@ -44,25 +37,29 @@ from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import RECEIVE, SEND, Probe, now_ns
 from commfuse_dp.transport import messages as msg
 from commfuse_dp.transport.base import CHANNEL_GRAD, CHANNEL_REPLICA, GRAD_LANE, PARAM_LANE
+from commfuse_dp.transport.mpi_progress import (
+    BESIDE_SLEEP,
+    CONTROL_BYTES,
+    LENGTH_BYTES,
+    WAIT_SLEEP,
+    Control,
+    Owner,
+    Payload,
+    Requests,
+)
 from commfuse_dp.transport.parts import Channel, Receiver
 
-CHUNK_BYTES = 2 << 20
-GRAD_CHUNKS = 2  # under way per peer
+CHUNK_BYTES = 1 << 20
+GRAD_CHUNKS = 4  # under way per peer
 INLINE_BYTES = 4 << 10
-CONTROL_BYTES = 16 << 10  # largest MPI message of records
 LINGER_S = 5.0  # longest wait of close() for the peers' goodbyes
 FAILED_LINGER_S = 0.5  # the same when the job is about to be ended anyway
 
-# Sleep between two tests, in seconds: shortest, longest. The user's thread waits for just this; the other one looks after what
-# goes on beside the compute, whose core it shares.
-_WAIT_SLEEP = (1e-6, 1e-3)
-_BESIDE_SLEEP = (1e-4, 2e-3)
 _LONGEST_POLL_S = 0.05  # callers whose condition changes by something other than a message look again this often
 _MOST_TESTS = 16  # in one turn
 
 _FAREWELL = 1
 _DEPOSIT_TAG = 0
-_LENGTH_BYTES = 4
 
 
 class Lanes(NamedTuple):
@@ -76,42 +73,6 @@ class Lanes(NamedTuple):
     serial: int
     names: list[str]  # how to find each rank, for errors
     lock: Any  # an RLock: held during every MPI call
-
-
-class _Control:
-    """The persistent receive of one peer's records."""
-
-    __slots__ = ("buffer", "peer", "request")
-
-    def __init__(self, peer: int) -> None:
-        self.peer = peer
-        self.buffer = bytearray(CONTROL_BYTES)
-        self.request: Any = None
-
-    def start(self) -> None:
-        self.buffer[:_LENGTH_BYTES] = bytes(_LENGTH_BYTES)
-        self.request.Start()
-
-    def length(self) -> int:
-        """Bytes of the message that has come, 0 if none has."""
-        return int.from_bytes(self.buffer[:_LENGTH_BYTES], "little")
-
-
-class _Payload:
-    """A transfer in chunks, or records on their way (`message` is None)."""
-
-    __slots__ = ("issued", "lane", "left", "message", "peer", "sending", "start_ns", "tag", "view")
-
-    def __init__(self, peer: int, lane: int, tag: int, view: memoryview, message: bytes | None, *, sending: bool) -> None:
-        self.peer = peer
-        self.lane = lane
-        self.tag = tag
-        self.view = view
-        self.message = message
-        self.sending = sending
-        self.issued = 0  # bytes
-        self.left = 0  # requests under way
-        self.start_ns = now_ns()
 
 
 _abandoned: list[Any] = []  # what MPI may still read or write after an unclean end
@@ -139,19 +100,15 @@ class MpiChannel(Channel):
         self._error: BaseException | None = None
         self._pid = os.getpid()
         self._stop = self._closed = False
-        # What happened last, for the sleeps; how often something came, for `poll`.
-        self._last_event = time.monotonic()
+        # How often something came, for `poll`.
         self._events = self._events_seen = 0
         self._user_waits = False
         # Sending: not yet looked at, records by peer, chunks not yet issued by peer and lane.
         self._queue: deque[tuple[int, bytes, torch.Tensor | None]] = deque()
         self._records: dict[int, bytearray] = {}
-        self._waiting: dict[tuple[int, int], deque[_Payload]] = defaultdict(deque)
+        self._waiting: dict[tuple[int, int], deque[Payload]] = defaultdict(deque)
         self._grad_chunks: dict[int, int] = defaultdict(int)
-        self._sends = 0  # requests under way
-        # Requests under way and whose they are, side by side.
-        self._requests: list[Any] = []
-        self._owners: list[_Control | _Payload] = []
+        self._requests = Requests(lanes.mpi, self._on_broken)
         # The end.
         self._payloads_out: dict[int, int] = defaultdict(int)
         self._payloads_in: dict[int, int] = defaultdict(int)
@@ -168,11 +125,10 @@ class MpiChannel(Channel):
             return
         with self._lock:
             for peer in self._peers:
-                control = _Control(peer)
+                control = Control(peer)
                 control.request = self._lanes.control.Recv_init([control.buffer, self._mpi.BYTE], peer, 0)
                 control.start()
-                self._requests.append(control.request)
-                self._owners.append(control)
+                self._requests.add(control.request, control)
         self._thread.start()
 
     def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None, *, hold: bool = False) -> None:
@@ -196,16 +152,20 @@ class MpiChannel(Channel):
         if timeout_s > 0 and self._peers:
             limit = time.monotonic() + min(timeout_s, _LONGEST_POLL_S)
             self._user_waits = True
-            while self._events == self._events_seen and (now := time.monotonic()) < limit and self._error is None:
-                time.sleep(min(self._pause(now, _WAIT_SLEEP), limit - now))
-                self._test()
-            self._user_waits = False
+            try:
+                while self._events == self._events_seen and (now := time.monotonic()) < limit and self._error is None:
+                    time.sleep(min(self._requests.pause(now, WAIT_SLEEP), limit - now))
+                    self._test()
+            finally:
+                self._user_waits = False
         elif timeout_s > 0:
             time.sleep(min(timeout_s, _LONGEST_POLL_S))
         self._events_seen = self._events
 
     def flush(self, timeout_s: float) -> bool:
-        return self._drive(lambda: not (self._queue or self._records or self._sends or any(self._waiting.values())), timeout_s)
+        return self._drive(
+            lambda: not (self._queue or self._records or self._requests.sends or any(self._waiting.values())), timeout_s
+        )
 
     def close(self) -> None:
         if self._closed or os.getpid() != self._pid:
@@ -225,7 +185,7 @@ class MpiChannel(Channel):
             if self._give_back():
                 self._keep(self._lanes)
             else:
-                _abandoned.append((self._requests, self._owners))
+                _abandoned.append(self._requests)
 
     def describe(self, peer: int) -> str:
         return self._lanes.names[peer]
@@ -233,12 +193,10 @@ class MpiChannel(Channel):
     # ---- progress ----------------------------------------------------------------------------------------------------
     def _run(self) -> None:
         while not self._stop and self._error is None:
-            pause = self._pause(time.monotonic(), _BESIDE_SLEEP)
-            time.sleep(_WAIT_SLEEP[1] if self._user_waits else pause)
-            self._test()
-
-    def _pause(self, now: float, bounds: tuple[float, float]) -> float:
-        return min(max((now - self._last_event) / 8, bounds[0]), bounds[1])
+            pause = self._requests.pause(time.monotonic(), BESIDE_SLEEP)
+            time.sleep(WAIT_SLEEP[1] if self._user_waits else pause)
+            if not self._user_waits:  # one is enough, and this one could be held up while it has the lock
+                self._test()
 
     def _drive(self, ready: Callable[[], bool], timeout_s: float) -> bool:
         """Make progress until ready(), for at most timeout_s. False if it is not."""
@@ -247,7 +205,7 @@ class MpiChannel(Channel):
             now = time.monotonic()
             if now >= limit or self._error is not None:
                 return False
-            time.sleep(self._pause(now, _WAIT_SLEEP))
+            time.sleep(self._requests.pause(now, WAIT_SLEEP))
             self._test()
         return True
 
@@ -257,65 +215,27 @@ class MpiChannel(Channel):
             return
         try:
             self._send_queued()
-            for _ in range(_MOST_TESTS):
-                if not self._requests or not self._take_in():
+            for turn in range(_MOST_TESTS):
+                if not self._take_in(first=turn == 0):
                     break
-        except BaseException as error:
+        except Exception as error:
             self._error = error
         finally:
             self._lock.release()
         self.push()
 
-    def _take_in(self) -> bool:
-        """One test of all requests. True if something was complete."""
-        try:
-            done = self._mpi.Request.Testsome(self._requests)
-        except self._mpi.Exception as failure:
-            completed = self._sort_out(failure)
-        else:
-            if not done:
-                return False
-            completed = [self._owners[index] for index in done]
-            for index in sorted(done, reverse=True):
-                if not isinstance(self._owners[index], _Control):
-                    self._remove(index)
+    def _take_in(self, *, first: bool) -> bool:
+        """One test. True if another one is worth while at once."""
+        completed, again = self._requests.test(first=first)
         for owner in completed:
-            if isinstance(owner, _Control):
+            if isinstance(owner, Control):
                 self._on_records(owner)
             else:
                 self._on_chunk(owner)
-        return True
+        return again
 
-    def _remove(self, index: int) -> None:
-        request, owner = self._requests.pop(), self._owners.pop()
-        if index < len(self._requests):
-            self._requests[index], self._owners[index] = request, owner
-
-    def _sort_out(self, failure: BaseException) -> list[_Control | _Payload]:
-        """After an error of Testsome, which does not say whose it was: what is complete; peers of the rest are lost.
-
-        Payloads that it ended, well or not, count as broken; records that came in have a length.
-        """
-        completed: list[_Control | _Payload] = []
-        null = self._mpi.REQUEST_NULL
-        for index in reversed(range(len(self._requests))):
-            request, owner = self._requests[index], self._owners[index]
-            broken = request == null
-            try:
-                if not broken and not request.Test():
-                    continue
-            except self._mpi.Exception as error:
-                broken, failure = True, error
-            if isinstance(owner, _Control):
-                broken = broken or owner.length() == 0
-            if broken or not isinstance(owner, _Control):
-                self._remove(index)
-            if broken:
-                self._sends -= isinstance(owner, _Payload) and owner.sending
-                self._lose(owner.peer, failure)
-            else:
-                completed.append(owner)
-        return completed
+    def _on_broken(self, owner: Owner, error: BaseException) -> None:
+        self._lose(owner.peer, error)
 
     def _lose(self, peer: int, error: BaseException) -> None:
         self._lost.add(peer)
@@ -329,7 +249,7 @@ class MpiChannel(Channel):
 
     def _news(self) -> None:
         self._events += 1
-        self._last_event = time.monotonic()
+        self._requests.moved()
 
     # ---- sending -----------------------------------------------------------------------------------------------------
     def _send_queued(self) -> None:
@@ -352,7 +272,7 @@ class MpiChannel(Channel):
             lane = GRAD_LANE if grads else PARAM_LANE
             tag = self._tag(request) if kind == msg.DATA else _DEPOSIT_TAG
             self._payloads_out[dst] += 1
-            self._waiting[dst, lane].append(_Payload(dst, lane, tag, _view(payload), message, sending=True))
+            self._waiting[dst, lane].append(Payload(dst, lane, tag, _view(payload), message, sending=True))
             if kind == msg.DEPOSIT:
                 self._record(dst, message)
                 self._send_records(dst)  # so that the receive is posted before the bytes come
@@ -368,14 +288,14 @@ class MpiChannel(Channel):
             self._send_records(dst)
             records = None
         if records is None:
-            records = self._records[dst] = bytearray(_LENGTH_BYTES)
+            records = self._records[dst] = bytearray(LENGTH_BYTES)
         records += message
 
     def _send_records(self, dst: int) -> None:
         records = self._records.pop(dst, None)
         if records is not None:
-            records[:_LENGTH_BYTES] = len(records).to_bytes(_LENGTH_BYTES, "little")
-            item = _Payload(dst, PARAM_LANE, 0, memoryview(records), None, sending=True)
+            records[:LENGTH_BYTES] = len(records).to_bytes(LENGTH_BYTES, "little")
+            item = Payload(dst, PARAM_LANE, 0, memoryview(records), None, sending=True)
             self._start(item, self._lanes.control.Isend, memoryview(records))
 
     def _issue(self, dst: int, lane: int) -> None:
@@ -396,32 +316,29 @@ class MpiChannel(Channel):
         landing = self._receiver.landing(src, message)
         if landing is None:  # nobody wants it any more, but the send must find its receive
             landing = torch.empty(msg.payload_bytes(message), dtype=torch.uint8)
-        item = _Payload(src, lane, tag, _view(landing), message, sending=False)
+        item = Payload(src, lane, tag, _view(landing), message, sending=False)
         for start in range(0, len(item.view), CHUNK_BYTES):
             self._start(item, self._comms[lane].Irecv, item.view[start : start + CHUNK_BYTES])
 
-    def _start(self, item: _Payload, call: Callable[..., Any], chunk: memoryview) -> None:
+    def _start(self, item: Payload, call: Callable[..., Any], chunk: memoryview) -> None:
         try:
             request = call([chunk, self._mpi.BYTE], item.peer, item.tag)
         except self._mpi.Exception as error:
             self._lose(item.peer, error)
             return
         item.left += 1
-        self._sends += item.sending
-        self._requests.append(request)
-        self._owners.append(item)
+        self._requests.add(request, item)
 
     def _tag(self, request: int) -> int:
         return 1 + request % self._tags
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
-    def _on_chunk(self, item: _Payload) -> None:
+    def _on_chunk(self, item: Payload) -> None:
         item.left -= 1
         if item.sending:
-            self._sends -= 1
             if item.message is None:
                 return  # records: their buffer can go
-            self._last_event = time.monotonic()
+            self._requests.moved()
             if item.lane == GRAD_LANE:
                 self._grad_chunks[item.peer] -= 1
                 self._issue(item.peer, GRAD_LANE)
@@ -435,11 +352,11 @@ class MpiChannel(Channel):
             self._span(RECEIVE, item)
             self._part(item.peer)
         else:
-            self._last_event = time.monotonic()
+            self._requests.moved()
 
-    def _on_records(self, control: _Control) -> None:
+    def _on_records(self, control: Control) -> None:
         peer = control.peer
-        records = bytes(memoryview(control.buffer)[_LENGTH_BYTES : control.length()])
+        records = bytes(memoryview(control.buffer)[LENGTH_BYTES : control.length()])
         try:
             control.start()
         except self._mpi.Exception as error:
@@ -491,21 +408,21 @@ class MpiChannel(Channel):
 
     def _give_back(self) -> bool:
         """Take back the receives that are still open. True if the communicators are empty."""
-        clean = self._error is None and not self._lost and len(self._ended) == len(self._peers) and not self._sends
-        for request, owner in zip(self._requests, self._owners, strict=True):
-            if isinstance(owner, _Control) or not owner.sending:
-                clean = clean and isinstance(owner, _Control)
+        clean = self._error is None and not self._lost and len(self._ended) == len(self._peers) and not self._requests.sends
+        for request, owner in self._requests.open():
+            if isinstance(owner, Control) or not owner.sending:
+                clean = clean and isinstance(owner, Control)
                 try:
                     request.Cancel()
                     if not _completes(request):
                         return False
-                    if isinstance(owner, _Control):
+                    if isinstance(owner, Control):
                         request.Free()
                 except self._mpi.Exception:
                     clean = False
         return clean
 
-    def _span(self, lane: str, item: _Payload) -> None:
+    def _span(self, lane: str, item: Payload) -> None:
         if self._probe.sink is not None:
             assert item.message is not None
             kind, _, key, seq, part, _, nbytes = msg.HEADER.unpack(item.message)
