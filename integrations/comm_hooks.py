@@ -24,15 +24,15 @@ import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.fsdp2.fingerprint import check_equal
 
+from commfuse_dp.collectives.arguments import SUMMABLE
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.errors import CommFuseError, ConfigError
-from commfuse_dp.probe import WAIT, Probe, now_ns
+from commfuse_dp.probe import WAIT, Probe
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.select import open_transport
 
 log = logging.getLogger("commfuse_dp")
 
-SUMMABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _JOIN_S = 5.0  # at close: for what is under way; a thread that waits for a lost peer longer than that is left behind
 
 
@@ -237,8 +237,13 @@ class HookState:
             probe=self.probe,
         )
 
-    def __getstate__(self) -> Any:
-        raise TypeError(f"a {type(self).__name__} holds connections to other ranks and cannot be pickled or copied")
+    def __reduce__(self) -> Any:
+        """Copies and pickles of a model go without: connections cannot be copied, and DDP registers no hook for a copy."""
+        return LeftBehind, ()
+
+
+class LeftBehind:
+    """In place of the state in a copy of a model: no state of any hook."""
 
 
 def checked_config(config: CommFuseConfig | None) -> CommFuseConfig:
@@ -273,4 +278,4 @@ def _default_group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-__all__ = ["SUMMABLE", "CollectiveThread", "HookReport", "HookRow", "HookState", "Job", "check_state", "now_ns"]
+__all__ = ["SUMMABLE", "CollectiveThread", "HookReport", "HookRow", "HookState", "Job", "check_state", "require_distributed"]

@@ -64,12 +64,6 @@ def enclosing(model: FullyShardedDataParallel) -> FullyShardedDataParallel | Non
     return None
 
 
-def flat_parameters(model: FullyShardedDataParallel) -> list[tuple[FullyShardedDataParallel, nn.Parameter]]:
-    """The FSDP modules that hold parameters, each with its flat parameter."""
-    modules = FullyShardedDataParallel.fsdp_modules(model)
-    return [(module, module._handle.flat_param) for module in modules if getattr(module, "_handle", None) is not None]
-
-
 def original_parameters(model: FullyShardedDataParallel) -> list[tuple[str, int, nn.Parameter | None]]:
     """(name, elements, flat parameter) of all parameters of the model before it was sharded."""
     found: list[tuple[str, int, nn.Parameter | None]] = []

@@ -3,8 +3,8 @@
 | prepared by | as | gets |
 | --- | --- | --- |
 | utils.fsdp_utils.fsdp2_prepare_model | FSDP2 | commfuse_dp.apply |
-| Accelerator.prepare_model | FSDP1 | the hook of integrations.fsdp1 |
-| Accelerator.prepare_model | DDP | the hook of integrations.ddp |
+| Accelerator.prepare_model | FSDP1 | the hook of integrations.fsdp1, at its first forward |
+| Accelerator.prepare_model | DDP | the hook of integrations.ddp, at its first forward in training |
 | deepspeed | DeepSpeedEngine | nothing here: integrations.deepspeed sees COMMFUSE=1 |
 
 Asked for once more at each call (COMMFUSE=1), so that a program may switch it off again.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from commfuse_dp.integrations.accelerate import compat
 
@@ -111,32 +111,71 @@ def _short(report: Any) -> str:
 
 
 def _register_hook(accelerator: Any, model: Any) -> None:
+    """DDP and FSDP1: say now what is in the way, else register with the first forward.
+
+    Not at once, since frameworks allow one hook for good and the script may register its own after `prepare`. Not in an
+    evaluation by DDP, which one rank may do alone: setting up is a collective.
+    """
     if accelerator.num_processes == 1 and compat.processes_started() > 1:
         return  # check_run has said it
+    if not CommFuseConfig.from_environment().enabled:
+        if accelerator.is_main_process:
+            _tell_once("CommFuse does nothing in this run: enabled=False")
+        return
+    inner = compat.uncompiled(model)
+    kind = _kind_of(inner)
+    if kind is None or compat.is_marked(inner):
+        return
+    import torch
+    from commfuse_dp.integrations.comm_hooks import checked_config
+
+    checked_config(None)
+    why = kind.obstacle(inner)
+    if why is not None:
+        _decline(accelerator, kind.name, why)
+        return
+
+    def first_forward(module: Any, args: Any) -> None:
+        if kind.waits_for_training and not (module.training and torch.is_grad_enabled()):
+            return
+        handle.remove()
+        why = kind.obstacle(module)
+        if why is not None:
+            _decline(accelerator, kind.name, why)
+        else:
+            _tell(accelerator, kind.register(module).summary)
+
+    handle = inner.register_forward_pre_hook(torch.compiler.disable(first_forward), prepend=True)
+    compat.mark(inner)
+
+
+class _Kind(NamedTuple):
+    """How one kind of wrapped model gets its hook. obstacle(model): why it cannot, or None."""
+
+    name: str
+    register: Callable[[Any], Any]
+    obstacle: Callable[[Any], str | None]
+    waits_for_training: bool
+
+
+def _kind_of(model: Any) -> _Kind | None:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
-    inner = compat.uncompiled(model)
-    if isinstance(inner, DistributedDataParallel):
-        from commfuse_dp.integrations.ddp import ddp_hook, register_ddp
+    if isinstance(model, DistributedDataParallel):
+        from commfuse_dp.integrations.ddp import register_ddp
 
-        hooks = [hook for hook, _ in getattr(inner, "_comm_hooks", ())]
-        if not hooks:
-            _tell(accelerator, register_ddp(inner).summary)
-        elif hooks[0] is not ddp_hook:
-            _decline(accelerator, "DDP", f"the script set a communication hook of its own ({_name(hooks[0])})")
-    elif isinstance(inner, FullyShardedDataParallel):
-        from commfuse_dp.integrations import fsdp1_compat
-        from commfuse_dp.integrations.fsdp1 import fsdp1_hook, obstacle, register_fsdp1
+        return _Kind("DDP", register_ddp, _hook_of_the_script, True)
+    if isinstance(model, FullyShardedDataParallel):
+        from commfuse_dp.integrations.fsdp1 import obstacle, register_fsdp1
 
-        hook = fsdp1_compat.registered_hook(inner)
-        if hook is fsdp1_hook:
-            return
-        why = obstacle(inner)
-        if why is None:
-            _tell(accelerator, register_fsdp1(inner).summary)
-        else:
-            _decline(accelerator, "FSDP1", why)
+        return _Kind("FSDP1", register_fsdp1, obstacle, False)
+    return None
+
+
+def _hook_of_the_script(model: Any) -> str | None:
+    hooks = [hook for hook, _ in getattr(model, "_comm_hooks", ())]
+    return f"the script set a communication hook of its own ({_name(hooks[0])})" if hooks else None
 
 
 def _decline(accelerator: Any, framework: str, why: str) -> None:

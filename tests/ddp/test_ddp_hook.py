@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -158,16 +159,27 @@ def refused(rank: int, world_size: int) -> None:
     other.register_comm_hook(None, ddp_hook)
     with pytest.raises(ConfigError, match="state of type NoneType; it needs a DDPState"):
         train(other, steps=1)
-    with pytest.raises(TypeError, match="cannot be pickled"):
-        import pickle
-
-        pickle.dumps(DDPState(None, config()))
     off = wrap(build())
     report = register_ddp(off, config(enabled=False))
     train(off, steps=2)
     assert {row.path for row in report.rows} == {"stock"} and report.rows[0].reason == "enabled=False"
     with pytest.raises(MismatchError, match="setting order"):
         DDPState(wrap(build()), config(order="ring" if rank else "pairwise"))
+
+
+def copied(rank: int, world_size: int) -> None:
+    """As of any DDP model: a copy without its hook, which DDP does not register for copies."""
+    model = wrap(build())
+    register_ddp(model, config())
+    train(model, steps=2)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin.module.head.weight, model.module.head.weight)
+    losses = [train(m, steps=1)[0] for m in (model, twin)]
+    assert losses[0] == losses[1]
+
+
+def test_a_model_can_be_copied(workers):
+    workers(2).run(copied)
 
 
 def test_bad_input_is_named(workers):
