@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -45,6 +47,22 @@ def recompute(how: str) -> Callable[[Net], None]:
             net.run = lambda block, x: checkpoint(block, x, use_reentrant=how == "reentrant")
 
     return prepare
+
+
+def late(net: Net) -> None:
+    """One rank is behind, now in this layer, now in that one: forward and backward."""
+
+    def wait(module: nn.Module, *_: Any) -> None:
+        module.calls = getattr(module, "calls", 0) + 1
+        if (module.calls + module.number + dist.get_rank()) % 3 == 0:
+            time.sleep(0.01)
+
+    for number, block in enumerate(net.blocks):
+        block.number = number
+        block.up.number, block.down.number = number + 1, number + 2
+        block.register_forward_pre_hook(wait)
+        block.up.register_forward_hook(wait)
+        block.down.register_full_backward_hook(wait)
 
 
 def order(*orders: list[int]) -> Callable[[Any, int], None]:
@@ -155,6 +173,10 @@ OPTIONS: dict[str, tuple[tuple[int, ...], Callable[[int], Case]]] = {
     "loss.backward": (ALL, lambda s: Case(settings(s, accumulation=2), train=direct)),
     "two forwards": (ALL, lambda s: Case(settings(s), train=two_forwards)),
     "coalesced": (ALL, lambda s: Case(settings(s), train=coalesced)),
+    "late ranks": (
+        ALL,
+        lambda s: Case(settings(s, accumulation=2), prepare=late, block={"inbox_bytes": 8192, "transport": "tcp"}),
+    ),
     "weight read": (ALL, lambda s: Case(settings(s, accumulation=2), make=Reads)),
     "twice, recomputed": (
         ALL,  # stock ZeRO-2 and 3 refuse this with reentrant checkpointing

@@ -3,7 +3,7 @@
 import sys
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -29,6 +29,7 @@ arguments = TrainingArguments(
     disable_tqdm=True,
     seed=0,
 )
+set_seed(0)
 model = LlamaForCausalLM(
     LlamaConfig(
         vocab_size=61,
