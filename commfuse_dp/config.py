@@ -67,6 +67,11 @@ class CommFuseConfig(BaseModel):
         description="Names of modules (shell patterns) that stay with the framework, for example because other code reads "
         "their weights directly.",
     )
+    defer_gather: bool = Field(
+        False,
+        description="DeepSpeed ZeRO-1 and 2: the all-gather after the optimizer's step runs under the next forward. Modules "
+        "wait for what they read; but a tensor taken out of the model before the step is out of date until then.",
+    )
     deadline_s: float = Field(300.0, gt=0, description="Longest single wait for a peer, in seconds, before a named error.")
 
     def __init__(self, **data: Any) -> None:

@@ -29,7 +29,9 @@ between two steps. Deadlines belong to the waits of the user's thread.
 
 from __future__ import annotations
 
+import atexit
 import queue
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -52,6 +54,24 @@ from commfuse_dp.transport.ring import align
 
 FOREVER_S = 30 * 24 * 3600.0  # patience of the threads that wait for peers; finite, for timeouts are added to a clock
 LINGER_S = 5.0  # longest wait of close() for the peers' goodbyes
+EXIT_LINGER_S = 60.0  # the same at the end of the process: see [Note: Threads at exit]
+
+# [Note: Threads at exit]
+# A thread that waits inside gloo or MPI cannot be called back. If a peer's end wakes it while the interpreter is being torn
+# down, Python ends the thread in the middle of C++, which aborts the process. So a clean end waits for the peers to end, too.
+_left_behind: list[threading.Thread] = []
+
+
+def _await_left_behind() -> None:
+    if hasattr(sys, "last_type"):  # an uncaught exception: whoever started this process should know at once
+        return
+    limit = time.monotonic() + EXIT_LINGER_S
+    for thread in _left_behind:
+        thread.join(max(0.0, limit - time.monotonic()))
+
+
+atexit.register(_await_left_behind)  # registered first, so it runs after the transports have been closed
+
 _HEADER_TAG, _TEXT_TAG = 0, 1
 _TAG_MASK = (1 << 31) - 1
 
@@ -159,8 +179,11 @@ class TwoSidedChannel(Channel):
         limit = time.monotonic() + LINGER_S
         for thread in (*self._threads, self._reaper):
             thread.join(max(0.0, limit - time.monotonic()))
-        if not any(thread.is_alive() for thread in self._threads):
-            self._two_sided.close()  # else a thread still waits inside the communicator, which must then stay
+        waiting = [thread for thread in self._threads if thread.is_alive()]
+        if waiting:  # inside the communicator, which must then stay
+            _left_behind.extend(waiting)
+        else:
+            self._two_sided.close()
 
     # ---- sending -----------------------------------------------------------------------------------------------------
     def _post(self, dst: int, message: bytes, payload: torch.Tensor | None) -> None:

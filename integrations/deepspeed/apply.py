@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.deepspeed import compat
 from commfuse_dp.integrations.deepspeed.backend import RingBackend
+from commfuse_dp.integrations.deepspeed.deferred import DeferredGather, FlatGroup, unwatch, watch
 from commfuse_dp.integrations.deepspeed.select import Layer, Selection, numel, select
 from commfuse_dp.integrations.deepspeed.weights import PartitionedWeight, ReplicatedWeight, ZeroPolicy
 from commfuse_dp.integrations.fsdp2.fingerprint import check_equal
@@ -182,9 +183,33 @@ def _install(zero: Any, config: CommFuseConfig, selection: Selection, group: dis
         _serve(application, layer, unit)
     _serve_rest(application, CollectivePort(engine), group)
     _hook_steps(application, zero, selection, slots)
+    if config.defer_gather:
+        _defer_gather(application, zero, config, group, device)
     vars(zero)[_ATTRIBUTE] = application
     application.finalizer = weakref.finalize(zero, _close, engine)
     return report
+
+
+def _defer_gather(
+    application: _Application, zero: Any, config: CommFuseConfig, group: dist.ProcessGroup, device: torch.device
+) -> None:
+    if int(zero.zero_optimization_stage()) == 3:
+        log.warning("CommFuse: defer_gather concerns ZeRO-1 and 2; under ZeRO-3 there is no all-gather after the step.")
+        return
+    obstacle = compat.engine_obstacle(zero)
+    if obstacle is not None:
+        log.warning("CommFuse: defer_gather is left out: %s.", obstacle)
+        return
+    probe = application.engine.probe
+    transport, _ = open_transport(
+        config.transport, group=group, inbox_bytes=1 << 16, deadline_s=config.deadline_s, probe=probe, device=device
+    )
+    gather = DeferredGather(transport, [FlatGroup(*entry) for entry in compat.flat_groups(zero.optimizer, group.size())])
+    for module in watch(zero.module, gather, compat.flat_ranges(zero.optimizer)):
+        application.undo.append(functools.partial(unwatch, module))
+    compat.get_backend().defer(application.engine, gather)
+    application.undo.append(gather.close)
+    weakref.finalize(application, gather.close)
 
 
 def activate(engine: Engine | None) -> None:
@@ -215,7 +240,8 @@ def _serve(application: _Application, layer: Layer, unit: Unit) -> None:
     if layer.place is not None:
 
         def forward(input: torch.Tensor) -> torch.Tensor:
-            out = replicated_linear(input, param, operand, operand.partial_dtype)
+            # Looked up, not remembered: with defer_gather this is where its values are waited for.
+            out = replicated_linear(input, module.weight, operand, operand.partial_dtype)  # type: ignore[arg-type]
             return out.add_(_as(module.bias, out)) if bias else out  # type: ignore[arg-type]
 
     elif layer.fused:

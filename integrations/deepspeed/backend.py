@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from commfuse_dp.integrations.deepspeed.deferred import DeferredGather
 
 from commfuse_dp.engine.collective_port import CollectivePort
 from commfuse_dp.engine.engine import Engine
@@ -60,6 +61,7 @@ class RingBackend:
     def __init__(self, original: Any) -> None:
         self.original = original
         self._active: Engine | None = None
+        self._deferred: dict[int, DeferredGather] = {}  # by id(engine)
         self._ports: dict[tuple[int, ...], tuple[Engine, CollectivePort]] = {}
         self._ranks: dict[
             int, tuple[Any, tuple[int, ...]]
@@ -74,8 +76,13 @@ class RingBackend:
         """The calls to come are for this engine; None: for one that CommFuse does not serve."""
         self._active = engine
 
+    def defer(self, engine: Engine, gather: DeferredGather) -> None:
+        """All-gathers of `gather`'s groups, made for this engine, are started and finish when they are needed."""
+        self._deferred[id(engine)] = gather
+
     def release(self, engine: Engine) -> bool:
         """The engine ends. True if nobody is served any more."""
+        self._deferred.pop(id(engine), None)
         self._ports = {ranks: entry for ranks, entry in self._ports.items() if entry[0] is not engine}
         return not self._ports
 
@@ -96,6 +103,11 @@ class RingBackend:
         if port is None:
             self._settle()
             return self.original.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        gather = self._deferred.get(id(self._active))
+        index = gather.index_of(output_tensor) if gather is not None else None
+        if gather is not None and index is not None:
+            gather.start(index)
+            return _Done() if async_op else None
         work = port.all_gather(output_tensor.view(-1), input_tensor.view(-1))
         if async_op:
             return work

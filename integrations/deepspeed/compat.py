@@ -32,6 +32,7 @@ _OPTIMIZER_NAMES = {
         "independent_gradient_partition_epilogue",
         "round_robin_bit16_groups",
         "round_robin_bit16_offsets",
+        "bit16_groups_flat",
         "partition_size",
         "partition_gradients",
         "use_grad_accum_attribute",
@@ -291,6 +292,20 @@ def flat_places(optimizer: Any, world_size: int) -> dict[int, FlatPlace]:
             edges = [min(max(rank * size - int(offset), 0), param.numel()) for rank in range(world_size + 1)]
             places[id(param)] = FlatPlace(group, tuple(itertools.pairwise(edges)))
     return places
+
+
+def flat_groups(optimizer: Any, world_size: int) -> list[tuple[torch.Tensor, int]]:
+    """(flattened parameters, elements of a rank's partition) of every group."""
+    return [(flat, flat.numel() // world_size) for flat in optimizer.bit16_groups_flat]
+
+
+def flat_ranges(optimizer: Any) -> dict[int, tuple[int, int, int]]:
+    """id(param) -> (group, first element, last element + 1) in the flattened groups."""
+    return {
+        id(param): (group, int(offset), int(offset) + param.numel())
+        for group, params in enumerate(optimizer.round_robin_bit16_groups)
+        for param, offset in zip(params, optimizer.round_robin_bit16_offsets[group], strict=True)
+    }
 
 
 def reduces_every_backward(optimizer: Any) -> bool:
