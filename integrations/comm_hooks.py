@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from commfuse_dp.integrations.fsdp2.fingerprint import check_equal
+from commfuse_dp.integrations.fingerprint import check_equal
 
 from commfuse_dp.collectives.arguments import SUMMABLE
 from commfuse_dp.config import CommFuseConfig

@@ -15,9 +15,9 @@ from commfuse_dp.integrations.deepspeed.backend import RingBackend
 from commfuse_dp.integrations.deepspeed.deferred import DeferredGather, FlatGroup, unwatch, watch
 from commfuse_dp.integrations.deepspeed.select import Layer, Selection, numel, select
 from commfuse_dp.integrations.deepspeed.weights import PartitionedWeight, ReplicatedWeight, ZeroPolicy
-from commfuse_dp.integrations.fsdp2.fingerprint import check_equal
+from commfuse_dp.integrations.fingerprint import check_equal
 from commfuse_dp.integrations.fsdp2.layers import functional_forward
-from commfuse_dp.integrations.fsdp2.report import ParameterRow, Path, Report
+from commfuse_dp.integrations.report import ParameterRow, Path, Report
 from commfuse_dp.integrations.root import hook_root
 from torch import nn
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.deepspeed import compat
-from commfuse_dp.integrations.fsdp2.rules import module_obstacle, tensor_obstacle
+from commfuse_dp.integrations.rules import module_obstacle, tensor_obstacle
 from torch import nn
 
 from commfuse_dp.config import CommFuseConfig

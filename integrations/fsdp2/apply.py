@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from commfuse_dp.integrations.fingerprint import check_equal, describe
 from commfuse_dp.integrations.fsdp2 import compat
 from commfuse_dp.integrations.fsdp2.claim import ClaimedLayer, ClaimPolicy, follow
-from commfuse_dp.integrations.fsdp2.fingerprint import check_equal, describe
 from commfuse_dp.integrations.fsdp2.hooks import StockAllGather, StockReduceScatter, StreamAllGather, StreamReduceScatter
 from commfuse_dp.integrations.fsdp2.layers import GroupPolicy, ModuleParameter, fused_forward, gathered_forward
-from commfuse_dp.integrations.fsdp2.report import ParameterRow, Path, Report
 from commfuse_dp.integrations.fsdp2.select import Left, Selection, select
+from commfuse_dp.integrations.report import ParameterRow, Path, Report
 from commfuse_dp.integrations.root import hook_root
 from torch import nn
 from torch.distributed.fsdp import FSDPModule

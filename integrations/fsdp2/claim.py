@@ -26,7 +26,7 @@ import torch.distributed as dist
 from commfuse_dp.integrations.fsdp2 import compat
 from commfuse_dp.integrations.fsdp2.layers import ModuleParameter
 from commfuse_dp.integrations.fsdp2.plain import plain_forward
-from commfuse_dp.integrations.fsdp2.rules import FUSED_TYPE, module_obstacle, original_type, tensor_obstacle
+from commfuse_dp.integrations.rules import FUSED_TYPE, module_obstacle, original_type, tensor_obstacle
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.fsdp2 import compat
 from commfuse_dp.integrations.fsdp2.claim import ClaimedLayer, claimed_layer, holders
-from commfuse_dp.integrations.fsdp2.rules import FUSED_TYPE, excluded, module_obstacle, original_type, tensor_obstacle
+from commfuse_dp.integrations.rules import FUSED_TYPE, excluded, module_obstacle, original_type, tensor_obstacle
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
