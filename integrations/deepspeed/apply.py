@@ -185,6 +185,7 @@ def _install(zero: Any, config: CommFuseConfig, selection: Selection, group: dis
     _hook_steps(application, zero, selection, slots)
     if config.defer_gather:
         _defer_gather(application, zero, config, group, device)
+    _hook_destroy(application, zero)
     vars(zero)[_ATTRIBUTE] = application
     application.finalizer = weakref.finalize(zero, _close, engine)
     return report
@@ -210,6 +211,19 @@ def _defer_gather(
     compat.get_backend().defer(application.engine, gather)
     application.undo.append(gather.close)
     weakref.finalize(application, gather.close)
+
+
+def _hook_destroy(application: _Application, zero: Any) -> None:
+    """DeepSpeedEngine.destroy() ends CommFuse, too: its transport would otherwise stay open until the process ends."""
+    original = zero.destroy
+
+    def destroy(*args: Any, **kwargs: Any) -> Any:
+        if application_of(zero) is application:
+            remove(zero)
+        return original(*args, **kwargs)
+
+    vars(zero)["destroy"] = destroy
+    application.undo.append(lambda: vars(zero).pop("destroy", None) and None)
 
 
 def activate(engine: Engine | None) -> None:

@@ -17,6 +17,27 @@ from tests.deepspeed.pair import BLOCK, Block, Case, Net, Result, both, check, r
 from tests.support.leftovers import assert_nothing_left, leftovers
 
 
+# ---- the end of an engine -------------------------------------------------------------------------------------------
+def destroyed(rank: int, world_size: int, stage: int) -> None:
+    """`engine.destroy()` alone, as a user calls it, takes CommFuse along."""
+    from commfuse_dp.integrations.deepspeed import engine_of
+    from commfuse_dp.integrations.deepspeed.backend import RingBackend
+    from deepspeed.comm import comm
+
+    with started(rank, world_size, Case(settings(stage)), fused=True) as engine:
+        train_micro(Case(settings(stage)), engine, rank, 0)
+        transport = engine_of(engine).transport
+        engine.destroy()
+        assert engine_of(engine) is None and not isinstance(comm.cdb, RingBackend)
+        with pytest.raises(Exception, match="closed"):
+            transport.progress()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_destroy_ends_it(workers, stage):
+    workers(2).run(destroyed, stage, timeout=60)
+
+
 # ---- several engines -------------------------------------------------------------------------------------------------
 def side_by_side(rank: int, world_size: int, stages: tuple[int, int], fused: tuple[bool, bool]) -> list[tuple[Result, Result]]:
     """Two engines trained in turns, against each of them alone on stock DeepSpeed."""
