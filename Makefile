@@ -11,7 +11,7 @@ PYTHON ?= python3
 VENV ?= .venv
 VENV_FLAGS ?=
 TORCH_SPEC ?= torch==2.13.0
-JOBS ?= 2
+JOBS ?= 3
 ARGS ?=
 
 BIN := $(VENV)/bin

@@ -122,6 +122,12 @@ def test_import_is_light_and_quiet():
     assert not result.stderr
 
 
+def test_names_of_test_files_are_unique():
+    """Worker processes import a test's function by the name of its file alone."""
+    names = [path.name for path in (ROOT.parent / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_names_of_the_configuration_are_frozen():
     """Users' scripts and JSON files carry them: a new one may be added here, none renamed or removed."""
     assert set(CommFuseConfig.model_fields) == {

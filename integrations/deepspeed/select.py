@@ -87,10 +87,10 @@ def _obstacle(
     obstacle = module_obstacle(name, module, parent, config)
     if obstacle is not None:
         return obstacle
-    if not isinstance(module, nn.Linear) and not (stage == 3 and isinstance(module, nn.Embedding)):
-        return _kept(param, f"{type(module).__name__} cannot be computed by row slices")
     if owners[id(param)] > 1:
         return "shared by several modules"
+    if not isinstance(module, nn.Linear) and not (stage == 3 and isinstance(module, nn.Embedding)):
+        return _kept(param, f"{type(module).__name__} cannot be computed by row slices")
     if stage == 3:
         return compat.partition_obstacle(param, device, group) or tensor_obstacle(param.data)
     if id(param) not in places:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-import pair
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
+
+from tests.fsdp2 import pair
 
 BLOCKS = 5
 WRAPPERS = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 
-import pair
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import commfuse_dp
 from commfuse_dp import CommFuseConfig, CommFuseError, ConfigError, MismatchError, TransportError
+from tests.fsdp2 import pair
 from tests.support.leftovers import assert_nothing_left, leftovers
 
 

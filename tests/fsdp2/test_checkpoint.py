@@ -6,7 +6,6 @@ import copy
 import io
 from pathlib import Path
 
-import pair
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import commfuse_dp
+from tests.fsdp2 import pair
 
 
 def same_state_dict(rank: int, world_size: int) -> None:

@@ -10,13 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 
-import pair
 import pytest
 import torch
 from commfuse_dp.integrations.fsdp2 import engine_of
 
 import commfuse_dp
 from commfuse_dp import CommFuseError, DeadlineError, PeerLostError
+from tests.fsdp2 import pair
 from tests.support.leftovers import assert_nothing_left, leftovers
 from tests.support.workers import WorkerError, WorkerPool
 
