@@ -11,7 +11,7 @@ PYTHON ?= python3
 VENV ?= .venv
 VENV_FLAGS ?=
 TORCH_SPEC ?= torch==2.13.0
-JOBS ?= 3
+JOBS ?= 2
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -19,13 +19,16 @@ STAMP := $(VENV)/.installed
 STAMP_DEV := $(VENV)/.installed-dev
 CODE := commfuse_dp integrations tests benchmarks
 
-.PHONY: demo test bench lint format clean
+.PHONY: demo test test-all bench lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
 	$(BIN)/commfuse demo $(ARGS)
 
 test: $(STAMP_DEV)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(ARGS)
+
+test-all: $(STAMP_DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 bench: $(STAMP_DEV)

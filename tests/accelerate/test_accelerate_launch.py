@@ -60,7 +60,7 @@ def test_hooks_are_set_whatever_is_imported_first(first):
         assert result.stdout.strip() == str([bool(asked)] * 4), result.stderr
 
 
-@pytest.mark.parametrize("script", ["test_script", "test_sync"])
+@pytest.mark.parametrize("script", ["test_script", pytest.param("test_sync", marks=pytest.mark.slow)])
 def test_scripts_of_accelerate_pass(script):
     output = launch(*TWO, "--commfuse", str(SCRIPTS / f"{script}.py"))
     assert "CommFuse for DDP: 2 ranks, transport shm" in output

@@ -80,7 +80,12 @@ def test_lines_are_found():
     assert {shlex.split(line)[0] for line in LINES} == {"deepspeed", "torchrun", "mpiexec", "accelerate"} and len(LINES) == 6
 
 
-@pytest.mark.parametrize("line", LINES)
+QUICK = ("deepspeed ", "mpiexec ", "accelerate launch --commfuse")  # one of each launcher; the others with make test-all
+
+
+@pytest.mark.parametrize(
+    "line", [pytest.param(line, marks=() if line.startswith(QUICK) else pytest.mark.slow) for line in LINES]
+)
 def test_launch_lines(tmp_path, line):
     if line.startswith("mpiexec"):
         pytest.importorskip("mpi4py")

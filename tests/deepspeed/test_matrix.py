@@ -15,8 +15,10 @@ def cell(rank: int, world_size: int, stage: int, dtype: str, accumulation: int) 
     return both(rank, world_size, Case(settings(stage, dtype=dtype, accumulation=accumulation), steps=10))
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "accumulation"),
+    [("fp32", 1), ("bf16", 1), ("fp32", 3), pytest.param("bf16", 3, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ten_steps(workers, world_size, stage, dtype, accumulation):
