@@ -464,7 +464,7 @@ class OneSidedTransport(Transport, Receiver):
         who = self._channel.describe(culprit)
         return PeerLostError(f"rank {self.rank} lost {who} (transport {self.name}): {reason}.", rank=self.rank, peer=culprit)
 
-    def _gone(self, peer: int, what: str, where: Where | None = None) -> PeerLostError:
+    def _gone(self, peer: int, what: str, where: Where | None = None) -> TransportError:
         """The error of a wait for a peer that has said goodbye. The program has failed: the other peers are told, too."""
         text = f"{self._channel.describe(peer)} has closed its transport {self.name}; {what}. It ended early: look at its log"
         with self._lock:
@@ -472,8 +472,7 @@ class OneSidedTransport(Transport, Receiver):
                 self._failure = (peer, text)
                 self._tell_others(peer, text)
             elif self._failure[0] not in (-1, peer):  # an I/O thread has heard of the first loss since the last progress()
-                peer, reason = self._failure
-                text = f"lost {self._channel.describe(peer)} (transport {self.name}): {reason}"
+                return self._error()  # the wait adds what it was for
         return PeerLostError(f"rank {self.rank}: {text}.", rank=self.rank, peer=peer, where=where)
 
     def _tell_others(self, culprit: int, reason: str) -> None:
