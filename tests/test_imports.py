@@ -16,10 +16,10 @@ ROOT = Path(commfuse_dp.__file__).parent
 INTEGRATIONS = ROOT.parent / "integrations"
 
 # A room imports only rooms to its left, and the modules of the foundation.
-ROOMS = ("schedule", "transport", "collectives", "ops", "engine", "observe", "integrations", "cli")
+ROOMS = ("schedule", "device", "transport", "kernels", "collectives", "ops", "engine", "observe", "integrations", "cli")
 FOUNDATION = ("errors", "probe", "config", "autoload", "mpi_launch")
 ENTRIES = ("run",)  # modules that a user starts with: above all rooms
-STRANGERS = {("transport", "schedule")}  # schedules know nothing of bytes, transports nothing of schedules
+STRANGERS = {("transport", "schedule"), ("kernels", "transport")}  # neither needs the other: whoever uses both joins them
 FRAMEWORKS = ("deepspeed", "accelerate", "transformers")
 HEAVY = ("deepspeed", "accelerate", "mpi4py", "triton", "matplotlib", "typer", "rich")
 

@@ -27,6 +27,16 @@ a caller that finds no credit must first consume what others sent to it (else tw
 A tensor returned by `pull(...).wait()` or `receive` may alias a peer's memory (shm, inproc). It is valid until
 `finish(epoch)` for a pull into no buffer (or for as long as the caller keeps its own `out`), and until `release` for a
 message. It must never be written to.
+
+[Note: Device-ordered transports]
+Where `device_ordered` is True nothing waits on the host: what a method would wait for, the *current stream* stands for
+instead, and what was said above about time holds for the order of work in streams:
+* `Transfer.done` and `arrived` are True at once, `try_reserve` never returns None, and every wait returns at once. Whatever
+  is enqueued in the current stream afterwards runs when the wait is over; another stream must be ordered behind it.
+* `publish`, `send` and `release` speak for the work that is in the current stream when they are called.
+* Every message is announced by `expect`; messages of one pair and channel are sent in the order of their announcements.
+* A deadline or a lost peer is found by a thread of the transport. It releases the streams, whose data is then worthless,
+  and every call from then on raises.
 """
 
 from __future__ import annotations
@@ -38,6 +48,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from commfuse_dp.device.base import Device, Event
 from commfuse_dp.errors import DeadlineError, Where
 from commfuse_dp.probe import Probe
 
@@ -77,6 +88,8 @@ class Transport(ABC):
 
     name: ClassVar[str]
     in_place: ClassVar[bool]  # pulled slices are read where the owner published them: no window buffers are needed
+    device_ordered: ClassVar[bool] = False  # see [Note: Device-ordered transports]
+    device: Device | None = None  # whose streams its waits stand in, if device_ordered
 
     def __init__(self, rank: int, world_size: int, *, deadline_s: float, probe: Probe | None = None) -> None:
         self.rank = rank
@@ -105,11 +118,20 @@ class Transport(ABC):
 
     @abstractmethod
     def pull(
-        self, owner: int, key: int, epoch: int, *, start: int = 0, nbytes: int | None = None, out: torch.Tensor | None = None
+        self,
+        owner: int,
+        key: int,
+        epoch: int,
+        *,
+        start: int = 0,
+        nbytes: int | None = None,
+        out: torch.Tensor | None = None,
+        after: Event | None = None,
     ) -> Transfer:
         """Start to fetch bytes [start, start + nbytes) of `owner`'s segment `key`; never blocks.
 
         `out`: uint8 buffer of nbytes that receives them; must be None if `in_place`, must be given otherwise.
+        `after`: device-ordered transports write to `out` only behind this event (its last reader's); others ignore it.
         May be called before the owner has published `epoch`: the transfer then completes after it has.
         """
 

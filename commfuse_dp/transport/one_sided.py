@@ -39,6 +39,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from commfuse_dp.device.base import Event
 from commfuse_dp.errors import PeerLostError, TransportError, Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport import messages as msg
@@ -150,7 +151,15 @@ class OneSidedTransport(Transport, Receiver):
             self._post_all(msg.pack(msg.PUBLISH, key, epoch), hold=more)
 
     def pull(
-        self, owner: int, key: int, epoch: int, *, start: int = 0, nbytes: int | None = None, out: torch.Tensor | None = None
+        self,
+        owner: int,
+        key: int,
+        epoch: int,
+        *,
+        start: int = 0,
+        nbytes: int | None = None,
+        out: torch.Tensor | None = None,
+        after: Event | None = None,
     ) -> Transfer:
         self._check_open()
         size = self._size(owner, key)

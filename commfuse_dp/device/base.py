@@ -1,0 +1,117 @@
+"""What transports and kernels ask of an accelerator: ordered queues of work that nobody waits for on the host.
+
+    host      enqueues and goes on; it never waits for the device
+    stream    runs its work in order; different streams run at the same time, in any interleaving
+    event     a mark in a stream; another stream can stand until it is passed
+    pad       int32 words in device memory; a stream can stand until a word has a value, and can write a word, also one of a
+              peer's memory. Neither occupies a multiprocessor.
+
+[Note: What orders what]
+    stream A   copy x -> peer | write_value(pad, 7)                       x is visible to whoever has seen the 7
+    stream B                    wait_value(pad, 7) | read x               also in another process, also on another device
+A write is ordered behind everything before it in its stream, a wait before everything after it in its stream, and nothing
+else is ordered: neither by the time at which the host made a call nor by the order of calls for different streams.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+
+
+class Stream(ABC):
+    """A queue of device work. Two objects for one queue are equal and have the same hash."""
+
+    name: str
+
+
+class Event(ABC):
+    """A mark in a stream, recorded once."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the device has passed the mark. Never blocks; any thread may ask."""
+
+
+class Word(NamedTuple):
+    """One word of a pad and a value for it."""
+
+    pad: torch.Tensor  # int32, 1-D, contiguous; device memory of this rank, or a peer's that is mapped here
+    place: int  # index in the pad
+    value: int  # taken modulo 2**32, as int32
+
+
+def as_int32(value: int) -> int:
+    """The int32 with the same low 32 bits."""
+    return (value + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def reached(word: int, value: int, *, exact: bool = False) -> bool:
+    """What `wait_value` waits for. Not exact: word >= value, cyclic, so that counters may wrap around."""
+    return as_int32(word - value) == 0 if exact else as_int32(word - value) >= 0
+
+
+class Device(ABC):
+    """One accelerator as one rank uses it. All methods but `peek` and `poke` only enqueue, and return at once."""
+
+    torch_device: torch.device
+
+    # ---- streams and events ------------------------------------------------------------------------------------------
+    @abstractmethod
+    def current_stream(self) -> Stream:
+        """The stream that kernels launched now go to."""
+
+    @abstractmethod
+    def side_stream(self, name: str) -> Stream:
+        """A stream of our own, made once per name ("gather", "scatter", "reduce"); not ordered with the default stream."""
+
+    @abstractmethod
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Make it the current stream of this thread."""
+
+    @abstractmethod
+    def record(self, stream: Stream) -> Event:
+        """Mark the place behind all work that is in the stream now."""
+
+    @abstractmethod
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        """What is enqueued in `stream` from now on runs after the event."""
+
+    # ---- bytes -------------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        """dst <- src, both uint8, 1-D, contiguous, of one length; either may be a peer's memory. By a copy engine.
+
+        The caller keeps both alive until the copy is done: nothing is recorded with the allocator.
+        """
+
+    # ---- words -------------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def wait_value(self, stream: Stream, pad: torch.Tensor, index: int, value: int, *, exact: bool = False) -> None:
+        """The stream stands until pad[index] >= value (cyclic), or == value if `exact`. Own memory only."""
+
+    @abstractmethod
+    def write_value(self, stream: Stream, pad: torch.Tensor, index: int, value: int) -> None:
+        """pad[index] = value, after everything before it in the stream has become visible to the whole system."""
+
+    def write_values(self, stream: Stream, words: Sequence[Word]) -> None:
+        """Several `write_value`, in any order among themselves; cheaper than one by one."""
+        for word in words:
+            self.write_value(stream, *word)
+
+    # ---- out of band -------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def peek(self, pad: torch.Tensor) -> list[int]:
+        """The words as they are now, whatever the streams wait for. Blocks the calling thread: for a watchdog, not for work."""
+
+    @abstractmethod
+    def poke(self, words: Sequence[Word]) -> None:
+        """Write now, whatever the streams wait for. Blocks the calling thread: for set-up and for releasing stuck streams."""
+
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+        return False
