@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 VARIANTS = ("compute", "fsdp2", "fsdp2-best", "ddp", "commfuse", "commfuse-unfused")  # those run if nothing is said
-DEEPSPEED = tuple(f"zero{stage}{kind}" for stage in (1, 2, 3) for kind in ("", "-commfuse"))
+DEFERRED = ("zero1-commfuse-deferred", "zero2-commfuse-deferred")  # with defer_gather
+DEEPSPEED = (*(f"zero{stage}{kind}" for stage in (1, 2, 3) for kind in ("", "-commfuse")), *DEFERRED)
 
 
 class BenchmarkError(RuntimeError):

@@ -4,6 +4,7 @@
 | --- | --- | --- |
 | zero1, zero2, zero3 | ZeRO of that stage | stock, the fastest of its settings here, found by `best_zero` |
 | zero1-commfuse, ... | the same with the block "commfuse" | fused |
+| zero1-commfuse-deferred, zero2-... | with "defer_gather" as well | fused, and the all-gather under the next forward |
 
 ZeRO-1 and 2 need one all-gather and one reduce-scatter a step, the bytes of `--keep`; ZeRO-3 two all-gathers.
 """
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.case import BenchmarkError, Case
+from benchmarks.case import DEFERRED, BenchmarkError, Case
 from benchmarks.models import Batch
 from benchmarks.search import Settings, fastest
 from benchmarks.variants import Variant
@@ -87,6 +88,8 @@ class ZeroCommFuse(Zero):
         block: dict[str, Any] = {"transport": self.case.transport, "order": self.case.order, "deadline_s": self.case.deadline_s}
         if self.case.prefetch_bytes is not None:
             block["prefetch_bytes"] = self.case.prefetch_bytes
+        if self.name in DEFERRED:
+            block["defer_gather"] = True
         self.config = CommFuseConfig(**block)
         return {"commfuse": {"enabled": True, **block}}
 
@@ -116,7 +119,7 @@ class ZeroCommFuse(Zero):
 
 
 def make_zero(name: str, case: Case, batches: list[Batch], say: Callable[[str], None]) -> Variant:
-    if name.endswith("-commfuse"):
+    if "-commfuse" in name:
         return ZeroCommFuse(name, case, batches, {})
     best, tried = best_zero(name, case, batches, say)
     gc.collect()  # the candidates' models

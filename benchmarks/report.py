@@ -57,7 +57,7 @@ def summarize(result: CaseResult, *, steps: int, link_bytes_per_s: float | None)
             row["over_compute"] = spread([t / c for t, c in zip(own, compute, strict=True)])
         if reference:
             row["speedup_over_fsdp2_best"] = spread([r / t for r, t in zip(reference, own, strict=True)])
-        stock = times.get(name.removesuffix("-commfuse")) if name.startswith("zero") else reference
+        stock = times.get(name.split("-")[0]) if name.startswith("zero") else reference
         if stock:
             row["speedup_over_stock"] = spread([r / t for r, t in zip(stock, own, strict=True)])
         row["exposed_ms"] = _exposed(record, steps)

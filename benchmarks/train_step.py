@@ -64,8 +64,11 @@ SUITES = {
         Plan("none", variants=("compute", "zero3", "zero3-commfuse")),
         Plan("1.5x", variants=("compute", "zero3", "zero3-commfuse")),
         Plan("1x", variants=("compute", "zero3", "zero3-commfuse")),
-        Plan("1.5x", keep=True, variants=("compute", "zero1", "zero1-commfuse", "zero2", "zero2-commfuse")),
-        Plan("1x", keep=True, variants=("compute", "zero1", "zero1-commfuse", "zero2", "zero2-commfuse")),
+        *(
+            Plan(link, keep=True, variants=("compute", stage, f"{stage}-commfuse", f"{stage}-commfuse-deferred"))
+            for link in ("1.5x", "1x")
+            for stage in ("zero1", "zero2")
+        ),
     ),
 }
 

@@ -38,7 +38,7 @@ _watching_exit = False
 def activate() -> None:
     """Be ready for the frameworks in FRAMEWORKS. Called by torch, and by `python -m commfuse_dp.run`. Never raises."""
     try:
-        if _wish() in OFF:
+        if _wish() in OFF and not _flagged():
             return
         if not active():
             sys.meta_path.insert(0, _Finder())
@@ -133,6 +133,11 @@ def _is_helper() -> bool:
         return True
     multiprocessing = sys.modules.get("multiprocessing.process")
     return multiprocessing is not None and multiprocessing.parent_process() is not None
+
+
+def _flagged() -> bool:
+    """--commfuse is in the command line: a contradiction to COMMFUSE=0, which the launcher must know the flag to say."""
+    return any(word.startswith("--commfuse") for word in getattr(sys, "argv", ()))
 
 
 def _wish() -> str:

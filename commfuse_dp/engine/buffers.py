@@ -1,33 +1,46 @@
 """Byte buffers that are used again and again: window slots, own partials, scratch.
 
 Fresh large allocations are mapped and unmapped by the C library each time, and every page of them faults again; a pool of
-the few sizes that a model has costs neither.
+the few sizes that a model has costs neither. On a device a buffer comes back with the event after which it is free: the host
+is far ahead of the streams, and what it gives back is still being read.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 
 import torch
+
+from commfuse_dp.device.base import Event
+from commfuse_dp.engine.ordering import Ordering
 
 
 class BufferPool:
     """Free uint8 buffers by size, on one device. Not thread-safe."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ordering: Ordering | None = None) -> None:
         self.device = device
-        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self._ordering = ordering if ordering is not None else Ordering()
+        self._free: dict[int, deque[tuple[torch.Tensor, Event | None]]] = defaultdict(deque)
 
     def take(self, nbytes: int) -> torch.Tensor:
+        """To be written on the current stream."""
+        buffer, free = self.take_later(nbytes)
+        self._ordering.after(free)
+        return buffer
+
+    def take_later(self, nbytes: int) -> tuple[torch.Tensor, Event | None]:
+        """To be written by whoever waits for the event first. The one that was given back first: it is the first to be free."""
         free = self._free[nbytes]
         if free:
-            return free.pop()
+            return free.popleft()
         with torch.inference_mode(False):  # else a buffer from an evaluation could not be written to in training
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            # The allocator may hand out what the current stream still reads: `mark` comes after that.
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device), self._ordering.mark()
 
     def give(self, buffer: torch.Tensor) -> None:
-        """The caller promises that nothing reads or writes the buffer any more."""
-        self._free[buffer.numel()].append(buffer)
+        """The caller promises that what the current stream has been given so far is the last to read or write the buffer."""
+        self._free[buffer.numel()].append((buffer, self._ordering.mark()))
 
     def clear(self) -> None:
         self._free.clear()

@@ -19,6 +19,7 @@ import torch
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.gradients import GradientStream, ReplicaGroup
+from commfuse_dp.engine.ordering import ordering_of
 from commfuse_dp.engine.parameters import Consume, ParameterStream
 from commfuse_dp.engine.plan import Unit, UnitSlice
 from commfuse_dp.engine.window import Key
@@ -59,8 +60,13 @@ class Engine:
         self.world_size = transport.world_size
         self.step = 0  # begun forward passes; also the epoch of the published parameters
         self.device = device
-        self._pool = BufferPool(device)
-        self.gradients = GradientStream(transport, self._pool, self.probe, replicas, inbox_bytes=config.inbox_bytes)
+        for unit in self.units:
+            unit.anchor = torch.empty(0, device=device, requires_grad=True)
+        ordering = ordering_of(transport.device)
+        self._pool = BufferPool(device, ordering)
+        self.gradients = GradientStream(
+            transport, self._pool, self.probe, replicas, inbox_bytes=config.inbox_bytes, ordering=ordering
+        )
         self.parameters = ParameterStream(transport, self.units, config, self._pool)
         self.parameters.while_waiting = self.gradients.relieve
         self._sequences: dict[bool, list[Key]] = {}  # recorded orders, by whether gradients are computed

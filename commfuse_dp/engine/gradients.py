@@ -31,6 +31,7 @@ import torch.distributed as dist
 from commfuse_dp.collectives.summation import BLOCK_ELEMENTS, sum_in_rank_order, wide_dtype
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.chain import Chain
+from commfuse_dp.engine.ordering import Ordering
 from commfuse_dp.engine.plan import Geometry, Unit, UnitSlice
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import COMPUTE, SEND, Probe, now_ns
@@ -99,9 +100,17 @@ class GradientStream:
     """All reduce-scatters of a rank, in program order."""
 
     def __init__(
-        self, transport: Transport, pool: BufferPool, probe: Probe, replicas: ReplicaGroup | None, *, inbox_bytes: int
+        self,
+        transport: Transport,
+        pool: BufferPool,
+        probe: Probe,
+        replicas: ReplicaGroup | None,
+        *,
+        inbox_bytes: int,
+        ordering: Ordering,
     ) -> None:
         self._transport = transport
+        self._ordering = ordering
         self._pool = pool
         self._probe = probe
         self._replicas = replicas
@@ -207,12 +216,14 @@ class GradientStream:
     def poll(self) -> bool:
         """Finish the sums whose partials have all arrived; never blocks. True if anything was summed."""
         worked = self._advance_chains()
-        while self._queue and self._try_sum(self._queue[0]):
+        while self._queue and self._ready(self._queue[0]):
             worked = True
             head = self._queue[0]
-            if head.chain is not None or head.summed == len(head.geometry.slices[self._rank]):
-                self._queue.popleft()
-                self._complete(head)
+            with self._ordering.reducing():
+                self._sum_next(head)
+                if head.chain is not None or head.summed == len(head.geometry.slices[self._rank]):
+                    self._queue.popleft()
+                    self._complete(head)
         if worked:
             self._transport.push()  # the credits
         return worked
@@ -227,7 +238,7 @@ class GradientStream:
 
     def relieve(self) -> None:
         """What a rank does while it waits for anything: sum, and see to it that nobody waits for room in its inbox."""
-        if not self.poll():
+        if not self.poll() and self._transport.device is None:  # in streams nobody waits here, and all has "arrived"
             for scatter in self._queue:
                 if scatter.chain is not None:
                     continue
@@ -250,25 +261,27 @@ class GradientStream:
         own = scatter.geometry.slices[self._rank]
         return own[scatter.summed] if scatter.summed < len(own) else None
 
-    def _try_sum(self, scatter: Scatter) -> bool:
+    def _ready(self, scatter: Scatter) -> bool:
+        """The next slice can be summed (or there is none, and the unit has only to be completed)."""
         if scatter.chain is not None:
             return scatter.chain.done
         item = self._next_item(scatter)
-        if item is None:  # an empty shard: nothing to sum, but the unit has still to be completed, once
+        if item is None:  # an empty shard
             return True
-        if scatter.own_done <= scatter.summed:
-            return False
-        if not all(self._arrived(scatter, item, peer) for peer in self._peers):
-            return False
-        self._sum(scatter, item)
-        scatter.summed += 1
-        return True
+        return scatter.own_done > scatter.summed and all(self._arrived(scatter, item, peer) for peer in self._peers)
+
+    def _sum_next(self, scatter: Scatter) -> None:
+        item = self._next_item(scatter) if scatter.chain is None else None
+        if item is not None:
+            self._sum(scatter, item)
+            scatter.summed += 1
 
     def _sum(self, scatter: Scatter, item: UnitSlice) -> None:
         start = now_ns() if self._probe.sink is not None else 0
         dtype = scatter.geometry.dtype
         own_bytes = scatter.own
         assert own_bytes is not None
+        self._ordering.hold(own_bytes)
         whole = item.nbytes == own_bytes.numel()
         own = (own_bytes if whole else own_bytes[item.offset : item.offset + item.nbytes]).view(dtype)
         if self._is_final(scatter):
@@ -389,9 +402,11 @@ class GradientStream:
         while self._replicating:
             scatter, total, work = self._replicating.popleft()
             start = now_ns()
-            work.wait()
+            with self._ordering.reducing():
+                work.wait()
+                self._deliver(scatter, total.div_(scatter.divisor))
             self._probe.exposed(f"{scatter.unit.name} (replicas)", start, now_ns())
-            self._deliver(scatter, total.div_(scatter.divisor))
+        self._ordering.join()
 
     def _await_chain(self, scatter: Scatter, chain: Chain, meanwhile: Callable[[], object]) -> None:
         for item in chain.uncomputed():

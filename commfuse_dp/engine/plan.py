@@ -229,7 +229,7 @@ class Unit:
         self.policy = policy
         self.slices_per_rank = slices_per_rank or 1
         self._automatic = slices_per_rank is None
-        self.anchor = torch.empty(0, requires_grad=True)  # see [Note: Anchors] in ops/linear.py
+        self.anchor: torch.Tensor  # set by the engine, on its device; see [Note: Anchors] in ops/linear.py
         self.replicated = replicated
         self._flat_bounds = flat_bounds
         self._geometries: dict[tuple[torch.dtype, tuple[bool, ...]], Geometry] = {}

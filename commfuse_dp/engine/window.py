@@ -194,8 +194,8 @@ class Window:
     def _pull(self, key: Key) -> _Entry:
         unit, owner, _ = key
         offset, nbytes = self._locate(key)
-        buffer = self._pool.take(nbytes)
-        transfer = self._transport.pull(owner, unit, self._epoch, start=offset, nbytes=nbytes, out=buffer)
+        buffer, free = self._pool.take_later(nbytes)
+        transfer = self._transport.pull(owner, unit, self._epoch, start=offset, nbytes=nbytes, out=buffer, after=free)
         entry = self._entries[key] = _Entry(transfer, buffer)
         self.used += nbytes
         counters = self._probe.counters

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from commfuse_dp.integrations.accelerate import compat
 
-from commfuse_dp.autoload import ON
+from commfuse_dp.autoload import OFF, ON
 from commfuse_dp.config import CommFuseConfig, nearest, variable_of
 from commfuse_dp.errors import ConfigError
 
@@ -88,7 +88,10 @@ def prepare(args: argparse.Namespace) -> None:
     """Check the flags and put them into this process's environment, which the workers inherit. Exits with 2 on a wrong one."""
     given = {name: str(value) for name, value in vars(args).items() if name.startswith("commfuse_") and value is not None}
     wanted = bool(getattr(args, "commfuse", False))
-    if given and not wanted and os.environ.get("COMMFUSE", "").strip().lower() not in ON:
+    wish = os.environ.get("COMMFUSE", "").strip()
+    if wanted and wish.lower() in OFF:
+        _fail(f"--commfuse asks for CommFuse and COMMFUSE={wish} in the environment forbids it: leave one of them away")
+    if given and not wanted and wish.lower() not in ON:
         _fail(f"--{next(iter(given))} was given without --commfuse: add --commfuse, or leave it away")
     if not (given or wanted):
         return

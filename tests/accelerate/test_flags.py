@@ -121,6 +121,15 @@ def test_a_wrong_variable_of_the_environment_counts_too(monkeypatch, capsys):
     assert "COMMFUSE_ORDRE" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("word", ["0", " Off"])
+def test_a_flag_against_the_environment_is_a_contradiction(monkeypatch, capsys, word):
+    monkeypatch.setenv("COMMFUSE", word)
+    with pytest.raises(SystemExit):
+        started(["--commfuse", "train.py"])
+    assert "COMMFUSE=" + word.strip() in capsys.readouterr().err
+    assert started(["--num_processes", "2", "train.py"]) == {"script": "train.py", "COMMFUSE": word}
+
+
 def test_one_process_on_cpu_is_said(capsys):
     started(["--commfuse", "--cpu", "--num_processes", "2", "train.py"])
     assert "--cpu starts ONE process, not 2" in capsys.readouterr().err

@@ -109,6 +109,17 @@ def test_switched_off(site, variables):
     assert installs.run(code, site, **variables) == (["False False"], [])
 
 
+def test_a_launcher_with_the_flag_knows_it_even_where_it_is_switched_off(site):
+    code = """
+        import sys
+        sys.argv = ["accelerate", "launch", "--commfuse", "train.py"]
+        import torch, accelerate
+        print("commfuse_dp.integrations.accelerate.autohook" in sys.modules)
+    """
+    out, err = installs.run(code, site, COMMFUSE="0")
+    assert "register accelerate" in out and not err, (out, err)
+
+
 def test_frameworks_that_are_not_installed(tmp_path):
     installs.install(tmp_path, deepspeed=DEEPSPEED, accelerate=ACCELERATE)
     (tmp_path / "deepspeed/__init__.py").unlink()  # a folder of that name, as in a checkout

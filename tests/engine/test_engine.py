@@ -47,7 +47,7 @@ class CopyingTransport(InprocTransport):
 
     in_place = False
 
-    def pull(self, owner, key, epoch, *, start=0, nbytes=None, out=None) -> Transfer:
+    def pull(self, owner, key, epoch, *, start=0, nbytes=None, out=None, after=None) -> Transfer:
         return _Copy(super().pull(owner, key, epoch, start=start, nbytes=nbytes), out)
 
 

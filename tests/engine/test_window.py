@@ -45,7 +45,9 @@ class FakeTransport:
     def __init__(self) -> None:
         self.pulls: list[tuple[Key, int]] = []
 
-    def pull(self, owner: int, key: int, epoch: int, *, start: int, nbytes: int, out: torch.Tensor) -> Transfer:
+    def pull(
+        self, owner: int, key: int, epoch: int, *, start: int, nbytes: int, out: torch.Tensor, after: None = None
+    ) -> Transfer:
         assert out.numel() == nbytes == SIZES[key] and start == key * 1000
         self.pulls.append(((key, owner, 0), epoch))
         return LateTransfer((key, owner, 0), epoch, out)

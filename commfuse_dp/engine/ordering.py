@@ -1,0 +1,94 @@
+"""When something that was called has happened: at once on a CPU, in the order of streams on a device.
+
+The engine is written once. What differs is how "afterwards" is said: on the host a call that has returned is done, on a device
+it stands in a stream, and whoever needs its result on another stream waits there for an event. `Ordering` is the few places
+where the engine has to say it.
+
+[Note: Streams of a step]
+
+    compute   | publish | GEMM | GEMM ...        wgrad  wgrad   ...   own wgrad   |           join | optimizer
+    gather      wait epoch, copy  copy  copy ...                                                        (transport)
+    scatter                                        send    send  ...                                    (transport)
+    reduce                                                        wait compute, wait peers, sum  sum ---^
+
+* A sum runs on `reduce`, so that compute never waits for a peer's partial. It reads the own partial that compute has
+  produced (the event taken in `reducing`) and partials in the inbox (the transport makes the current stream, which is
+  `reduce` then, wait for them).
+* Buffers go round through the pool with the event after which nobody reads or writes them (buffers.py).
+* Memory that the caching allocator handed out on compute may be read on `reduce` until `join`; it is kept alive until then
+  (`hold`), as the allocator would otherwise give it to compute again at once. No record_stream: that would hold blocks back
+  until a later, unknown moment and inflate the reserved memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from commfuse_dp.device.base import Device, Event
+
+
+class Ordering:
+    """A host that executes what it is told when it is told: nothing has to be said."""
+
+    def mark(self) -> Event | None:
+        """After everything called so far, on the current stream."""
+        return None
+
+    def after(self, event: Event | None) -> None:
+        """What the current stream is given from now on comes after `event`."""
+        return
+
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Sums are made in here, after everything called so far."""
+        yield
+
+    def hold(self, *tensors: torch.Tensor) -> None:
+        """Keep memory alive that a sum under way reads."""
+        return
+
+    def join(self) -> None:
+        """What is called from now on sees the results of all sums."""
+        return
+
+
+class StreamOrdering(Ordering):
+    """A device: see [Note: Streams of a step]."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._reduce = device.side_stream("reduce")
+        self._held: list[torch.Tensor] = []
+        self._joined = True
+
+    def mark(self) -> Event:
+        return self._device.record(self._device.current_stream())
+
+    def after(self, event: Event | None) -> None:
+        if event is not None:
+            self._device.wait_event(self._device.current_stream(), event)
+
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        self._device.wait_event(self._reduce, self.mark())
+        self._joined = False
+        with self._device.on(self._reduce):
+            yield
+
+    def hold(self, *tensors: torch.Tensor) -> None:
+        self._held.extend(tensors)
+
+    def join(self) -> None:
+        if self._joined:
+            return
+        self._device.wait_event(self._device.current_stream(), self._device.record(self._reduce))
+        self._held.clear()
+        self._joined = True
+
+
+def ordering_of(device: Device | None) -> Ordering:
+    """device: of a transport whose waits stand in streams; None: its waits block the host."""
+    return StreamOrdering(device) if device is not None else Ordering()
