@@ -1,0 +1,303 @@
+"""A CUDA GPU as a `Device`: torch's streams and events, the driver's copies and stream memory operations.
+
+**Not yet run on a GPU.** Needs cuda-bindings (`pip install "commfuse_dp[cuda]"`) and a driver of CUDA 12 or newer.
+
+[Note: Writing a word of a peer]
+`cuStreamWriteValue32` takes "the device address to write to" (CUDA driver API, Stream Memory Operations); it excludes managed
+memory, and neither allows nor forbids a peer's memory mapped here. NCCL does not rely on it: its copy-engine collectives write
+a word of their own and copy its four bytes to the peer by `cudaMemcpyAsync` in the same stream (`ncclPrepUCSync` in NCCL's
+ce_coll.cc). So both ways are here, and a trial when a transport opens decides (`peer_writes`):
+
+    "value"   cuStreamWriteValue32(stream, address in the peer's memory, value)
+    "copy"    cuStreamWriteValue32(stream, own word of this stream, value); cuMemcpyAsync(address at the peer, own word, 4)
+
+Both are ordered behind everything before them in the stream: a write of a value makes a fence over the whole system first
+(CU_STREAM_WRITE_VALUE_DEFAULT), a copy starts when its stream has come to it. The own word is used again only behind the copy.
+
+[Note: Waiting costs nothing, but must not stand in the way]
+A wait for a value is done by the channel that feeds the GPU, not by a multiprocessor. When several processes share one GPU,
+their work is time-sliced: a channel whose value has not come yields, so a waiting process does not hold up the one that it
+waits for. Inside one process, streams may be mapped onto the same channel; then a wait also holds up a stream that nothing
+orders behind it, which in a circle of ranks is a deadlock ("may deadlock the application. Synchronization ordering established
+through this API is not visible to CUDA", same manual). Hence:
+* our streams have a priority of their own, and thereby other channels than torch's default and pool streams;
+* they are few: "gather", "scatter", "reduce" and "watch", below the 8 channels of the default CUDA_DEVICE_MAX_CONNECTIONS;
+* what one process orders by a value is also ordered by events wherever both ends are its own (the transport's business).
+
+[Note: Lifetime]
+Nothing calls `record_stream`: it would let the allocator's pools grow by every buffer whose copy was late. Whoever enqueues a
+copy keeps both tensors until an event behind it is done. Streams are made once per process and never destroyed: the
+allocator may remember them for ever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from commfuse_dp.device.base import Device, Event, Stream, Word
+from commfuse_dp.errors import TransportError
+
+MIN_DRIVER = 12000  # cuDriverGetVersion: stream memory operations are there without a kernel module's parameter
+_BATCH = 255  # cuStreamBatchMemOp takes fewer than 256 operations
+
+PeerWrites = Literal["value", "copy"]
+
+
+class Card(NamedTuple):
+    """What the ranks tell each other about their GPUs before they choose a transport. `problem`: why this one cannot."""
+
+    ordinal: int  # of the CUDA device in its own process
+    uuid: str
+    name: str
+    capability: tuple[int, int]
+    problem: str | None
+
+
+def _driver() -> Any:
+    """The module of driver calls. Raises TransportError if cuda-bindings is not installed."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise TransportError(
+            f"cuda-bindings is missing ({error}): streams cannot be made to wait for peers. "
+            'Install it: pip install "commfuse_dp[cuda]" (cuda-bindings 13 or newer)'
+        ) from None
+    return driver
+
+
+def _checked(result: tuple[Any, ...], call: str) -> Any:
+    """The value of a driver call; raises TransportError with the error's name."""
+    if int(result[0]) != 0:
+        raise TransportError(f"{call} failed: {result[0].name}")
+    return result[1] if len(result) > 1 else None
+
+
+def card(device: torch.device) -> Card:
+    """Facts about a GPU; never raises for what is missing, but says so in `problem`."""
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    properties = torch.cuda.get_device_properties(index)
+    problem = None
+    try:
+        driver = _driver()
+        version = _checked(driver.cuDriverGetVersion(), "cuDriverGetVersion")
+        if version < MIN_DRIVER:
+            problem = (
+                f"the NVIDIA driver supports CUDA {version // 1000}.{version % 1000 // 10} only; update it to one for CUDA "
+                f"{MIN_DRIVER // 1000} or newer"
+            )
+    except TransportError as error:
+        problem = str(error)
+    except Exception as error:  # cuda-bindings finds no driver library, whichever class it has for that
+        problem = f"cuda-bindings cannot load the NVIDIA driver ({error})"
+    return Card(index, str(properties.uuid), properties.name, (properties.major, properties.minor), problem)
+
+
+def link(own: Card, peer: Card) -> str | None:
+    """How memory of `peer` is reached from here: "one GPU", "NVLink", "PCIe", "unknown" (not visible); None: not at all."""
+    if own.uuid == peer.uuid:
+        return "one GPU"
+    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    index = visible.get(peer.uuid)
+    if index is None:  # CUDA_VISIBLE_DEVICES leaves one GPU to each process: the mapping itself will tell
+        return "unknown"
+    if not torch.cuda.can_device_access_peer(own.ordinal, index):
+        return None
+    driver = _driver()
+    attribute = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    atomics = _checked(driver.cuDeviceGetP2PAttribute(attribute, own.ordinal, index), "cuDeviceGetP2PAttribute")
+    return "NVLink" if atomics else "PCIe"  # atomic operations on a peer's memory are NVLink's
+
+
+class CudaStream(Stream):
+    __slots__ = ("handle", "name", "torch")
+
+    def __init__(self, name: str, stream: torch.cuda.Stream) -> None:
+        self.name = name
+        self.torch = stream
+        self.handle: int = stream.cuda_stream
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CudaStream) and other.handle == self.handle
+
+    def __hash__(self) -> int:
+        return hash(self.handle)
+
+
+class CudaEvent(Event):
+    __slots__ = ("torch",)
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.torch = event
+
+    def done(self) -> bool:
+        return self.torch.query()
+
+
+_streams: dict[tuple[int, str], CudaStream] = {}  # see [Note: Lifetime]
+_making = threading.Lock()
+
+
+class CudaDevice(Device):
+    """Not yet run on a GPU. Raises TransportError if cuda-bindings or the driver is missing or too old."""
+
+    def __init__(self, device: torch.device) -> None:
+        facts = card(device)
+        if facts.problem is not None:
+            raise TransportError(f"{facts.name} (cuda:{facts.ordinal}): {facts.problem}")
+        self.torch_device = torch.device("cuda", facts.ordinal)
+        self.peer_writes: PeerWrites = "value"
+        self._driver = driver = _driver()
+        self._geq = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+        self._eq = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
+        self._threads = threading.local()
+        self._known: dict[int, CudaStream] = {}
+        self._operations: dict[int, Any] = {}  # address -> CUstreamBatchMemOpParams, made once: addresses come again
+        self._own_words: dict[int, torch.Tensor] = {}  # stream -> word for "copy"
+
+    def _bind(self) -> None:
+        """Give this thread torch's context: the driver's calls need one, and torch makes it current only when it runs."""
+        driver = self._driver
+        device = _checked(driver.cuDeviceGet(self.torch_device.index), "cuDeviceGet")
+        context = _checked(driver.cuDevicePrimaryCtxRetain(device), "cuDevicePrimaryCtxRetain")
+        _checked(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+        self._threads.bound = True
+
+    # ---- streams and events ------------------------------------------------------------------------------------------
+    def current_stream(self) -> CudaStream:
+        if not hasattr(self._threads, "bound"):
+            self._bind()
+        stream = torch.cuda.current_stream(self.torch_device)
+        known = self._known.get(stream.cuda_stream)
+        if known is None:
+            known = self._known[stream.cuda_stream] = CudaStream("current", stream)
+        return known
+
+    def side_stream(self, name: str) -> CudaStream:
+        key = (self.torch_device.index, name)
+        with _making:
+            stream = _streams.get(key)
+            if stream is None:
+                stream = _streams[key] = CudaStream(name, self._make_stream())
+        return stream
+
+    def _make_stream(self) -> torch.cuda.Stream:
+        driver = self._driver
+        self._bind()
+        with torch.cuda.device(self.torch_device):
+            _, greatest = _checked_pair(driver.cuCtxGetStreamPriorityRange(), "cuCtxGetStreamPriorityRange")
+            flag = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            handle = _checked(driver.cuStreamCreateWithPriority(flag, greatest), "cuStreamCreateWithPriority")
+        return torch.cuda.ExternalStream(int(handle), device=self.torch_device)
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        assert isinstance(stream, CudaStream)
+        return torch.cuda.stream(stream.torch)
+
+    def record(self, stream: Stream) -> CudaEvent:
+        assert isinstance(stream, CudaStream)
+        event = torch.cuda.Event()
+        event.record(stream.torch)
+        return CudaEvent(event)
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        assert isinstance(stream, CudaStream) and isinstance(event, CudaEvent)
+        stream.torch.wait_event(event.torch)
+
+    # ---- bytes -------------------------------------------------------------------------------------------------------
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        """By `cuMemcpyAsync`: between two GPUs a copy engine does it; inside one GPU CUDA may use multiprocessors."""
+        assert isinstance(stream, CudaStream) and dst.numel() == src.numel()
+        if dst.numel():
+            self._do(self._driver.cuMemcpyAsync(dst.data_ptr(), src.data_ptr(), dst.numel(), stream.handle), "cuMemcpyAsync")
+
+    # ---- words -------------------------------------------------------------------------------------------------------
+    def wait_value(self, stream: Stream, pad: torch.Tensor, index: int, value: int, *, exact: bool = False) -> None:
+        assert isinstance(stream, CudaStream)
+        address, flags = pad.data_ptr() + 4 * index, self._eq if exact else self._geq
+        self._do(self._driver.cuStreamWaitValue32(stream.handle, address, value & 0xFFFFFFFF, flags), "cuStreamWaitValue32")
+
+    def write_value(self, stream: Stream, pad: torch.Tensor, index: int, value: int) -> None:
+        assert isinstance(stream, CudaStream)
+        address = pad.data_ptr() + 4 * index
+        if self.peer_writes == "copy":
+            self._write_by_copy(stream, [(address, value)])
+        else:
+            self._write_own(stream, address, value)
+
+    def write_values(self, stream: Stream, words: Sequence[Word]) -> None:
+        assert isinstance(stream, CudaStream)
+        targets = [(word.pad.data_ptr() + 4 * word.place, word.value) for word in words]
+        if self.peer_writes == "copy":
+            self._write_by_copy(stream, targets)
+            return
+        if len(targets) == 1:
+            self._write_own(stream, *targets[0])
+            return
+        for first in range(0, len(targets), _BATCH):
+            batch = [self._operation(*target) for target in targets[first : first + _BATCH]]
+            self._do(self._driver.cuStreamBatchMemOp(stream.handle, len(batch), batch, 0), "cuStreamBatchMemOp")
+
+    def _write_own(self, stream: CudaStream, address: int, value: int) -> None:
+        self._do(self._driver.cuStreamWriteValue32(stream.handle, address, value & 0xFFFFFFFF, 0), "cuStreamWriteValue32")
+
+    def _write_by_copy(self, stream: CudaStream, targets: Sequence[tuple[int, int]]) -> None:
+        own = self._own_words.get(stream.handle)
+        if own is None:
+            own = self._own_words[stream.handle] = torch.zeros(1, dtype=torch.int32, device=self.torch_device)
+            torch.cuda.current_stream(self.torch_device).synchronize()  # once per stream: it must not be zeroed later on
+        last: int | None = None
+        for address, value in targets:
+            if value != last:
+                self._write_own(stream, own.data_ptr(), value)
+                last = value
+            self._do(self._driver.cuMemcpyAsync(address, own.data_ptr(), 4, stream.handle), "cuMemcpyAsync")
+
+    def _operation(self, address: int, value: int) -> Any:
+        operation = self._operations.get(address)
+        if operation is None:
+            kind = self._driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
+            operation = self._operations[address] = self._driver.CUstreamBatchMemOpParams()
+            operation.operation = kind
+            operation.writeValue.operation = kind
+            operation.writeValue.address = self._driver.CUdeviceptr(address)
+            operation.writeValue.flags = 0
+        operation.writeValue.value = value & 0xFFFFFFFF
+        return operation
+
+    def _do(self, result: tuple[Any, ...], call: str) -> None:
+        if int(result[0]) != 0:
+            _checked(result, call)
+
+    # ---- out of band -------------------------------------------------------------------------------------------------
+    def peek(self, pad: torch.Tensor) -> list[int]:
+        words = (ctypes.c_int32 * pad.numel())()
+        watch = self._watch_stream()
+        arguments = (ctypes.addressof(words), pad.data_ptr(), 4 * pad.numel(), watch.handle)
+        self._do(self._driver.cuMemcpyDtoHAsync(*arguments), "cuMemcpyDtoHAsync")
+        watch.torch.synchronize()
+        return list(words)
+
+    def poke(self, words: Sequence[Word]) -> None:
+        watch = self._watch_stream()
+        for word in words:
+            self._write_own(watch, word.pad.data_ptr() + 4 * word.place, word.value)
+        watch.torch.synchronize()
+
+    def _watch_stream(self) -> CudaStream:
+        if not hasattr(self._threads, "bound"):
+            self._bind()
+        return self.side_stream("watch")
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _checked_pair(result: tuple[Any, ...], call: str) -> tuple[int, int]:
+    _checked(result, call)
+    return int(result[1]), int(result[2])
