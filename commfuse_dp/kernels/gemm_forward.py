@@ -1,0 +1,175 @@
+"""All-gather GEMM, forward: y[:, rows_s] = x @ W_s.T (+ b_s) for every slice s, in one persistent kernel.
+
+    x        [tokens, columns]     dense columns, rows any distance apart
+    W_s      [rows_s, columns]     through the table: any number of slices, any sizes, any addresses
+    y        [tokens, >= end_row]  columns of rows that the table does not have are left as they are
+
+Tiles of y are computed slice by slice in the table's order: own slice first, the others as they arrive. A tile's product runs
+over all columns, so it needs one slice only and nothing is summed twice; accumulated in float32, rounded once. The first tile
+that a program computes of a slice waits for the slice (device_code, "Waiting inside a kernel").
+
+    programs    | own slice            | slice 1         | slice 2         |
+    copies      | slice 1 | slice 2 | ...
+
+[Note: One loop or two]
+`flat` makes one loop of the loop over tiles and the loop over k. The loads of the next tile, and its wait, then run ahead under
+the last products of this one, which is right as long as nobody waits for this tile's output before the next slice has come.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from commfuse_dp.kernels import tiles
+from commfuse_dp.kernels.device_code import (
+    BIAS,
+    FIELDS,
+    FIRST_ROW,
+    ROWS,
+    STRIDE,
+    await_word,
+    grouped,
+    multiply,
+    slice_pointer,
+    store_tile,
+)
+from commfuse_dp.kernels.launching import check_operand, common_constants, dense_rows, epoch_argument, launch, settle, wide
+from commfuse_dp.kernels.table import SliceTable
+from commfuse_dp.kernels.tiles import Problem, TileConfig
+
+
+@triton.jit(do_not_specialize=["epoch"])
+def forward_kernel(
+    x,
+    y,
+    table,
+    tokens,
+    columns,
+    total,
+    stride_x,
+    stride_y,
+    epoch,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    FLAT: tl.constexpr,
+    TMA: tl.constexpr,
+    PROXY_FENCE: tl.constexpr,
+    HALVES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+    EVEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    POINTER_ALIGN: tl.constexpr,
+    STRIDE_ALIGN: tl.constexpr,
+    COLUMN_ALIGN: tl.constexpr,
+):
+    dtype = x.dtype.element_ty
+    tiles_m = tl.cdiv(tokens, BLOCK_M)
+    steps = tl.maximum(tl.cdiv(columns, BLOCK_K), 1)
+    s = 0  # the slice at hand; `before` tiles are in the slices before it, `count` in it
+    before = 0
+    rows = tl.load(table + ROWS).to(tl.int32)
+    count = tl.cdiv(rows, BLOCK_N) * tiles_m
+    waited = -1
+    if TMA:
+        x_tma = tl.make_tensor_descriptor(x, [tokens, columns], [stride_x, 1], [BLOCK_M, BLOCK_K])
+        w_tma = tl.make_tensor_descriptor(
+            slice_pointer(table, dtype, 16), [rows, columns], [tl.load(table + STRIDE), 1], [BLOCK_N, BLOCK_K]
+        )
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLAT):
+        while tile >= before + count:
+            before += count
+            s += 1
+            rows = tl.load(table + s * FIELDS + ROWS).to(tl.int32)
+            count = tl.cdiv(rows, BLOCK_N) * tiles_m
+        line = table + s * FIELDS
+        if s != waited:
+            await_word(line, epoch, PROXY_FENCE)
+            waited = s
+            if TMA:
+                w_tma = tl.make_tensor_descriptor(
+                    slice_pointer(line, dtype, 16), [rows, columns], [tl.load(line + STRIDE), 1], [BLOCK_N, BLOCK_K]
+                )
+        tile_m, tile_n = grouped(tile - before, tiles_m, tl.cdiv(rows, BLOCK_N), GROUP)
+        start_m = tile_m * BLOCK_M
+        start_n = tile_n * BLOCK_N
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        if not TMA:  # rows beyond the end read the last row; they are not stored
+            w_stride = tl.multiple_of(tl.load(line + STRIDE), STRIDE_ALIGN)
+            a_rows = x + tl.minimum(offs_m, tokens - 1)[:, None].to(tl.int64) * stride_x
+            b_rows = slice_pointer(line, dtype, POINTER_ALIGN) + tl.minimum(offs_n, rows - 1)[None, :].to(tl.int64) * w_stride
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for step in range(steps):
+            if TMA:
+                a = x_tma.load([start_m, step * BLOCK_K])
+                b = w_tma.load([start_n, step * BLOCK_K]).T
+            else:
+                offs_k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+                if EVEN:
+                    a = tl.load(a_rows + offs_k[None, :])
+                    b = tl.load(b_rows + offs_k[:, None])
+                else:
+                    a = tl.load(a_rows + offs_k[None, :], mask=offs_k[None, :] < columns, other=0.0)
+                    b = tl.load(b_rows + offs_k[:, None], mask=offs_k[:, None] < columns, other=0.0)
+            acc = multiply(a, b, acc, PRECISION, WIDEN)
+        if HAS_BIAS:
+            bias = tl.load(line + BIAS).to(tl.pointer_type(dtype))
+            acc += tl.load(bias + offs_n, mask=offs_n < rows, other=0.0).to(tl.float32)[None, :]
+        column = tl.multiple_of(tl.load(line + FIRST_ROW), COLUMN_ALIGN)
+        store_tile(y + column, stride_y, offs_m, start_n, tokens, rows, acc, BLOCK_N, HALVES)
+
+
+def describe(x: torch.Tensor, table: SliceTable, y: torch.Tensor) -> Problem:
+    """The product as the choice of tiles sees it."""
+    even = table.vectored and wide(x)
+    tf32 = x.dtype == torch.float32 and tiles.uses_tf32()
+    return Problem("forward", x.shape[0], table.columns, table.rows, x.dtype, y.dtype, table.has_bias, even, tf32)
+
+
+def gemm_forward(
+    x: torch.Tensor,
+    table: SliceTable,
+    y: torch.Tensor,
+    *,
+    epoch: int = 0,
+    config: TileConfig | None = None,
+    programs: int | None = None,
+) -> None:
+    """Enqueue the product on the current stream. Never waits on the host.
+
+    x: [tokens, columns] in the slices' dtype; y: [tokens, >= table.end_row], dense columns, any of the dtypes. epoch: added to
+    the value that every slice's word is waited for. programs: how many run (default: one per multiprocessor). Raises
+    ValueError for operands that do not fit together.
+    """
+    check_operand("x", x, table, table.columns, table.dtype)
+    check_operand("y", y, table, table.end_row, None)
+    if x.shape != (y.shape[0], table.columns) or (y.stride(1) != 1 and y.shape[1] > 1):
+        raise ValueError(
+            f"x {tuple(x.shape)}, y {tuple(y.shape)} with strides {y.stride()}: x must have {table.columns} columns, y as many rows "
+            "as x, and dense columns"
+        )
+    if not len(table) or not x.shape[0]:
+        return
+    x = dense_rows(x)
+    problem = describe(x, table, y)
+    config = settle(problem, config, x.device)
+    constants = common_constants(problem, config)
+    constants |= {
+        "FLAT": config.flat,
+        "EVEN": table.columns % config.block_k == 0 and table.columns > 0,
+        "HAS_BIAS": table.has_bias,
+        "POINTER_ALIGN": table.pointer_alignment,
+        "STRIDE_ALIGN": table.stride_alignment,
+        "COLUMN_ALIGN": table.column_alignment,
+    }
+    count = tiles.count_tiles(problem, config)
+    arguments = (
+        *(x, y, table.lines, x.shape[0], table.columns, count),
+        *(x.stride(0), y.stride(0), epoch_argument(epoch)),
+    )
+    launch(forward_kernel, arguments, constants, config, count, programs)

@@ -1,0 +1,174 @@
+"""GEMM reduce-scatter, wgrad: dW_s = dy[:, rows_s].T @ x for every slice s, in one persistent kernel that says when each is done.
+
+    dy       [tokens, >= end_row]  dense columns
+    x        [tokens, columns]     dense columns
+    dW_s     [rows_s, columns]     through the table: into the place that a copy engine sends from (or any other); overwritten
+
+Tiles are computed slice by slice in the table's order: those owed to others first, the own one last. Accumulated in float32 over
+all tokens, rounded once to the slices' dtype, which may be narrower or wider than the operands'.
+
+[Note: The last tile of a slice signals]
+    every tile   stores | barrier | counter += 1 (acquire and release)
+    last one                        sees all others' counts | counter = 0 | word = value (release, system scope)
+    copy stream                                                             wait_value(word) | copy dW_s -> owner
+
+The barrier orders all threads' stores before the one thread that counts. A count releases the tile's stores, the last count
+acquires everybody's, and its release of the word at system scope hands all of it on: happens-before is transitive, so the counts
+themselves need the device's scope only. The counter is back at zero before the word is written: whoever launches after having
+seen the word finds it so.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from commfuse_dp.kernels import tiles
+from commfuse_dp.kernels.device_code import (
+    FIELDS,
+    FIRST_ROW,
+    ROWS,
+    STRIDE,
+    TYPES,
+    grouped,
+    multiply,
+    slice_pointer,
+    store_tile,
+    write_word,
+)
+from commfuse_dp.kernels.launching import check_operand, common_constants, dense_rows, epoch_argument, launch, settle, wide
+from commfuse_dp.kernels.table import SliceTable
+from commfuse_dp.kernels.tiles import Problem, TileConfig
+
+
+@triton.jit(do_not_specialize=["epoch"])
+def wgrad_kernel(
+    dy,
+    x,
+    table,
+    counters,
+    tokens,
+    columns,
+    total,
+    stride_dy,
+    stride_x,
+    width_dy,
+    epoch,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    FLAT: tl.constexpr,
+    TMA: tl.constexpr,
+    PROXY_FENCE: tl.constexpr,
+    HALVES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+    EVEN: tl.constexpr,
+    OUT_TYPE: tl.constexpr,
+    POINTER_ALIGN: tl.constexpr,
+    STRIDE_ALIGN: tl.constexpr,
+    COLUMN_ALIGN: tl.constexpr,
+):
+    tiles_n = tl.cdiv(columns, BLOCK_N)
+    steps = tl.maximum(tl.cdiv(tokens, BLOCK_K), 1)
+    s = 0  # the slice at hand; `before` tiles are in the slices before it, `count` in it
+    before = 0
+    rows = tl.load(table + ROWS).to(tl.int32)
+    count = tl.cdiv(rows, BLOCK_M) * tiles_n
+    if TMA:
+        dy_tma = tl.make_tensor_descriptor(dy, [tokens, width_dy], [stride_dy, 1], [BLOCK_K, BLOCK_M])
+        x_tma = tl.make_tensor_descriptor(x, [tokens, columns], [stride_x, 1], [BLOCK_K, BLOCK_N])
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLAT):
+        while tile >= before + count:
+            before += count
+            s += 1
+            rows = tl.load(table + s * FIELDS + ROWS).to(tl.int32)
+            count = tl.cdiv(rows, BLOCK_M) * tiles_n
+        line = table + s * FIELDS
+        tile_m, tile_n = grouped(tile - before, tl.cdiv(rows, BLOCK_M), tiles_n, GROUP)
+        start_m = tile_m * BLOCK_M
+        start_n = tile_n * BLOCK_N
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        column = tl.multiple_of(tl.load(line + FIRST_ROW), COLUMN_ALIGN)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for step in range(steps):
+            if TMA:  # columns of the next slice make rows beyond this one's end, which are not stored
+                a = dy_tma.load([step * BLOCK_K, column.to(tl.int32) + start_m]).T
+                b = x_tma.load([step * BLOCK_K, start_n])
+            else:
+                offs_k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+                a_at = dy + offs_k[:, None].to(tl.int64) * stride_dy + column + offs_m[None, :]
+                b_at = x + offs_k[:, None].to(tl.int64) * stride_x + offs_n[None, :]
+                if EVEN:
+                    a = tl.load(a_at).T
+                    b = tl.load(b_at)
+                else:
+                    a = tl.load(a_at, mask=(offs_k[:, None] < tokens) & (offs_m[None, :] < rows), other=0.0).T
+                    b = tl.load(b_at, mask=(offs_k[:, None] < tokens) & (offs_n[None, :] < columns), other=0.0)
+            acc = multiply(a, b, acc, PRECISION, WIDEN)
+        out_stride = tl.multiple_of(tl.load(line + STRIDE), STRIDE_ALIGN)
+        store_tile(
+            slice_pointer(line, OUT_TYPE, POINTER_ALIGN), out_stride, offs_m, start_n, rows, columns, acc, BLOCK_N, HALVES
+        )
+        tl.debug_barrier()
+        if tl.atomic_add(counters + s, 1, sem="acq_rel", scope="gpu") == count - 1:
+            tl.atomic_xchg(counters + s, 0, sem="relaxed", scope="gpu")
+            write_word(line, epoch)
+
+
+def describe(dy: torch.Tensor, x: torch.Tensor, table: SliceTable) -> Problem:
+    """The product as the choice of tiles sees it."""
+    size = dy.element_size()
+    even = table.vectored and wide(dy) and wide(x) and table.column_alignment * size % 16 == 0
+    tf32 = dy.dtype == torch.float32 and tiles.uses_tf32()
+    return Problem("wgrad", dy.shape[0], table.columns, table.rows, dy.dtype, table.dtype, False, even, tf32)
+
+
+def gemm_wgrad(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    table: SliceTable,
+    *,
+    epoch: int = 0,
+    config: TileConfig | None = None,
+    programs: int | None = None,
+) -> None:
+    """Enqueue the product on the current stream. Never waits on the host.
+
+    dy: [tokens, >= table.end_row], x: [tokens, columns], of one dtype; the slices in any of the dtypes. epoch: added to the value
+    that is written to a slice's word. programs: how many run (default: one per multiprocessor). Raises ValueError for operands
+    that do not fit together.
+    """
+    check_operand("dy", dy, table, table.end_row, None)
+    check_operand("x", x, table, table.columns, dy.dtype)
+    if x.shape != (dy.shape[0], table.columns) or (len(table) and table.dtype not in TYPES):
+        raise ValueError(
+            f"dy {tuple(dy.shape)}, x {tuple(x.shape)}, slices of {table.columns} columns of {table.dtype}: x must have as many rows "
+            f"as dy and the slices' columns; slices may be of {', '.join(map(str, TYPES))}"
+        )
+    if not len(table) or not table.columns:
+        return
+    dy, x = dense_rows(dy), dense_rows(x)
+    problem = describe(dy, x, table)
+    config = settle(problem, config, dy.device)
+    constants = common_constants(problem, config)
+    constants |= {
+        "FLAT": config.flat,
+        "EVEN": x.shape[0] % config.block_k == 0
+        and x.shape[0] > 0
+        and table.columns % config.block_n == 0
+        and all(rows % config.block_m == 0 for rows in table.rows),
+        "OUT_TYPE": TYPES[table.dtype],
+        "POINTER_ALIGN": table.pointer_alignment,
+        "STRIDE_ALIGN": table.stride_alignment,
+        "COLUMN_ALIGN": table.column_alignment,
+    }
+    count = tiles.count_tiles(problem, config)
+    arguments = (
+        *(dy, x, table.lines, table.counters, dy.shape[0], table.columns, count),
+        *(dy.stride(0), x.stride(0), dy.shape[1], epoch_argument(epoch)),
+    )
+    launch(wgrad_kernel, arguments, constants, config, count, programs)

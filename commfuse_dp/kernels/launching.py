@@ -1,0 +1,121 @@
+"""Host side of a kernel launch: checks, the grid, alignment, scratch memory for TMA descriptors."""
+
+from __future__ import annotations
+
+import contextvars
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+
+from commfuse_dp.device.base import as_int32
+from commfuse_dp.kernels import tiles
+from commfuse_dp.kernels.device_code import INTERPRETED
+from commfuse_dp.kernels.table import SliceTable
+from commfuse_dp.kernels.tiles import Problem, TileConfig
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+@lru_cache(maxsize=64)
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability; the interpreter can do what the newest can."""
+    return _capability(device.index or 0) if device.type == "cuda" else (9, 0)
+
+
+def dense_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy if its columns are not dense (an expanded gradient, a transposed input)."""
+    return tensor if tensor.stride(1) == 1 or tensor.shape[1] <= 1 else tensor.contiguous()
+
+
+def wide(tensor: torch.Tensor) -> bool:
+    """Every row begins at a multiple of 16 bytes."""
+    size = tensor.element_size()
+    return tensor.data_ptr() % 16 == 0 and (tensor.shape[0] <= 1 or tensor.stride(0) * size % 16 == 0)
+
+
+def refuse(problem: str) -> None:
+    raise ValueError(problem)
+
+
+def check_operand(name: str, tensor: torch.Tensor, table: SliceTable, columns: int | None, dtype: torch.dtype | None) -> None:
+    """A matrix on the table's device, at least `columns` wide if given. Raises ValueError."""
+    if tensor.dim() != 2 or (columns is not None and tensor.shape[1] < columns):
+        refuse(f"{name} of shape {tuple(tensor.shape)}: give a matrix of at least {columns} columns")
+    if tensor.device != table.device:
+        refuse(f"{name} is on {tensor.device}, the slices are on {table.device}")
+    if tensor.dtype not in tiles.DTYPES or (dtype is not None and tensor.dtype != dtype):
+        allowed = [dtype] if dtype is not None else list(tiles.DTYPES)
+        refuse(f"{name} of {tensor.dtype}: allowed here: {', '.join(map(str, allowed))}")
+
+
+def settle(problem: Problem, config: TileConfig | None, device: torch.device) -> TileConfig:
+    """The given configuration, if it can serve the problem, or the default one. Raises ValueError."""
+    capability = capability_of(device)
+    if config is None:
+        return tiles.default(problem, capability)
+    if config.tma and not tiles.supports_tma(problem, config, capability):
+        refuse(
+            f"{problem.op} with {config}: TMA needs sm_90 (this is sm_{capability[0]}{capability[1]}), operands at multiples of "
+            f"16 bytes, none of them empty, and in dgrad slices of multiples of {config.block_k} rows (these: {problem.rows}); "
+            "take a configuration without tma"
+        )
+    return config
+
+
+def _scratch(size: int, _alignment: int, _stream: int | None) -> torch.Tensor:
+    """Where a program puts its TMA descriptors. Comes from torch's caching allocator on the current stream, so it may be reused
+    by whatever is enqueued there next, which runs after this kernel."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def launch(
+    kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], config: TileConfig, count: int, programs: int | None
+) -> None:
+    """Run `kernel` with min(count, programs) programs on the current stream of its first argument's device."""
+    device = arguments[0].device
+    if programs is None:
+        programs = _multiprocessors(device.index or 0) * config.per_sm if device.type == "cuda" else 1
+    grid = (min(count, programs),)
+    if INTERPRETED:
+        kernel[grid](*arguments, **constants)
+        return
+
+    def run() -> None:
+        if config.tma:
+            triton.set_allocator(_scratch)
+        kernel[grid](*arguments, **constants, num_warps=config.warps, num_stages=config.stages)
+
+    guard = nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+    with guard:
+        # In a copy of the context: an allocator that the program has set for kernels of its own stays in place.
+        contextvars.copy_context().run(run)
+
+
+def common_constants(problem: Problem, config: TileConfig) -> dict[str, Any]:
+    """constexpr arguments that all three kernels have."""
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP": config.group,
+        "TMA": config.tma,
+        "PROXY_FENCE": config.tma and not INTERPRETED,
+        "HALVES": config.halves,
+        "PRECISION": "tf32" if problem.tf32 else "ieee",
+        "WIDEN": INTERPRETED and problem.dtype == torch.bfloat16,
+    }
+
+
+def epoch_argument(epoch: int) -> int:
+    """Epochs count on for ever; words are int32 and compared cyclically."""
+    return as_int32(epoch)

@@ -1,0 +1,181 @@
+"""The slices of one unit as the kernels see them: where each lies, which rows it is, and which word says that it has come.
+
+A table has one line per slice that is not empty, in the order in which a kernel turns to them: for a gather the own slice
+first and then the others as they arrive, for a scatter the others' first and the own last. The caller gives the order.
+
+    field        forward, dgrad                                wgrad
+    DATA         address of W_slice [rows, columns]            address of dW_slice, the destination
+    FIRST_ROW    first row within the unit = first column of y and dy
+    ROWS
+    STRIDE       elements from one row of the slice to the next
+    WORD         address of the int32 to wait for, or 0        address of the int32 to write, or 0
+    VALUE        what to wait for, or to write, at epoch 0; the launch adds its epoch (modulo 2**32)
+    BIAS         address of the slice's bias [rows], or 0      0
+
+[Note: Addresses change, the table does not]
+Slices live in pooled windows, so their addresses change from step to step. `repoint` sends the new lines by one small copy on
+the *current* stream, behind the kernels that read the old ones there:
+
+    current stream   kernel (reads table) | copy -> table | kernel (reads table)
+    host             launch               | repoint       | launch
+
+A table must therefore be used from one stream, or from streams that are ordered by events. The lines leave from pinned memory
+that torch's host allocator keeps until the copy is done; nothing waits for it.
+
+[Note: Counters]
+`counters` (int32, one per line, zero between launches) count the finished tiles of a slice in wgrad. The last tile of a slice
+resets its counter, so launches of one table may follow each other but must not overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from commfuse_dp.device.base import as_int32
+
+DATA, FIRST_ROW, ROWS, STRIDE, WORD, VALUE, BIAS = range(7)
+FIELDS = 8  # one line is 64 bytes
+
+_VECTOR = 16  # bytes of the widest load
+
+
+@dataclass(frozen=True, eq=False)
+class SliceEntry:
+    """One slice. data: [rows, columns], rows any distance apart, columns dense; bias: [rows], dense, in data's dtype.
+
+    pad, index, value: the int32 word and the value (cyclic) it has to reach before data and bias are read (forward, dgrad), or
+    that is written to it when data is complete (wgrad). None: nothing to wait for, nobody to tell. A slice's word speaks for
+    everything of its owner that comes before it, so a bias that came with the owner's first slice needs no word of its own.
+    """
+
+    data: torch.Tensor
+    first_row: int
+    bias: torch.Tensor | None = None
+    pad: torch.Tensor | None = None
+    index: int = 0
+    value: int = 0
+
+    @property
+    def rows(self) -> int:
+        return int(self.data.shape[0])
+
+    def line(self) -> list[int]:
+        """The fields, as int64."""
+        word = 0 if self.pad is None else self.pad.data_ptr() + 4 * self.index
+        bias = 0 if self.bias is None else self.bias.data_ptr()
+        stride = self.data.stride(0)
+        return [self.data.data_ptr(), self.first_row, self.rows, stride, word, as_int32(self.value), bias, 0]
+
+
+def _check(number: int, entry: SliceEntry, first: SliceEntry) -> None:
+    data = entry.data
+    where = f"slice {number} (rows from {entry.first_row})"
+    if data.dim() != 2 or (data.shape[1] > 1 and data.stride(1) != 1):
+        raise ValueError(
+            f"{where}: data of shape {tuple(data.shape)}, strides {data.stride()}: give [rows, columns] with dense columns"
+        )
+    if (data.shape[1], data.dtype, data.device) != (first.data.shape[1], first.data.dtype, first.data.device):
+        raise ValueError(
+            f"{where}: {data.shape[1]} columns of {data.dtype} on {data.device}, but the first slice has "
+            f"{first.data.shape[1]} of {first.data.dtype} on {first.data.device}: all slices of a unit must agree"
+        )
+    if entry.first_row < 0:
+        raise ValueError(f"{where}: first_row must be at least 0")
+    bias = entry.bias
+    if (bias is None) != (first.bias is None):
+        raise ValueError(f"{where}: a unit has a bias in all slices or in none")
+    if bias is not None and (bias.shape != (entry.rows,) or bias.dtype != data.dtype or not bias.is_contiguous()):
+        raise ValueError(f"{where}: bias {tuple(bias.shape)} of {bias.dtype}: give {entry.rows} dense elements of {data.dtype}")
+    pad = entry.pad
+    if pad is not None and (pad.dtype != torch.int32 or pad.dim() != 1 or not 0 <= entry.index < pad.shape[0]):
+        raise ValueError(
+            f"{where}: word {entry.index} of a pad {tuple(pad.shape)} of {pad.dtype}: give an int32 pad that has it"
+        )
+
+
+def _common_power(values: Sequence[int], most: int) -> int:
+    """The largest power of two up to `most` that divides all values."""
+    bits = most
+    for value in values:
+        bits |= value
+    return bits & -bits
+
+
+class SliceTable:
+    """Lines on the device, and the host's knowledge of them. Empty slices are left out: nothing to read, nobody to tell.
+
+    entries: in the order in which kernels turn to them; their rows must not overlap. Raises ValueError on slices that do not
+    agree with each other.
+    """
+
+    def __init__(self, entries: Sequence[SliceEntry]) -> None:
+        self._kept = [number for number, entry in enumerate(entries) if entry.rows]
+        self._given = len(entries)
+        kept = tuple(entries[number] for number in self._kept)
+        for number, entry in zip(self._kept, kept, strict=True):
+            _check(number, entry, kept[0])
+        at = 0
+        for entry in sorted(kept, key=lambda entry: entry.first_row):
+            if entry.first_row < at:
+                raise ValueError(f"rows {entry.first_row} to {at - 1} are in two slices")
+            at = entry.first_row + entry.rows
+        self.entries = kept
+        self.end_row = at  # the last row + 1
+        self.rows = tuple(entry.rows for entry in kept)
+        self.total_rows = sum(self.rows)
+        example = kept[0].data if kept else (entries[0].data if entries else torch.empty(0, 0))
+        self.columns = int(example.shape[-1])
+        self.dtype = example.dtype
+        self.device = example.device
+        self.has_bias = bool(kept) and kept[0].bias is not None
+        self.column_alignment = _common_power([entry.first_row for entry in kept], 16)  # in elements
+        self._host = [entry.line() for entry in kept]
+        self.lines = torch.tensor(self._host, dtype=torch.int64).reshape(-1, FIELDS).to(self.device)
+        self.counters = torch.zeros(len(kept), dtype=torch.int32, device=self.device)
+        self._measure()
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def vectored(self) -> bool:
+        """Every row of every slice begins at a multiple of 16 bytes, in memory and in y and dy: what wide loads and TMA need."""
+        itemsize = self.dtype.itemsize
+        enough = _VECTOR // itemsize
+        return self.pointer_alignment == _VECTOR and min(self.stride_alignment, self.column_alignment) >= enough
+
+    def repoint(self, data: Sequence[torch.Tensor], bias: Sequence[torch.Tensor] | None = None) -> None:
+        """New places of all slices (as many as were given at first, of the same shapes and strides), from here on in the stream.
+
+        Does nothing if they are where they were. `bias` may be left out only if there is none.
+        """
+        if len(data) != self._given or (bias is None) == self.has_bias:
+            raise ValueError(
+                f"{len(data)} slices {'without' if bias is None else 'with'} biases for a table of {self._given} "
+                f"{'with' if self.has_bias else 'without'}: give all of them, also empty ones, in the table's order"
+            )
+        entries = []
+        for number, old in zip(self._kept, self.entries, strict=True):
+            new = data[number]
+            if new.shape != old.data.shape or new.stride() != old.data.stride() or new.dtype != old.data.dtype:
+                raise ValueError(
+                    f"slice {number} has changed from {tuple(old.data.shape)} to {tuple(new.shape)}: make a new table"
+                )
+            entries.append(
+                SliceEntry(new, old.first_row, None if bias is None else bias[number], old.pad, old.index, old.value)
+            )
+        lines = [entry.line() for entry in entries]
+        self.entries = tuple(entries)
+        if lines == self._host:
+            return
+        self._host = lines
+        source = torch.tensor(lines, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self.lines.copy_(source, non_blocking=True)
+        self._measure()
+
+    def _measure(self) -> None:
+        self.pointer_alignment = _common_power([line[DATA] for line in self._host], _VECTOR)  # bytes
+        self.stride_alignment = _common_power([line[STRIDE] for line in self._host if line[ROWS] > 1], 16)  # elements

@@ -1,0 +1,156 @@
+"""Shapes of tiles and the numbers that go with them: a small fixed set to measure among, and a default for each case.
+
+Plain data; nothing here knows Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+Pass = Literal["forward", "dgrad", "wgrad"]
+PASSES: tuple[Pass, ...] = ("forward", "dgrad", "wgrad")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """How one launch is cut. Outputs are computed in tiles of block_m x block_n, the reduction goes on in steps of block_k."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int = 8
+    stages: int = 3  # loads in flight, in steps of block_k
+    group: int = 8  # tiles that share columns are computed next to each other in groups of so many, for the L2 cache
+    flat: bool = False  # the loop over tiles and the loop over k as one: the next tile's loads run under this tile's stores
+    tma: bool = False  # loads by tensor memory accelerator (sm_90 and newer); needs rows at multiples of 16 bytes
+    halves: bool = False  # store a tile in two halves: less shared memory, so more stages
+    per_sm: int = 1  # programs per multiprocessor; never more in all than there are tiles
+
+    def __str__(self) -> str:
+        words = [f"{self.block_m}x{self.block_n}x{self.block_k}", f"{self.warps} warps", f"{self.stages} stages"]
+        words += [name for name in ("flat", "tma", "halves") if getattr(self, name)]
+        return ", ".join(words)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def config_from(values: object) -> TileConfig:
+    """The inverse of `as_dict`. Raises ValueError on anything else."""
+    if not isinstance(values, dict) or set(values) != set(TileConfig.__dataclass_fields__):
+        raise ValueError(f"not a tile configuration: {values!r}")
+    for name, value in values.items():
+        wanted = bool if name in ("flat", "tma", "halves") else int
+        if type(value) is not wanted or (wanted is int and value < 1):
+            raise ValueError(f"tile configuration: {name}={value!r}")
+    return TileConfig(**values)
+
+
+class Problem(NamedTuple):
+    """One product, as far as the choice of tiles depends on it."""
+
+    op: Pass
+    tokens: int  # rows of x and dy
+    columns: int  # of the slices = of x and dx
+    rows: tuple[int, ...]  # of the slices that are not empty, in order
+    dtype: torch.dtype  # of the operands
+    out_dtype: torch.dtype
+    has_bias: bool = False
+    vectored: bool = True  # everything lies at multiples of 16 bytes
+    tf32: bool = False
+
+
+# Large tiles keep Hopper's tensor cores busy: 128 x 256 needs the fewest bytes per product of all that fit the registers of two
+# warp groups. The smaller ones are for skinny products, which otherwise leave multiprocessors idle, and for sm_80.
+_HOPPER = (
+    TileConfig(128, 256, 64, warps=8, stages=3, flat=True, tma=True),
+    TileConfig(128, 256, 64, warps=8, stages=4, flat=True, tma=True, halves=True),
+    TileConfig(128, 256, 64, warps=8, stages=4, tma=True),
+    TileConfig(256, 128, 64, warps=8, stages=4, flat=True, tma=True, halves=True),
+    TileConfig(128, 256, 64, warps=8, stages=3, flat=True),
+    TileConfig(128, 128, 64, warps=8, stages=4, flat=True, tma=True),
+    TileConfig(128, 128, 64, warps=4, stages=4, flat=True),
+    TileConfig(64, 128, 64, warps=4, stages=4, tma=True, per_sm=2),
+    TileConfig(64, 64, 64, warps=4, stages=5, per_sm=2),
+)
+_AMPERE = (
+    TileConfig(128, 256, 32, warps=8, stages=4),
+    TileConfig(128, 128, 64, warps=8, stages=3, flat=True),
+    TileConfig(128, 128, 32, warps=4, stages=4),
+    TileConfig(64, 128, 32, warps=4, stages=5),
+    TileConfig(64, 64, 32, warps=4, stages=5),
+)
+_SINGLE = (  # fp32: an element is twice as wide, so steps are half as long
+    TileConfig(128, 128, 32, warps=8, stages=3),
+    TileConfig(128, 128, 32, warps=8, stages=3, flat=True),
+    TileConfig(64, 128, 32, warps=4, stages=4),
+    TileConfig(64, 64, 32, warps=4, stages=4),
+)
+
+
+def supports_tma(problem: Problem, config: TileConfig, capability: tuple[int, int]) -> bool:
+    """Whether the loads of this launch can be described to the tensor memory accelerator.
+
+    In dgrad the reduction runs over rows of slices: a step that reached beyond a slice's end would multiply dy's columns of the
+    next slice by the zeros that TMA reads there, and 0 x inf is not 0. There every slice must be a multiple of the step.
+    """
+    if capability < (9, 0) or not problem.vectored or problem.columns < 1 or problem.tokens < 1:
+        return False
+    return problem.op != "dgrad" or all(rows % config.block_k == 0 for rows in problem.rows)
+
+
+def _allowed(problem: Problem, config: TileConfig, capability: tuple[int, int]) -> bool:
+    if problem.op == "dgrad" and config.flat:
+        return False  # its inner loop already runs over all slices
+    return not config.tma or supports_tma(problem, config, capability)
+
+
+def candidates(problem: Problem, capability: tuple[int, int]) -> tuple[TileConfig, ...]:
+    """Configurations worth measuring, the likeliest first. Never empty."""
+    table: Sequence[TileConfig] = _SINGLE if problem.dtype == torch.float32 else _HOPPER if capability >= (9, 0) else _AMPERE
+    found = []
+    for config in table:
+        if problem.op == "dgrad":
+            config = replace(config, flat=False)
+        if _allowed(problem, config, capability) and config not in found:
+            found.append(config)
+    return tuple(found)
+
+
+def default(problem: Problem, capability: tuple[int, int]) -> TileConfig:
+    """What is used where nothing was measured: the first candidate whose tiles are not mostly empty."""
+    tall = min(problem.rows) if problem.op == "wgrad" else problem.tokens
+    wide = min(problem.rows) if problem.op == "forward" else problem.columns
+    found = candidates(problem, capability)
+    for config in found:
+        if config.block_m < 2 * tall and config.block_n < 2 * wide:
+            return config
+    return found[-1]
+
+
+def count_tiles(problem: Problem, config: TileConfig) -> int:
+    """How many output tiles the launch has."""
+    if problem.op == "dgrad":
+        return -(-problem.tokens // config.block_m) * -(-problem.columns // config.block_n)
+    if problem.op == "forward":
+        across = -(-problem.tokens // config.block_m)
+        return sum(across * -(-rows // config.block_n) for rows in problem.rows)
+    across = -(-problem.columns // config.block_n)
+    return sum(across * -(-rows // config.block_m) for rows in problem.rows)
+
+
+def uses_tf32() -> bool:
+    """torch's own setting for fp32 products on CUDA.
+
+    It has two names: `fp32_precision`, and the older allow_tf32 (which float32_matmul_precision sets). Once the new one has been
+    set, torch raises where the old one is read.
+    """
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", "none")
+    if precision in ("ieee", "tf32"):
+        return precision == "tf32"
+    return bool(torch.backends.cuda.matmul.allow_tf32)
