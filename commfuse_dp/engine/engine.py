@@ -74,7 +74,7 @@ class Engine:
         self._scatter_order = scatter_owners(self.rank, self.world_size, config.order)
         self._active = False  # between begin_step and the end of the pass it belongs to
         self._armed = False  # the end-of-backward callback of the running backward is registered
-        self._broken: BaseException | None = None
+        self._broken = ""  # the text alone: a kept exception keeps its frames, and with them shared memory, for ever
         self._accumulating: set[int] = set()
 
     # ---- steps -------------------------------------------------------------------------------------------------------
@@ -82,14 +82,12 @@ class Engine:
         """The root's forward begins: publish this version of the parameters. Ignored inside a backward (recomputation)."""
         if in_backward():
             return
-        if self._broken is not None:
-            raise CommFuseError(
-                f"communication broke down in an earlier step and cannot go on: {self._broken}"
-            ) from self._broken
+        if self._broken:
+            raise CommFuseError(f"communication broke down in an earlier step and cannot go on: {self._broken}")
         try:
             self._begin_step()
         except CommFuseError as error:
-            self._broken = error
+            self._broken = str(error)
             raise
 
     def _begin_step(self) -> None:

@@ -66,6 +66,7 @@ def test_scripts_of_accelerate_pass(script):
     assert "CommFuse for DDP: 2 ranks, transport shm" in output
 
 
+@pytest.mark.slow
 def test_a_trainer_learns_the_same(tmp_path):
     found = {}
     for words in ([], ["--commfuse", "--commfuse_transport", "tcp"]):

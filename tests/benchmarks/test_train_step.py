@@ -39,27 +39,29 @@ def _silent(text: str) -> None:
 
 
 @needs_link
-def test_bytes_on_the_link_are_those_of_the_algorithms(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", ["compute,fsdp2", pytest.param("compute,fsdp2,ddp", marks=pytest.mark.slow)])
+def test_bytes_on_the_link_are_those_of_the_algorithms(tmp_path: Path, names: str) -> None:
     target = tmp_path / "run.json"
     small = ["--steps", "1", "--rounds", "1", "--warmup", "1", "--search-rounds", "1", "--tokens", "16"]
-    what = ["--variants", "compute,fsdp2,ddp", "--link", "2gbit", "--json", str(target), "--quiet"]
+    what = ["--variants", names, "--link", "2gbit", "--json", str(target), "--quiet"]
     done = subprocess.run([sys.executable, SCRIPT, *small, *what], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     case = json.loads(target.read_text())["cases"][0]
     rows = case["summary"]["variants"]
     # gloo's reduce-scatter is an all-reduce: 2 + 2 halves where the minimum is 2 + 1; DDP's all-reduce is 2.
     assert rows["fsdp2"]["bytes_over_minimum"] == pytest.approx(4 / 3, rel=0.03)
-    assert rows["ddp"]["bytes_over_minimum"] == pytest.approx(2 / 3, rel=0.03)
     assert rows["compute"]["bytes_over_minimum"] < 0.001
     assert rows["fsdp2"]["exposed_ms"]["p50"] > 0.5 * case["summary"]["wire_ms"]
     assert rows["fsdp2"]["step_ms"]["p50"] > rows["compute"]["step_ms"]["p50"]
     assert 0.5 < case["summary"]["link_goodput_gbit"] < 2.05  # a busy machine does not fill the link
-    assert rows["ddp"]["notes"]["tried"][0]["bucket_mb"] == 25
+    if "ddp" in rows:
+        assert rows["ddp"]["bytes_over_minimum"] == pytest.approx(2 / 3, rel=0.03)
+        assert rows["ddp"]["notes"]["tried"][0]["bucket_mb"] == 25
     assert target.with_suffix(".md").read_text() == done.stdout[:-1]
 
 
 @needs_link
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_interrupted_run_leaves_nothing(number: int) -> None:
     process = subprocess.Popen(
         [

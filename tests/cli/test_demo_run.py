@@ -48,6 +48,7 @@ def test_demo_compares_both_variants_and_writes_its_files(tmp_path: Path) -> Non
     assert names == {f"{variant} rank {rank}" for variant in ("FSDP2 (stock)", "FSDP2 + CommFuse") for rank in (0, 1)}
 
 
+@pytest.mark.slow
 def test_one_rank_alone_communicates_nothing_and_training_stops_when_the_time_is_used_up(tmp_path: Path) -> None:
     summary = run(tmp_path, world_size=1, steps=400, minutes=0.001)
     assert summary["minimum_bytes_per_step"] == 0

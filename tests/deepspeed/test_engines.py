@@ -60,7 +60,13 @@ def side_by_side(rank: int, world_size: int, stages: tuple[int, int], fused: tup
 
 
 @pytest.mark.parametrize(
-    ("stages", "fused"), [((3, 3), (True, False)), ((2, 3), (False, True)), ((3, 2), (True, True)), ((1, 1), (True, False))]
+    ("stages", "fused"),
+    [
+        ((3, 3), (True, False)),
+        pytest.param((2, 3), (False, True), marks=pytest.mark.slow),
+        ((3, 2), (True, True)),
+        pytest.param((1, 1), (True, False), marks=pytest.mark.slow),
+    ],
 )
 def test_two_engines_in_one_process(workers, stages, fused):
     for pairs in workers(2).run(side_by_side, stages, fused, timeout=90):
@@ -244,9 +250,18 @@ def with_block(rank: int, world_size: int, stage: int, block: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    "block", [{"fuse": "never"}, {"transport": "tcp"}, {"transport": "p2p"}, {"slices_per_rank": 3}, {"order": "ring"}]
+    ("stage", "block"),
+    [
+        *((stage, {"fuse": "never"}) for stage in (2, 3)),
+        (2, {"transport": "p2p"}),
+        (3, {"slices_per_rank": 3, "transport": "tcp"}),
+        *(
+            pytest.param(stage, block, marks=pytest.mark.slow)
+            for stage in (2, 3)
+            for block in ({"transport": "tcp"}, {"transport": "p2p"}, {"slices_per_rank": 3}, {"order": "ring"})
+        ),
+    ],
 )
-@pytest.mark.parametrize("stage", [2, 3])
 def test_settings_of_the_block(workers, stage, block):
     for stock, ours in workers(2).run(with_block, stage, block, timeout=60):
         check(stock, ours)

@@ -6,6 +6,10 @@ step either way (one reason why AdamW has tests of its own, in test_options.py, 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 from tests.deepspeed.pair import Case, Result, both, check, settings
@@ -15,12 +19,15 @@ def cell(rank: int, world_size: int, stage: int, dtype: str, accumulation: int) 
     return both(rank, world_size, Case(settings(stage, dtype=dtype, accumulation=accumulation), steps=10))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "accumulation"),
-    [("fp32", 1), ("bf16", 1), ("fp32", 3), pytest.param("bf16", 3, marks=pytest.mark.slow)],
-)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("world_size", [2, 3])
+def cells() -> Iterator[Any]:
+    """All 24; make test leaves out combinations whose parts other cells have."""
+    for world_size, stage, dtype, accumulation in itertools.product((2, 3), (1, 2, 3), ("fp32", "bf16"), (1, 3)):
+        special = (world_size == 3) + (dtype == "bf16") + (accumulation == 3)
+        slow = special > 1 and not (stage == 3 and special == 2 and dtype == "fp32")
+        yield pytest.param(world_size, stage, dtype, accumulation, marks=pytest.mark.slow if slow else ())
+
+
+@pytest.mark.parametrize(("world_size", "stage", "dtype", "accumulation"), cells())
 def test_ten_steps(workers, world_size, stage, dtype, accumulation):
     results = workers(world_size).run(cell, stage, dtype, accumulation, timeout=120)
     for stock, ours in results:

@@ -176,9 +176,10 @@ def convert(rank: int, world_size: int, dtype: torch.dtype) -> None:
     with pair.applied(net) as report:
         for model in (stock, net):
             model.to(dtype)
-        # bf16: every layer's output and partial sum is rounded to 2**-9, in other places than stock's, over four layers. The
+        # bf16: every layer's output and partial sum is rounded to 2**-9, in other places than stock's, over four layers, and
+        # a norm's gradient is a sum over tokens that partly cancel. Which roundings depends on the processor's kernels. The
         # loss is a mean over tokens of logits that are each off by such a rounding.
-        relative, loss_relative = {torch.float64: (1e-12, 1e-12), torch.bfloat16: (2.0**-5, 2.0**-9)}[dtype]
+        relative, loss_relative = {torch.float64: (1e-12, 1e-12), torch.bfloat16: (2.0**-4, 2.0**-9)}[dtype]
         for step in range(2):
             pair.assert_gradients_of_one_step(
                 net, stock, rank, world_size, step, relative=relative, loss_relative=loss_relative

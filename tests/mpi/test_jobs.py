@@ -71,6 +71,7 @@ def test_a_rank_that_raises_ends_the_job() -> None:
     _gone(output, 3)
 
 
+@pytest.mark.slow
 def test_a_rank_that_exits_with_a_status_ends_the_job(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(50)\n")
@@ -78,6 +79,7 @@ def test_a_rank_that_exits_with_a_status_ends_the_job(tmp_path: Path) -> None:
     assert code != 0
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job() -> None:
     """That is the launcher's doing; ours is that nothing of it stays."""
     code, output, _ = job(2, "die", timeout_s=60.0)
