@@ -44,7 +44,7 @@ TYPES: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float16: tl.
 
 
 @triton.jit
-def await_word(line, epoch, PROXY_FENCE: tl.constexpr):
+def await_word(line, epoch, TMA: tl.constexpr, INTERPRETED: tl.constexpr):
     """Stand until the line's word has reached its value plus epoch (cyclic). A line without a word waits for nothing."""
     address = tl.load(line + WORD)
     if address != 0:
@@ -52,24 +52,35 @@ def await_word(line, epoch, PROXY_FENCE: tl.constexpr):
         value = tl.load(line + VALUE).to(tl.int32) + epoch
         while tl.atomic_add(word, 0, sem="acquire", scope="sys") - value < 0:
             pass
-        if PROXY_FENCE:
+        if TMA and not INTERPRETED:
             tl.inline_asm_elementwise(
                 "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
             )
 
 
 @triton.jit
-def write_word(line, epoch):
-    """The line's word := its value plus epoch, after everything that this program has done or seen done. No word: nothing."""
+def join_threads(INTERPRETED: tl.constexpr):
+    """All threads of the program, and what they have stored, before anything that one of them does next.
+
+    `tl.debug_barrier` means the same, but a loop that contains it is not pipelined.
+    """
+    if not INTERPRETED:
+        tl.inline_asm_elementwise("bar.sync 0; mov.b32 $0, $1;", "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def write_word(line, epoch, go):
+    """If `go`: the line's word := its value plus epoch, after everything that this program has done or seen done. No word:
+    nothing. (Masks instead of branches: Triton 3.6 cannot flatten a loop nest with branches behind the inner loop.)"""
     address = tl.load(line + WORD)
-    if address != 0:
-        word = address.to(tl.pointer_type(tl.int32))
-        tl.atomic_xchg(word, tl.load(line + VALUE).to(tl.int32) + epoch, sem="release", scope="sys")
+    value = tl.load(line + VALUE).to(tl.int32) + epoch
+    word = address.to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(word, value, mask=go & (address != 0), sem="release", scope="sys")
 
 
 @triton.jit
 def grouped(index, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """(row, column) of the index-th tile: down GROUP rows, then to the next column, so that tiles at work share operands in L2."""
+    """(row, column) of the index-th tile: down GROUP rows, then the next column, so that tiles at work share operands in L2."""
     per_group = GROUP * tiles_n
     first = (index // per_group) * GROUP
     height = min(tiles_m - first, GROUP)
@@ -88,7 +99,7 @@ def multiply(a, b, acc, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
 
 @triton.jit
 def slice_pointer(line, dtype, POINTER_ALIGN: tl.constexpr):
-    """Where the line's slice begins. The alignment, which the compiler cannot see in a number from memory, allows wide loads."""
+    """Where the line's slice begins. Its alignment, which the compiler cannot see by itself, allows wide loads."""
     return tl.multiple_of(tl.load(line + DATA).to(tl.pointer_type(dtype)), POINTER_ALIGN)
 
 

@@ -12,9 +12,9 @@ Every tile needs every slice, so the tiles that are computed first cannot end be
 run without a wait. In a fused linear's backward the slices travel under wgrad, which comes first and needs none of them.
 
 [Note: The wait inside the loop]
-The loop over k is one loop over the steps of all slices, so that loads stay in flight across the ends of slices. A new slice's
-line is read, and waited for, in the step that begins it: ahead of the loads that depend on its address. Only the first tile of a
-program waits.
+The loop over k is one loop over the steps of all slices, so that loads stay in flight across the ends of slices. A new
+slice's line is read, and waited for, in the step that begins it: ahead of the loads that depend on its address. Only the first
+tile of a program waits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from commfuse_dp.kernels.device_code import (
     slice_pointer,
     store_tile,
 )
-from commfuse_dp.kernels.launching import check_operand, common_constants, dense_rows, epoch_argument, launch, settle, wide
+from commfuse_dp.kernels.launching import check_operand, common_constants, dense_rows, epoch_argument, launch, settle
 from commfuse_dp.kernels.table import SliceTable
 from commfuse_dp.kernels.tiles import Problem, TileConfig
 
@@ -57,8 +57,9 @@ def dgrad_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    FLAT: tl.constexpr,
     TMA: tl.constexpr,
-    PROXY_FENCE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     HALVES: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -77,7 +78,7 @@ def dgrad_kernel(
         w_tma = tl.make_tensor_descriptor(
             slice_pointer(table, dtype, 16), [rows, columns], [tl.load(table + STRIDE), 1], [BLOCK_K, BLOCK_N]
         )
-    for tile in range(mine, total, tl.num_programs(0)):
+    for tile in tl.range(mine, total, tl.num_programs(0), flatten=FLAT):
         tile_m, tile_n = grouped(tile, tiles_m, tiles_n, GROUP)
         start_m = tile_m * BLOCK_M
         start_n = tile_n * BLOCK_N
@@ -98,7 +99,7 @@ def dgrad_kernel(
                 line += FIELDS
                 at = 0
                 if tile == mine:
-                    await_word(line, epoch, PROXY_FENCE)
+                    await_word(line, epoch, TMA, INTERPRETED)
                 rows = tl.load(line + ROWS).to(tl.int32)
                 column = tl.load(line + FIRST_ROW) // COLUMN_ALIGN
                 if TMA:
@@ -127,13 +128,6 @@ def dgrad_kernel(
         store_tile(dx, stride_dx, offs_m, start_n, tokens, columns, acc, BLOCK_N, HALVES)
 
 
-def describe(dy: torch.Tensor, table: SliceTable, dx: torch.Tensor) -> Problem:
-    """The product as the choice of tiles sees it."""
-    even = table.vectored and wide(dy)
-    tf32 = dy.dtype == torch.float32 and tiles.uses_tf32()
-    return Problem("dgrad", dy.shape[0], table.columns, table.rows, dy.dtype, dx.dtype, False, even, tf32)
-
-
 def gemm_dgrad(
     dy: torch.Tensor,
     table: SliceTable,
@@ -142,19 +136,20 @@ def gemm_dgrad(
     epoch: int = 0,
     config: TileConfig | None = None,
     programs: int | None = None,
+    problem: Problem | None = None,
 ) -> None:
     """Enqueue the product on the current stream. Never waits on the host.
 
-    dy: [tokens, >= table.end_row] in the slices' dtype; dx: [tokens, columns], dense columns, any of the dtypes. epoch: added to
-    the value that every slice's word is waited for. programs: how many run (default: one per multiprocessor). Raises
-    ValueError for operands that do not fit together.
+    dy: [tokens, >= table.end_row] in the slices' dtype; dx: [tokens, columns], dense columns, any of the dtypes.
+    epoch: added to the value that every slice's word is waited for. programs: how many run (default: as the configuration
+    says). problem: `tiles.problem_of` of these operands, if the caller has it. Raises ValueError if they do not fit together.
     """
     check_operand("dy", dy, table, table.end_row, table.dtype if len(table) else None)
     check_operand("dx", dx, table, table.columns, None)
     if dx.shape != (dy.shape[0], table.columns) or (dx.stride(1) != 1 and dx.shape[1] > 1):
         raise ValueError(
-            f"dy {tuple(dy.shape)}, dx {tuple(dx.shape)} with strides {dx.stride()}: dx must have {table.columns} columns, as many "
-            "rows as dy, and dense columns"
+            f"dy {tuple(dy.shape)}, dx {tuple(dx.shape)} with strides {dx.stride()}: dx must have {table.columns} columns, "
+            "as many rows as dy, and dense columns"
         )
     if not len(table):
         dx.zero_()
@@ -162,11 +157,12 @@ def gemm_dgrad(
     if not dx.numel():
         return
     dy = dense_rows(dy)
-    problem = describe(dy, table, dx)
+    problem = problem or tiles.problem_of("dgrad", table, dx.dtype, dy)
     config = settle(problem, config, dy.device)
     block = config.block_k
     constants = common_constants(problem, config)
     constants |= {
+        "FLAT": config.flat,
         "EVEN": table.columns % config.block_n == 0 and all(rows % block == 0 for rows in table.rows),
         "POINTER_ALIGN": table.pointer_alignment,
         "STRIDE_ALIGN": table.stride_alignment,

@@ -35,7 +35,7 @@ from commfuse_dp.kernels.device_code import (
     slice_pointer,
     store_tile,
 )
-from commfuse_dp.kernels.launching import check_operand, common_constants, dense_rows, epoch_argument, launch, settle, wide
+from commfuse_dp.kernels.launching import check_operand, common_constants, dense_rows, epoch_argument, launch, settle
 from commfuse_dp.kernels.table import SliceTable
 from commfuse_dp.kernels.tiles import Problem, TileConfig
 
@@ -57,7 +57,7 @@ def forward_kernel(
     GROUP: tl.constexpr,
     FLAT: tl.constexpr,
     TMA: tl.constexpr,
-    PROXY_FENCE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     HALVES: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -66,6 +66,7 @@ def forward_kernel(
     POINTER_ALIGN: tl.constexpr,
     STRIDE_ALIGN: tl.constexpr,
     COLUMN_ALIGN: tl.constexpr,
+    ROWS_ALIGN: tl.constexpr,
 ):
     dtype = x.dtype.element_ty
     tiles_m = tl.cdiv(tokens, BLOCK_M)
@@ -88,7 +89,7 @@ def forward_kernel(
             count = tl.cdiv(rows, BLOCK_N) * tiles_m
         line = table + s * FIELDS
         if s != waited:
-            await_word(line, epoch, PROXY_FENCE)
+            await_word(line, epoch, TMA, INTERPRETED)
             waited = s
             if TMA:
                 w_tma = tl.make_tensor_descriptor(
@@ -121,14 +122,8 @@ def forward_kernel(
             bias = tl.load(line + BIAS).to(tl.pointer_type(dtype))
             acc += tl.load(bias + offs_n, mask=offs_n < rows, other=0.0).to(tl.float32)[None, :]
         column = tl.multiple_of(tl.load(line + FIRST_ROW), COLUMN_ALIGN)
-        store_tile(y + column, stride_y, offs_m, start_n, tokens, rows, acc, BLOCK_N, HALVES)
-
-
-def describe(x: torch.Tensor, table: SliceTable, y: torch.Tensor) -> Problem:
-    """The product as the choice of tiles sees it."""
-    even = table.vectored and wide(x)
-    tf32 = x.dtype == torch.float32 and tiles.uses_tf32()
-    return Problem("forward", x.shape[0], table.columns, table.rows, x.dtype, y.dtype, table.has_bias, even, tf32)
+        end = tl.multiple_of(tl.load(line + ROWS).to(tl.int32), ROWS_ALIGN)
+        store_tile(y + column, stride_y, offs_m, start_n, tokens, end, acc, BLOCK_N, HALVES)
 
 
 def gemm_forward(
@@ -139,24 +134,25 @@ def gemm_forward(
     epoch: int = 0,
     config: TileConfig | None = None,
     programs: int | None = None,
+    problem: Problem | None = None,
 ) -> None:
     """Enqueue the product on the current stream. Never waits on the host.
 
     x: [tokens, columns] in the slices' dtype; y: [tokens, >= table.end_row], dense columns, any of the dtypes. epoch: added to
-    the value that every slice's word is waited for. programs: how many run (default: one per multiprocessor). Raises
-    ValueError for operands that do not fit together.
+    the value that every slice's word is waited for. programs: how many run (default: as the configuration says). problem:
+    `tiles.problem_of` of these operands, if the caller has it. Raises ValueError if they do not fit together.
     """
     check_operand("x", x, table, table.columns, table.dtype)
     check_operand("y", y, table, table.end_row, None)
     if x.shape != (y.shape[0], table.columns) or (y.stride(1) != 1 and y.shape[1] > 1):
         raise ValueError(
-            f"x {tuple(x.shape)}, y {tuple(y.shape)} with strides {y.stride()}: x must have {table.columns} columns, y as many rows "
-            "as x, and dense columns"
+            f"x {tuple(x.shape)}, y {tuple(y.shape)} with strides {y.stride()}: x must have {table.columns} columns, y as "
+            "many rows as x, and dense columns"
         )
     if not len(table) or not x.shape[0]:
         return
     x = dense_rows(x)
-    problem = describe(x, table, y)
+    problem = problem or tiles.problem_of("forward", table, y.dtype, x)
     config = settle(problem, config, x.device)
     constants = common_constants(problem, config)
     constants |= {
@@ -166,6 +162,7 @@ def gemm_forward(
         "POINTER_ALIGN": table.pointer_alignment,
         "STRIDE_ALIGN": table.stride_alignment,
         "COLUMN_ALIGN": table.column_alignment,
+        "ROWS_ALIGN": table.rows_alignment,
     }
     count = tiles.count_tiles(problem, config)
     arguments = (

@@ -1,11 +1,12 @@
-"""GEMM reduce-scatter, wgrad: dW_s = dy[:, rows_s].T @ x for every slice s, in one persistent kernel that says when each is done.
+"""GEMM reduce-scatter, wgrad: dW_s = dy[:, rows_s].T @ x for every slice s, in one persistent kernel.
 
     dy       [tokens, >= end_row]  dense columns
     x        [tokens, columns]     dense columns
     dW_s     [rows_s, columns]     through the table: into the place that a copy engine sends from (or any other); overwritten
 
-Tiles are computed slice by slice in the table's order: those owed to others first, the own one last. Accumulated in float32 over
-all tokens, rounded once to the slices' dtype, which may be narrower or wider than the operands'.
+Tiles are computed slice by slice in the table's order: those owed to others first, the own one last. Accumulated in float32
+over all tokens, rounded once to the slices' dtype, which may be narrower or wider than the operands'. As soon as a slice is
+complete its word says so, while the kernel goes on with the next.
 
 [Note: The last tile of a slice signals]
     every tile   stores | barrier | counter += 1 (acquire and release)
@@ -13,9 +14,9 @@ all tokens, rounded once to the slices' dtype, which may be narrower or wider th
     copy stream                                                             wait_value(word) | copy dW_s -> owner
 
 The barrier orders all threads' stores before the one thread that counts. A count releases the tile's stores, the last count
-acquires everybody's, and its release of the word at system scope hands all of it on: happens-before is transitive, so the counts
-themselves need the device's scope only. The counter is back at zero before the word is written: whoever launches after having
-seen the word finds it so.
+acquires everybody's, and its release of the word at system scope hands all of it on: happens-before is transitive, so the
+counts themselves need the device's scope only. The counter is back at zero before the word is written: whoever launches after
+having seen the word finds it so.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from commfuse_dp.kernels.device_code import (
     STRIDE,
     TYPES,
     grouped,
+    join_threads,
     multiply,
     slice_pointer,
     store_tile,
     write_word,
 )
-from commfuse_dp.kernels.launching import check_operand, common_constants, dense_rows, epoch_argument, launch, settle, wide
+from commfuse_dp.kernels.launching import check_operand, common_constants, dense_rows, epoch_argument, launch, settle
 from commfuse_dp.kernels.table import SliceTable
 from commfuse_dp.kernels.tiles import Problem, TileConfig
 
@@ -61,7 +63,7 @@ def wgrad_kernel(
     GROUP: tl.constexpr,
     FLAT: tl.constexpr,
     TMA: tl.constexpr,
-    PROXY_FENCE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     HALVES: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -113,18 +115,10 @@ def wgrad_kernel(
         store_tile(
             slice_pointer(line, OUT_TYPE, POINTER_ALIGN), out_stride, offs_m, start_n, rows, columns, acc, BLOCK_N, HALVES
         )
-        tl.debug_barrier()
-        if tl.atomic_add(counters + s, 1, sem="acq_rel", scope="gpu") == count - 1:
-            tl.atomic_xchg(counters + s, 0, sem="relaxed", scope="gpu")
-            write_word(line, epoch)
-
-
-def describe(dy: torch.Tensor, x: torch.Tensor, table: SliceTable) -> Problem:
-    """The product as the choice of tiles sees it."""
-    size = dy.element_size()
-    even = table.vectored and wide(dy) and wide(x) and table.column_alignment * size % 16 == 0
-    tf32 = dy.dtype == torch.float32 and tiles.uses_tf32()
-    return Problem("wgrad", dy.shape[0], table.columns, table.rows, dy.dtype, table.dtype, False, even, tf32)
+        join_threads(INTERPRETED)
+        last = tl.atomic_add(counters + s, 1, sem="acq_rel", scope="gpu") == count - 1
+        tl.atomic_xchg(counters + s, 0, mask=last, sem="relaxed", scope="gpu")
+        write_word(line, epoch, last)
 
 
 def gemm_wgrad(
@@ -135,24 +129,25 @@ def gemm_wgrad(
     epoch: int = 0,
     config: TileConfig | None = None,
     programs: int | None = None,
+    problem: Problem | None = None,
 ) -> None:
     """Enqueue the product on the current stream. Never waits on the host.
 
-    dy: [tokens, >= table.end_row], x: [tokens, columns], of one dtype; the slices in any of the dtypes. epoch: added to the value
-    that is written to a slice's word. programs: how many run (default: one per multiprocessor). Raises ValueError for operands
-    that do not fit together.
+    dy: [tokens, >= table.end_row], x: [tokens, columns], of one dtype; the slices in any of the dtypes. epoch: added to the
+    value that is written to a slice's word. programs: how many run (default: as the configuration says). problem:
+    `tiles.problem_of` of these operands, if the caller has it. Raises ValueError if they do not fit together.
     """
     check_operand("dy", dy, table, table.end_row, None)
     check_operand("x", x, table, table.columns, dy.dtype)
     if x.shape != (dy.shape[0], table.columns) or (len(table) and table.dtype not in TYPES):
         raise ValueError(
-            f"dy {tuple(dy.shape)}, x {tuple(x.shape)}, slices of {table.columns} columns of {table.dtype}: x must have as many rows "
-            f"as dy and the slices' columns; slices may be of {', '.join(map(str, TYPES))}"
+            f"dy {tuple(dy.shape)}, x {tuple(x.shape)}, slices of {table.columns} columns of {table.dtype}: x must have as many "
+            f"rows as dy and the slices' columns; slices may be of {', '.join(map(str, TYPES))}"
         )
     if not len(table) or not table.columns:
         return
     dy, x = dense_rows(dy), dense_rows(x)
-    problem = describe(dy, x, table)
+    problem = problem or tiles.problem_of("wgrad", table, table.dtype, dy, x)
     config = settle(problem, config, dy.device)
     constants = common_constants(problem, config)
     constants |= {

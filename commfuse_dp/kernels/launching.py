@@ -37,12 +37,6 @@ def dense_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(1) == 1 or tensor.shape[1] <= 1 else tensor.contiguous()
 
 
-def wide(tensor: torch.Tensor) -> bool:
-    """Every row begins at a multiple of 16 bytes."""
-    size = tensor.element_size()
-    return tensor.data_ptr() % 16 == 0 and (tensor.shape[0] <= 1 or tensor.stride(0) * size % 16 == 0)
-
-
 def refuse(problem: str) -> None:
     raise ValueError(problem)
 
@@ -65,9 +59,9 @@ def settle(problem: Problem, config: TileConfig | None, device: torch.device) ->
         return tiles.default(problem, capability)
     if config.tma and not tiles.supports_tma(problem, config, capability):
         refuse(
-            f"{problem.op} with {config}: TMA needs sm_90 (this is sm_{capability[0]}{capability[1]}), operands at multiples of "
-            f"16 bytes, none of them empty, and in dgrad slices of multiples of {config.block_k} rows (these: {problem.rows}); "
-            "take a configuration without tma"
+            f"{problem.op} with {config}: TMA needs sm_90 (this is sm_{capability[0]}{capability[1]}), operands at multiples "
+            f"of 16 bytes, none of them empty, and in dgrad slices of multiples of {config.block_k} rows (these: "
+            f"{problem.rows}); take a configuration without tma"
         )
     return config
 
@@ -109,7 +103,7 @@ def common_constants(problem: Problem, config: TileConfig) -> dict[str, Any]:
         "BLOCK_K": config.block_k,
         "GROUP": config.group,
         "TMA": config.tma,
-        "PROXY_FENCE": config.tma and not INTERPRETED,
+        "INTERPRETED": INTERPRETED,
         "HALVES": config.halves,
         "PRECISION": "tf32" if problem.tf32 else "ieee",
         "WIDEN": INTERPRETED and problem.dtype == torch.bfloat16,

@@ -132,6 +132,7 @@ class SliceTable:
         self.device = example.device
         self.has_bias = bool(kept) and kept[0].bias is not None
         self.column_alignment = _common_power([entry.first_row for entry in kept], 16)  # in elements
+        self.rows_alignment = _common_power(self.rows, 16)
         self._host = [entry.line() for entry in kept]
         self.lines = torch.tensor(self._host, dtype=torch.int64).reshape(-1, FIELDS).to(self.device)
         self.counters = torch.zeros(len(kept), dtype=torch.int32, device=self.device)
@@ -142,13 +143,13 @@ class SliceTable:
 
     @property
     def vectored(self) -> bool:
-        """Every row of every slice begins at a multiple of 16 bytes, in memory and in y and dy: what wide loads and TMA need."""
+        """Every row of every slice begins at a multiple of 16 bytes, also as a column of y and dy: what TMA needs."""
         itemsize = self.dtype.itemsize
         enough = _VECTOR // itemsize
         return self.pointer_alignment == _VECTOR and min(self.stride_alignment, self.column_alignment) >= enough
 
     def repoint(self, data: Sequence[torch.Tensor], bias: Sequence[torch.Tensor] | None = None) -> None:
-        """New places of all slices (as many as were given at first, of the same shapes and strides), from here on in the stream.
+        """New places of all slices (as many as given at first, of the same shapes and strides), from here on in the stream.
 
         Does nothing if they are where they were. `bias` may be left out only if there is none.
         """
@@ -171,6 +172,11 @@ class SliceTable:
         self.entries = tuple(entries)
         if lines == self._host:
             return
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "the slices of a fused layer moved while a CUDA graph is captured: the graph would always read them where they "
+                "are now; capture the parts of the model that are not fused, or none"
+            )
         self._host = lines
         source = torch.tensor(lines, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self.lines.copy_(source, non_blocking=True)

@@ -1,6 +1,6 @@
 """Shapes of tiles and the numbers that go with them: a small fixed set to measure among, and a default for each case.
 
-Plain data; nothing here knows Triton.
+Nothing here knows Triton.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
+
+from commfuse_dp.kernels.table import SliceTable
 
 Pass = Literal["forward", "dgrad", "wgrad"]
 PASSES: tuple[Pass, ...] = ("forward", "dgrad", "wgrad")
@@ -26,7 +28,9 @@ class TileConfig:
     warps: int = 8
     stages: int = 3  # loads in flight, in steps of block_k
     group: int = 8  # tiles that share columns are computed next to each other in groups of so many, for the L2 cache
-    flat: bool = False  # the loop over tiles and the loop over k as one: the next tile's loads run under this tile's stores
+    # The loop over tiles and the loop over k as one: the next tile's loads run under this tile's stores. In dgrad and wgrad
+    # with TMA only: without it the compiler loses sight of the columns' alignment, and with that its wide asynchronous loads.
+    flat: bool = False
     tma: bool = False  # loads by tensor memory accelerator (sm_90 and newer); needs rows at multiples of 16 bytes
     halves: bool = False  # store a tile in two halves: less shared memory, so more stages
     per_sm: int = 1  # programs per multiprocessor; never more in all than there are tiles
@@ -65,6 +69,26 @@ class Problem(NamedTuple):
     tf32: bool = False
 
 
+def _wide(tensor: torch.Tensor) -> bool:
+    """Every row begins at a multiple of 16 bytes."""
+    size = tensor.element_size()
+    if tensor.stride(1) != 1 and tensor.shape[1] > 1:  # a launch copies it to dense rows
+        return tensor.shape[1] * size % 16 == 0
+    return tensor.data_ptr() % 16 == 0 and (tensor.shape[0] <= 1 or tensor.stride(0) * size % 16 == 0)
+
+
+def problem_of(op: Pass, table: SliceTable, out_dtype: torch.dtype, *operands: torch.Tensor) -> Problem:
+    """The product of a launch. operands: what is read besides the slices, one row per token (wgrad: dy, then x)."""
+    first = operands[0]
+    dtype = first.dtype
+    single = dtype == torch.float32
+    vectored = (
+        table.vectored and table.column_alignment * dtype.itemsize % 16 == 0 and all(_wide(operand) for operand in operands)
+    )
+    bias = table.has_bias and op == "forward"
+    return Problem(op, first.shape[0], table.columns, table.rows, dtype, out_dtype, bias, vectored, single and uses_tf32())
+
+
 # Large tiles keep Hopper's tensor cores busy: 128 x 256 needs the fewest bytes per product of all that fit the registers of two
 # warp groups. The smaller ones are for skinny products, which otherwise leave multiprocessors idle, and for sm_80.
 _HOPPER = (
@@ -74,14 +98,14 @@ _HOPPER = (
     TileConfig(256, 128, 64, warps=8, stages=4, flat=True, tma=True, halves=True),
     TileConfig(128, 256, 64, warps=8, stages=3, flat=True),
     TileConfig(128, 128, 64, warps=8, stages=4, flat=True, tma=True),
-    TileConfig(128, 128, 64, warps=4, stages=4, flat=True),
+    TileConfig(128, 128, 64, warps=8, stages=4),
     TileConfig(64, 128, 64, warps=4, stages=4, tma=True, per_sm=2),
     TileConfig(64, 64, 64, warps=4, stages=5, per_sm=2),
 )
 _AMPERE = (
     TileConfig(128, 256, 32, warps=8, stages=4),
     TileConfig(128, 128, 64, warps=8, stages=3, flat=True),
-    TileConfig(128, 128, 32, warps=4, stages=4),
+    TileConfig(128, 128, 32, warps=8, stages=4),
     TileConfig(64, 128, 32, warps=4, stages=5),
     TileConfig(64, 64, 32, warps=4, stages=5),
 )
@@ -105,8 +129,6 @@ def supports_tma(problem: Problem, config: TileConfig, capability: tuple[int, in
 
 
 def _allowed(problem: Problem, config: TileConfig, capability: tuple[int, int]) -> bool:
-    if problem.op == "dgrad" and config.flat:
-        return False  # its inner loop already runs over all slices
     return not config.tma or supports_tma(problem, config, capability)
 
 
@@ -115,8 +137,10 @@ def candidates(problem: Problem, capability: tuple[int, int]) -> tuple[TileConfi
     table: Sequence[TileConfig] = _SINGLE if problem.dtype == torch.float32 else _HOPPER if capability >= (9, 0) else _AMPERE
     found = []
     for config in table:
-        if problem.op == "dgrad":
+        if problem.op != "forward" and not config.tma:
             config = replace(config, flat=False)
+        if problem.op == "wgrad" and capability < (9, 0) and config.block_n > 128:
+            continue  # more registers than there are
         if _allowed(problem, config, capability) and config not in found:
             found.append(config)
     return tuple(found)
@@ -147,8 +171,8 @@ def count_tiles(problem: Problem, config: TileConfig) -> int:
 def uses_tf32() -> bool:
     """torch's own setting for fp32 products on CUDA.
 
-    It has two names: `fp32_precision`, and the older allow_tf32 (which float32_matmul_precision sets). Once the new one has been
-    set, torch raises where the old one is read.
+    It has two names: `fp32_precision`, and the older allow_tf32 (which float32_matmul_precision sets). Once the new one has
+    been set, torch raises where the old one is read.
     """
     precision = getattr(torch.backends.cuda.matmul, "fp32_precision", "none")
     if precision in ("ieee", "tf32"):
