@@ -46,8 +46,8 @@ class InboxSumArgument(ctypes.Structure):
         ("factor", ctypes.c_double),
         ("count", ctypes.c_int32),
         ("head", ctypes.c_int32),
-        ("scaling", ctypes.c_int32),
         ("accumulate", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
     )
 
 
@@ -147,9 +147,7 @@ def plan_sum(
     argument.numel = numel
     argument.count = count
     argument.head = head if vector else 0
-    argument.scaling, argument.factor = scaling(
-        divisor, torch.float64 if torch.float64 in (dtype, out_dtype) else torch.float32
-    )
+    how, argument.factor = scaling(divisor, torch.float64 if torch.float64 in (dtype, out_dtype) else torch.float32)
     argument.accumulate = int(accumulate)
     spec = nvrtc.Spec(
         "inbox_sum",
@@ -157,6 +155,7 @@ def plan_sum(
             ("COMMFUSE_PARTIAL", TYPE_NAMES[dtype]),
             ("COMMFUSE_OUT", TYPE_NAMES[out_dtype]),
             ("COMMFUSE_COUNT", str(unrolled)),
+            ("COMMFUSE_SCALING", str(how)),
             ("COMMFUSE_VECTOR", str(int(vector))),
         ),
     )
@@ -173,7 +172,7 @@ def tile_elements(unrolled: int, pack: int) -> int:
 
 
 def scaling(divisor: float | None, wide: torch.dtype) -> tuple[int, float]:
-    """(InboxSum::scaling, factor): a multiplication only where it is bitwise the division."""
+    """(COMMFUSE_SCALING, factor): a multiplication only where it is bitwise the division."""
     if divisor is None or divisor == 1:
         return 0, 1.0
     divisor = float(divisor)

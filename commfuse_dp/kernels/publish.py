@@ -27,7 +27,7 @@ from commfuse_dp.kernels.packs import THREADS, TYPE_NAMES, Implementation, commo
 
 CAPACITIES = (16, 120, 1000)  # items of an argument: 0.5, 3.8 and 31.3 KiB; the smallest that fits is compiled
 TILE_PACKS = THREADS * 4  # Copy::TILE of publish.cu, in packs of 16 bytes of the source
-BLOCKS_PER_MULTIPROCESSOR = 8  # of 256 threads: all that fit
+BLOCKS_PER_MULTIPROCESSOR = 4  # run at once: __launch_bounds__ of publish.cu
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
 ITEM = np.dtype(
@@ -99,8 +99,8 @@ def _pack(dtype: torch.dtype, shards: Sequence[Shard]) -> Launch:
 class PublishPlan:
     """Copies between fixed tensors, packed once and run every step.
 
-    Keeps the tensors, so their memory stays. The plan holds addresses: if a tensor's storage is replaced (`set_`, `.data = `),
-    make a new plan; `fits` says so.
+    Keeps the tensors, so their memory stays. The plan holds addresses: if a tensor's storage is replaced (`set_`, `.data = `)
+    or its dtype changes, make a new plan; `fits` knows addresses and sizes.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class PublishPlan:
         _check(sources, destinations)
         self._sources = list(sources)
         self._destinations = list(destinations)
-        self._pointers = _pointers(sources, destinations)
+        self._places = _places(sources, destinations)
         self._device = destinations[0].device if destinations else torch.device("cpu")
         self._implementation = implementation
         self._launches: list[Launch] | None = None
@@ -125,9 +125,13 @@ class PublishPlan:
         if implementation != "reference" and self._device.type == "cuda":
             self._launches = plan_publish(_shards(sources, destinations))
 
+    def __len__(self) -> int:
+        """Number of copies."""
+        return len(self._sources)
+
     def fits(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> bool:
         """The tensors still lie where the plan says."""
-        return self._pointers == _pointers(sources, destinations)
+        return self._places == _places(sources, destinations)
 
     def run(self) -> None:
         """Copy, on the current stream."""
@@ -185,8 +189,8 @@ def _copy(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor])
         destination.copy_(source.view(destination.shape))
 
 
-def _pointers(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    return (*(tensor.data_ptr() for tensor in sources), *(tensor.data_ptr() for tensor in destinations))
+def _places(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    return [(tensor.data_ptr(), tensor.numel()) for tensors in (sources, destinations) for tensor in tensors]
 
 
 def _shards(sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> list[Shard]:

@@ -3,6 +3,8 @@
 // Compiled with these macros:
 //   COMMFUSE_PARTIAL, COMMFUSE_OUT   float, double, bf16 or fp16
 //   COMMFUSE_COUNT                   number of partials, 1 .. 8, unrolled; 0: any number up to 64, eight loads at a time
+//   COMMFUSE_SCALING                 0: none; 1: multiply by `factor` (a power of two: exact, as the division); 2: divide by it.
+//                                    A macro, because the code of a division costs registers
 //   COMMFUSE_VECTOR                  1: from element `head` on all pointers are aligned to their accesses, 16 bytes per load;
 //                                    0: element by element, for pointers that do not agree
 //
@@ -16,11 +18,11 @@ struct InboxSum {
     double factor;
     int count;
     int head;        // elements before the first pack, < elements of a pack
-    int scaling;     // 0: none, 1: multiply by factor (a power of two, exact as the division), 2: divide by factor
     int accumulate;  // 1: add to what is in out
+    int reserved;
 };
 
-template <class Partial, class Out, int COUNT, bool VECTOR> struct Sum {
+template <class Partial, class Out, int COUNT, int SCALING, bool VECTOR> struct Sum {
     using Wide = wide_t<Partial, Out>;
     static constexpr int V = VECTOR ? 16 / static_cast<int>(sizeof(Partial)) : 1;
     static constexpr int BATCH = COUNT == 0 ? 8 : COUNT;                              // partials loaded before the first sum
@@ -35,22 +37,25 @@ template <class Partial, class Out, int COUNT, bool VECTOR> struct Sum {
             for (int u = 0; u < PACKS; ++u)
 #pragma unroll
                 for (int k = 0; k < W; ++k) total[u][k] = -0.0f;  // the one number x with x + y == y for all y, -0.0 included
-            for (int from = 0; from < args.count; from += BATCH) batch<W, PACKS>(args, first, stride, from, total);
+            int from = 0;
+            for (; from + BATCH <= args.count; from += BATCH) batch<W, PACKS, true>(args, first, stride, from, total);
+            if (from < args.count) batch<W, PACKS, false>(args, first, stride, from, total);
         } else {
-            batch<W, PACKS>(args, first, stride, 0, total);
+            batch<W, PACKS, true>(args, first, stride, 0, total);
         }
         scale<W, PACKS>(args, total);
         finish<W, PACKS>(args, first, stride, total);
     }
 
-    template <int W, int PACKS>
+    // Adds partials from .. from + BATCH - 1; WHOLE: there are that many.
+    template <int W, int PACKS, bool WHOLE>
     static __device__ __forceinline__ void batch(const InboxSum& args, long long first, int stride, int from, Wide (&total)[PACKS][W]) {
         Pack<Partial, W> partials[PACKS][BATCH];
 #pragma unroll
         for (int u = 0; u < PACKS; ++u)
 #pragma unroll
             for (int i = 0; i < BATCH; ++i)
-                if (COUNT != 0 || from + i < args.count)
+                if (WHOLE || from + i < args.count)
                     load(partials[u][i], static_cast<const Partial*>(args.partials[from + i]) + first + u * stride);
 #pragma unroll
         for (int i = 0; i < BATCH; ++i)
@@ -58,25 +63,20 @@ template <class Partial, class Out, int COUNT, bool VECTOR> struct Sum {
             for (int u = 0; u < PACKS; ++u)
 #pragma unroll
                 for (int k = 0; k < W; ++k)
-                    if (COUNT != 0 || from + i < args.count) {
+                    if (WHOLE || from + i < args.count) {
                         const Wide next = widen<Wide>(partials[u][i].at[k]);
                         total[u][k] = COUNT != 0 && i == 0 ? next : add(total[u][k], next);
                     }
     }
 
     template <int W, int PACKS> static __device__ __forceinline__ void scale(const InboxSum& args, Wide (&total)[PACKS][W]) {
+        if (SCALING == 0) return;
         const Wide factor = static_cast<Wide>(args.factor);
-        if (args.scaling == 1) {
 #pragma unroll
-            for (int u = 0; u < PACKS; ++u)
+        for (int u = 0; u < PACKS; ++u)
 #pragma unroll
-                for (int k = 0; k < W; ++k) total[u][k] = multiply(total[u][k], factor);
-        } else if (args.scaling == 2) {
-#pragma unroll
-            for (int u = 0; u < PACKS; ++u)
-#pragma unroll
-                for (int k = 0; k < W; ++k) total[u][k] = divide(total[u][k], factor);
-        }
+            for (int k = 0; k < W; ++k)
+                total[u][k] = SCALING == 1 ? multiply(total[u][k], factor) : divide(total[u][k], factor);
     }
 
     template <int W, int PACKS>
@@ -121,7 +121,7 @@ template <class Partial, class Out, int COUNT, bool VECTOR> struct Sum {
 };
 
 #ifdef COMMFUSE_PARTIAL
-extern "C" __global__ void __launch_bounds__(THREADS) inbox_sum(const __grid_constant__ InboxSum args) {
-    Sum<COMMFUSE_PARTIAL, COMMFUSE_OUT, COMMFUSE_COUNT, COMMFUSE_VECTOR>::tile(args);
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) inbox_sum(const __grid_constant__ InboxSum args) {
+    Sum<COMMFUSE_PARTIAL, COMMFUSE_OUT, COMMFUSE_COUNT, COMMFUSE_SCALING, COMMFUSE_VECTOR>::tile(args);
 }
 #endif

@@ -80,3 +80,4 @@ template <class T, int V> __device__ __forceinline__ void store(T* to, const Pac
 }
 
 constexpr int THREADS = 256;
+constexpr int BLOCKS = 4;  // of a multiprocessor at once: 64 registers a thread. Without it ptxas aims higher and spills

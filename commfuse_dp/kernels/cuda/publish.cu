@@ -97,7 +97,7 @@ template <class Out, int CAPACITY> __device__ __forceinline__ void publish_share
 }
 
 #ifdef COMMFUSE_CAPACITY
-extern "C" __global__ void __launch_bounds__(THREADS) publish(const __grid_constant__ Publish<COMMFUSE_CAPACITY> args) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) publish(const __grid_constant__ Publish<COMMFUSE_CAPACITY> args) {
     publish_share<COMMFUSE_OUT, COMMFUSE_CAPACITY>(args);
 }
 #endif
