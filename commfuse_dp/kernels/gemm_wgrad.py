@@ -141,8 +141,8 @@ def gemm_wgrad(
     check_operand("x", x, table, table.columns, dy.dtype)
     if x.shape != (dy.shape[0], table.columns) or (len(table) and table.dtype not in TYPES):
         raise ValueError(
-            f"dy {tuple(dy.shape)}, x {tuple(x.shape)}, slices of {table.columns} columns of {table.dtype}: x must have as many "
-            f"rows as dy and the slices' columns; slices may be of {', '.join(map(str, TYPES))}"
+            f"dy {tuple(dy.shape)}, x {tuple(x.shape)}, slices of {table.columns} columns of {table.dtype}: x must have as "
+            f"many rows as dy and the slices' columns; slices may be of {', '.join(map(str, TYPES))}"
         )
     if not len(table) or not table.columns:
         return

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 import torch
 
-from commfuse_dp.device.base import as_int32
+from commfuse_dp.device.base import Word, as_int32
 
 DATA, FIRST_ROW, ROWS, STRIDE, WORD, VALUE, BIAS = range(7)
 FIELDS = 8  # one line is 64 bytes
@@ -148,10 +148,15 @@ class SliceTable:
         enough = _VECTOR // itemsize
         return self.pointer_alignment == _VECTOR and min(self.stride_alignment, self.column_alignment) >= enough
 
-    def repoint(self, data: Sequence[torch.Tensor], bias: Sequence[torch.Tensor] | None = None) -> None:
+    def repoint(
+        self,
+        data: Sequence[torch.Tensor],
+        bias: Sequence[torch.Tensor] | None = None,
+        words: Sequence[Word | None] | None = None,
+    ) -> None:
         """New places of all slices (as many as given at first, of the same shapes and strides), from here on in the stream.
 
-        Does nothing if they are where they were. `bias` may be left out only if there is none.
+        Does nothing if they are where they were. `bias` may be left out only if there is none, `words` if they are the same.
         """
         if len(data) != self._given or (bias is None) == self.has_bias:
             raise ValueError(
@@ -165,9 +170,8 @@ class SliceTable:
                 raise ValueError(
                     f"slice {number} has changed from {tuple(old.data.shape)} to {tuple(new.shape)}: make a new table"
                 )
-            entries.append(
-                SliceEntry(new, old.first_row, None if bias is None else bias[number], old.pad, old.index, old.value)
-            )
+            word = (old.pad, old.index, old.value) if words is None else words[number] or (None, 0, 0)
+            entries.append(SliceEntry(new, old.first_row, None if bias is None else bias[number], *word))
         lines = [entry.line() for entry in entries]
         self.entries = tuple(entries)
         if lines == self._host:

@@ -115,6 +115,10 @@ _SINGLE = (  # fp32: an element is twice as wide, so steps are half as long
     TileConfig(64, 128, 32, warps=4, stages=4),
     TileConfig(64, 64, 32, warps=4, stages=4),
 )
+_UNALIGNED = (  # loads of single elements: many registers for addresses
+    TileConfig(128, 128, 32, warps=8, stages=3),
+    TileConfig(64, 64, 32, warps=4, stages=3),
+)
 
 
 def supports_tma(problem: Problem, config: TileConfig, capability: tuple[int, int]) -> bool:
@@ -134,7 +138,11 @@ def _allowed(problem: Problem, config: TileConfig, capability: tuple[int, int]) 
 
 def candidates(problem: Problem, capability: tuple[int, int]) -> tuple[TileConfig, ...]:
     """Configurations worth measuring, the likeliest first. Never empty."""
-    table: Sequence[TileConfig] = _SINGLE if problem.dtype == torch.float32 else _HOPPER if capability >= (9, 0) else _AMPERE
+    table: Sequence[TileConfig] = _HOPPER if capability >= (9, 0) else _AMPERE
+    if not problem.vectored:
+        table = _UNALIGNED
+    elif problem.dtype == torch.float32:
+        table = _SINGLE
     found = []
     for config in table:
         if problem.op != "forward" and not config.tma:

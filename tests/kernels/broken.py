@@ -1,0 +1,12 @@
+"""Device code that is wrong on purpose."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def no_wait(line, epoch, TMA: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Instead of device_code.await_word."""
+    pass
