@@ -106,6 +106,13 @@ def test_every_byte_is_touched_once_and_in_16s(kernel: HostKernel, count: int) -
     assert (out == 2 * count).all()
 
 
+@pytest.mark.parametrize("count", [1, 2, 9, 64])
+def test_zeros_keep_their_sign(kernel: HostKernel, count: int) -> None:
+    out = torch.ones(40)
+    emulate(kernel, out, [torch.full((40,), -0.0, dtype=BF16) for _ in range(count)], 2.0, False)
+    assert (out == 0).all() and out.signbit().all()
+
+
 def test_addresses_that_do_not_agree_are_read_by_elements(kernel: HostKernel) -> None:
     partials = [misaligned(999, BF16, offset).fill_(1.0) for offset in (0, 1)]
     out = misaligned(999, FP32, 0)
