@@ -35,6 +35,7 @@ Measure = Callable[[Problem, torch.device, Sequence[TileConfig]], Trial]
 
 _LEAST_TRITON = (3, 6)
 _LEAST_CAPABILITY = (8, 0)
+_MOST_EXACT = 4096
 _SOURCES = ("device_code", "gemm_forward", "gemm_dgrad", "gemm_wgrad", "launching", "trial")
 
 log = logging.getLogger(__name__)
@@ -129,7 +130,8 @@ class Chooser:
         self.asked = asked
         self._file = MeasuredFile(default_path() if path == "default" else path)
         self._measure = measure
-        self._made: dict[tuple[Problem, torch.device], Decision] = {}
+        self._made: dict[tuple[Problem, torch.device], Decision] = {}  # tokens rounded
+        self._exact: dict[tuple[Problem, torch.device], Decision] = {}  # the same, by the problems that were asked about
         self._logged: set[str] = set()
 
     def decide(self, problem: Problem, device: torch.device) -> Decision:
@@ -137,12 +139,18 @@ class Chooser:
 
         Raises ConfigError if 'triton' was asked for and the kernels cannot run there, KernelError if none of them compiles.
         """
+        known = self._exact.get((problem, device))
+        if known is not None:
+            return known
         key = (problem._replace(tokens=rounded(problem.tokens)), device)
-        decision = self._made.get(key)
+        decision, keep = self._made.get(key), True
         if decision is None:
             decision, keep = self._decide(*key)
-            if keep:
-                self._made[key] = decision
+        if keep:
+            self._made[key] = decision
+            if len(self._exact) >= _MOST_EXACT:
+                self._exact.clear()
+            self._exact[problem, device] = decision
         return decision
 
     def failed(self, problem: Problem, device: torch.device, error: BaseException) -> None:
@@ -162,6 +170,7 @@ class Chooser:
         )
         key = (problem._replace(tokens=rounded(problem.tokens)), device)
         self._made[key] = Decision("blas", None, f"the kernel failed: {why}")
+        self._exact.clear()
 
     def explain(self) -> list[Row]:
         """Every decision made so far, for the report."""

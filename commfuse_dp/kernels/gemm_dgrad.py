@@ -19,6 +19,8 @@ tile of a program waits.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -35,8 +37,8 @@ from commfuse_dp.kernels.device_code import (
     slice_pointer,
     store_tile,
 )
-from commfuse_dp.kernels.launching import check_operand, common_constants, dense_rows, epoch_argument, launch, settle
-from commfuse_dp.kernels.table import SliceTable
+from commfuse_dp.kernels.launching import Plan, check_operand, common_constants, dense_rows, epoch_argument, launch, settle
+from commfuse_dp.kernels.table import Alignments, SliceTable
 from commfuse_dp.kernels.tiles import Problem, TileConfig
 
 
@@ -128,6 +130,21 @@ def dgrad_kernel(
         store_tile(dx, stride_dx, offs_m, start_n, tokens, columns, acc, BLOCK_N, HALVES)
 
 
+@lru_cache(maxsize=1024)
+def _plan(problem: Problem, config: TileConfig | None, alignments: Alignments, device: torch.device) -> Plan:
+    """What a launch needs besides its operands; the same for every launch of a shape."""
+    config = settle(problem, config, device)
+    constants = common_constants(problem, config)
+    block = config.block_k
+    constants |= {
+        "EVEN": problem.columns % config.block_n == 0 and all(rows % block == 0 for rows in problem.rows),
+        "POINTER_ALIGN": alignments.pointer,
+        "STRIDE_ALIGN": alignments.stride,
+        "COLUMN_ALIGN": alignments.column,
+    }
+    return Plan(config, constants, tiles.count_tiles(problem, config), sum(-(-rows // block) for rows in problem.rows))
+
+
 def gemm_dgrad(
     dy: torch.Tensor,
     table: SliceTable,
@@ -158,19 +175,9 @@ def gemm_dgrad(
         return
     dy = dense_rows(dy)
     problem = problem or tiles.problem_of("dgrad", table, dx.dtype, dy)
-    config = settle(problem, config, dy.device)
-    block = config.block_k
-    constants = common_constants(problem, config)
-    constants |= {
-        "FLAT": config.flat,
-        "EVEN": table.columns % config.block_n == 0 and all(rows % block == 0 for rows in table.rows),
-        "POINTER_ALIGN": table.pointer_alignment,
-        "STRIDE_ALIGN": table.stride_alignment,
-        "COLUMN_ALIGN": table.column_alignment,
-    }
-    count = tiles.count_tiles(problem, config)
+    plan = _plan(problem, config, table.alignments, dy.device)
     arguments = (
-        *(dy, dx, table.lines, dy.shape[0], table.columns, count, sum(-(-rows // block) for rows in table.rows)),
+        *(dy, dx, table.lines, dy.shape[0], table.columns, plan.tiles, plan.steps),
         *(dy.stride(0), dx.stride(0), dy.shape[1], epoch_argument(epoch)),
     )
-    launch(dgrad_kernel, arguments, constants, config, count, programs)
+    launch(dgrad_kernel, arguments, plan, programs)

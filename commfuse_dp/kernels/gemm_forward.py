@@ -18,6 +18,8 @@ the last products of this one, which is right as long as nobody waits for this t
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -35,8 +37,8 @@ from commfuse_dp.kernels.device_code import (
     slice_pointer,
     store_tile,
 )
-from commfuse_dp.kernels.launching import check_operand, common_constants, dense_rows, epoch_argument, launch, settle
-from commfuse_dp.kernels.table import SliceTable
+from commfuse_dp.kernels.launching import Plan, check_operand, common_constants, dense_rows, epoch_argument, launch, settle
+from commfuse_dp.kernels.table import Alignments, SliceTable
 from commfuse_dp.kernels.tiles import Problem, TileConfig
 
 
@@ -126,6 +128,22 @@ def forward_kernel(
         store_tile(y + column, stride_y, offs_m, start_n, tokens, end, acc, BLOCK_N, HALVES)
 
 
+@lru_cache(maxsize=1024)
+def _plan(problem: Problem, config: TileConfig | None, alignments: Alignments, device: torch.device) -> Plan:
+    """What a launch needs besides its operands; the same for every launch of a shape."""
+    config = settle(problem, config, device)
+    constants = common_constants(problem, config)
+    constants |= {
+        "EVEN": problem.columns % config.block_k == 0 and problem.columns > 0,
+        "HAS_BIAS": problem.has_bias,
+        "POINTER_ALIGN": alignments.pointer,
+        "STRIDE_ALIGN": alignments.stride,
+        "COLUMN_ALIGN": alignments.column,
+        "ROWS_ALIGN": alignments.rows,
+    }
+    return Plan(config, constants, tiles.count_tiles(problem, config))
+
+
 def gemm_forward(
     x: torch.Tensor,
     table: SliceTable,
@@ -153,20 +171,9 @@ def gemm_forward(
         return
     x = dense_rows(x)
     problem = problem or tiles.problem_of("forward", table, y.dtype, x)
-    config = settle(problem, config, x.device)
-    constants = common_constants(problem, config)
-    constants |= {
-        "FLAT": config.flat,
-        "EVEN": table.columns % config.block_k == 0 and table.columns > 0,
-        "HAS_BIAS": table.has_bias,
-        "POINTER_ALIGN": table.pointer_alignment,
-        "STRIDE_ALIGN": table.stride_alignment,
-        "COLUMN_ALIGN": table.column_alignment,
-        "ROWS_ALIGN": table.rows_alignment,
-    }
-    count = tiles.count_tiles(problem, config)
+    plan = _plan(problem, config, table.alignments, x.device)
     arguments = (
-        *(x, y, table.lines, x.shape[0], table.columns, count),
+        *(x, y, table.lines, x.shape[0], table.columns, plan.tiles),
         *(x.stride(0), y.stride(0), epoch_argument(epoch)),
     )
-    launch(forward_kernel, arguments, constants, config, count, programs)
+    launch(forward_kernel, arguments, plan, programs)

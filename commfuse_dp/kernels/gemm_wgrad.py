@@ -21,6 +21,8 @@ having seen the word finds it so.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -39,8 +41,8 @@ from commfuse_dp.kernels.device_code import (
     store_tile,
     write_word,
 )
-from commfuse_dp.kernels.launching import check_operand, common_constants, dense_rows, epoch_argument, launch, settle
-from commfuse_dp.kernels.table import SliceTable
+from commfuse_dp.kernels.launching import Plan, check_operand, common_constants, dense_rows, epoch_argument, launch, settle
+from commfuse_dp.kernels.table import Alignments, SliceTable
 from commfuse_dp.kernels.tiles import Problem, TileConfig
 
 
@@ -121,6 +123,23 @@ def wgrad_kernel(
         write_word(line, epoch, last)
 
 
+@lru_cache(maxsize=1024)
+def _plan(problem: Problem, config: TileConfig | None, alignments: Alignments, device: torch.device) -> Plan:
+    """What a launch needs besides its operands; the same for every launch of a shape."""
+    config = settle(problem, config, device)
+    constants = common_constants(problem, config)
+    sizes = [(problem.tokens, config.block_k), (problem.columns, config.block_n)]
+    sizes += [(rows, config.block_m) for rows in problem.rows]
+    constants |= {
+        "EVEN": problem.tokens > 0 and all(size % block == 0 for size, block in sizes),
+        "OUT_TYPE": TYPES[problem.out_dtype],
+        "POINTER_ALIGN": alignments.pointer,
+        "STRIDE_ALIGN": alignments.stride,
+        "COLUMN_ALIGN": alignments.column,
+    }
+    return Plan(config, constants, tiles.count_tiles(problem, config))
+
+
 def gemm_wgrad(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -148,22 +167,9 @@ def gemm_wgrad(
         return
     dy, x = dense_rows(dy), dense_rows(x)
     problem = problem or tiles.problem_of("wgrad", table, table.dtype, dy, x)
-    config = settle(problem, config, dy.device)
-    constants = common_constants(problem, config)
-    constants |= {
-        "FLAT": config.flat,
-        "EVEN": x.shape[0] % config.block_k == 0
-        and x.shape[0] > 0
-        and table.columns % config.block_n == 0
-        and all(rows % config.block_m == 0 for rows in table.rows),
-        "OUT_TYPE": TYPES[table.dtype],
-        "POINTER_ALIGN": table.pointer_alignment,
-        "STRIDE_ALIGN": table.stride_alignment,
-        "COLUMN_ALIGN": table.column_alignment,
-    }
-    count = tiles.count_tiles(problem, config)
+    plan = _plan(problem, config, table.alignments, dy.device)
     arguments = (
-        *(dy, x, table.lines, table.counters, dy.shape[0], table.columns, count),
+        *(dy, x, table.lines, table.counters, dy.shape[0], table.columns, plan.tiles),
         *(dy.stride(0), x.stride(0), dy.shape[1], epoch_argument(epoch)),
     )
-    launch(wgrad_kernel, arguments, constants, config, count, programs)
+    launch(wgrad_kernel, arguments, plan, programs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -72,22 +72,29 @@ def _scratch(size: int, _alignment: int, _stream: int | None) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def launch(
-    kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], config: TileConfig, count: int, programs: int | None
-) -> None:
-    """Run `kernel` with min(count, programs) programs on the current stream of its first argument's device."""
-    device = arguments[0].device
+class Plan(NamedTuple):
+    """A launch but for its operands."""
+
+    config: TileConfig
+    constants: dict[str, Any]  # constexpr arguments; never changed
+    tiles: int
+    steps: int = 0  # dgrad: steps of all slices' reductions
+
+
+def launch(kernel: Any, arguments: tuple[Any, ...], plan: Plan, programs: int | None) -> None:
+    """Run `kernel` with min(tiles, programs) programs on the current stream of its first argument's device."""
+    device, config = arguments[0].device, plan.config
     if programs is None:
         programs = _multiprocessors(device.index or 0) * config.per_sm if device.type == "cuda" else 1
-    grid = (min(count, programs),)
+    grid = (min(plan.tiles, programs),)
     if INTERPRETED:
-        kernel[grid](*arguments, **constants)
+        kernel[grid](*arguments, **plan.constants)
         return
 
     def run() -> None:
         if config.tma:
             triton.set_allocator(_scratch)
-        kernel[grid](*arguments, **constants, num_warps=config.warps, num_stages=config.stages)
+        kernel[grid](*arguments, **plan.constants, num_warps=config.warps, num_stages=config.stages)
 
     guard = nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
     with guard:
@@ -102,6 +109,7 @@ def common_constants(problem: Problem, config: TileConfig) -> dict[str, Any]:
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "GROUP": config.group,
+        "FLAT": config.flat,
         "TMA": config.tma,
         "INTERPRETED": INTERPRETED,
         "HALVES": config.halves,

@@ -3,6 +3,11 @@
 A table (addresses, words) is no tensor of the graph, so the ops take a handle of it, given out by `register`, and the epoch of
 the step. What a table's slices are is read when the op runs; shapes are arguments.
 
+[Note: The destinations of wgrad]
+They lie in a transport's staging memory and are no tensors of the graph. (As arguments that the op mutates they would be cloned
+where a graph is made functional, and the transport would send what was there before.) The op therefore looks functional, and
+what keeps it in the graph is its token: whoever calls it hands the token on to something that is used, as ops/linear.py does.
+
 [Note: Graphs and time]
 Under torch.compile an epoch that changes every step must come in as an argument that is not specialised on. A CUDA graph would
 replay one epoch for ever: whoever fuses layers refuses to be captured.
@@ -11,7 +16,6 @@ replay one epoch for ever: whoever fuses layers refuses to be captured.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 
 import torch
 
@@ -75,16 +79,14 @@ def _(dy: torch.Tensor, handle: int, columns: int, epoch: int, out_dtype: torch.
     return dy.new_empty(dy.shape[0], columns, dtype=out_dtype)
 
 
-@torch.library.custom_op("commfuse::slices_wgrad", mutates_args=("outs",))
-def slices_wgrad(dy: torch.Tensor, x: torch.Tensor, outs: Sequence[torch.Tensor], handle: int, epoch: int) -> None:
-    """outs: the slices of the table, in its order; they are written, and their words behind them."""
+@torch.library.custom_op("commfuse::slices_wgrad", mutates_args=())
+def slices_wgrad(dy: torch.Tensor, x: torch.Tensor, handle: int, epoch: int) -> torch.Tensor:
+    """Writes the slices of the table, and their words behind them. Returns an empty token."""
     bound = _find(handle)
-    places = [entry.data.data_ptr() for entry in bound.table.entries]
-    if [out.data_ptr() for out in outs] != places:
-        raise ValueError(f"slices_wgrad: {len(outs)} tensors that are not the {len(places)} slices of the table, in its order")
     bound.gemms.wgrad(dy, x, bound.table, epoch=epoch)
+    return dy.new_empty(0)
 
 
 @slices_wgrad.register_fake
-def _(dy: torch.Tensor, x: torch.Tensor, outs: Sequence[torch.Tensor], handle: int, epoch: int) -> None:
-    return None
+def _(dy: torch.Tensor, x: torch.Tensor, handle: int, epoch: int) -> torch.Tensor:
+    return dy.new_empty(0)

@@ -29,8 +29,11 @@ resets its counter, so launches of one table may follow each other but must not 
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -42,7 +45,7 @@ FIELDS = 8  # one line is 64 bytes
 _VECTOR = 16  # bytes of the widest load
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class SliceEntry:
     """One slice. data: [rows, columns], rows any distance apart, columns dense; bias: [rows], dense, in data's dtype.
 
@@ -68,6 +71,20 @@ class SliceEntry:
         bias = 0 if self.bias is None else self.bias.data_ptr()
         stride = self.data.stride(0)
         return [self.data.data_ptr(), self.first_row, self.rows, stride, word, as_int32(self.value), bias, 0]
+
+
+class Alignments(NamedTuple):
+    """Powers of two up to 16 that divide what belongs to every slice."""
+
+    pointer: int  # addresses, in bytes
+    stride: int  # distances of rows, in elements
+    column: int  # first rows
+    rows: int  # numbers of rows
+
+
+def _word_fields(word: Word | None) -> tuple[int, int]:
+    """The fields WORD and VALUE of a line."""
+    return (0, 0) if word is None else (word.pad.data_ptr() + 4 * word.place, as_int32(word.value))
 
 
 def _check(number: int, entry: SliceEntry, first: SliceEntry) -> None:
@@ -131,22 +148,13 @@ class SliceTable:
         self.dtype = example.dtype
         self.device = example.device
         self.has_bias = bool(kept) and kept[0].bias is not None
-        self.column_alignment = _common_power([entry.first_row for entry in kept], 16)  # in elements
-        self.rows_alignment = _common_power(self.rows, 16)
-        self._host = [entry.line() for entry in kept]
-        self.lines = torch.tensor(self._host, dtype=torch.int64).reshape(-1, FIELDS).to(self.device)
+        self._host = array("q", itertools.chain.from_iterable(entry.line() for entry in kept))
+        self.lines = torch.tensor(self._host, dtype=torch.int64, device=self.device)
         self.counters = torch.zeros(len(kept), dtype=torch.int32, device=self.device)
         self._measure()
 
     def __len__(self) -> int:
         return len(self.entries)
-
-    @property
-    def vectored(self) -> bool:
-        """Every row of every slice begins at a multiple of 16 bytes, also as a column of y and dy: what TMA needs."""
-        itemsize = self.dtype.itemsize
-        enough = _VECTOR // itemsize
-        return self.pointer_alignment == _VECTOR and min(self.stride_alignment, self.column_alignment) >= enough
 
     def repoint(
         self,
@@ -163,6 +171,21 @@ class SliceTable:
                 f"{len(data)} slices {'without' if bias is None else 'with'} biases for a table of {self._given} "
                 f"{'with' if self.has_bias else 'without'}: give all of them, also empty ones, in the table's order"
             )
+        host = self._host
+        moved = False
+        for at, number in enumerate(self._kept):
+            place = data[number].data_ptr()
+            bias_place = 0 if bias is None else bias[number].data_ptr()
+            moved = moved or host[at * FIELDS + DATA] != place or host[at * FIELDS + BIAS] != bias_place
+            if words is not None and not moved:
+                moved = host[at * FIELDS + WORD : at * FIELDS + VALUE + 1].tolist() != list(_word_fields(words[number]))
+        if not moved:
+            return
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "the slices of a fused layer moved while a CUDA graph is captured: the graph would always read them where they "
+                "are now; capture the parts of the model that are not fused, or none"
+            )
         entries = []
         for number, old in zip(self._kept, self.entries, strict=True):
             new = data[number]
@@ -170,22 +193,28 @@ class SliceTable:
                 raise ValueError(
                     f"slice {number} has changed from {tuple(old.data.shape)} to {tuple(new.shape)}: make a new table"
                 )
-            word = (old.pad, old.index, old.value) if words is None else words[number] or (None, 0, 0)
-            entries.append(SliceEntry(new, old.first_row, None if bias is None else bias[number], *word))
-        lines = [entry.line() for entry in entries]
+            pad, index, value = (old.pad, old.index, old.value) if words is None else words[number] or (None, 0, 0)
+            entry = SliceEntry(new, old.first_row, None if bias is None else bias[number], pad, index, value)
+            if words is not None:
+                host[at * FIELDS + WORD], host[at * FIELDS + VALUE] = _word_fields(words[number])
+            host[at * FIELDS + DATA] = new.data_ptr()
+            host[at * FIELDS + BIAS] = 0 if entry.bias is None else entry.bias.data_ptr()
+            entries.append(entry)
         self.entries = tuple(entries)
-        if lines == self._host:
-            return
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "the slices of a fused layer moved while a CUDA graph is captured: the graph would always read them where they "
-                "are now; capture the parts of the model that are not fused, or none"
-            )
-        self._host = lines
-        source = torch.tensor(lines, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        self.lines.copy_(source, non_blocking=True)
+        source = torch.frombuffer(host, dtype=torch.int64)
+        self.lines.copy_(source.pin_memory() if self.device.type == "cuda" else source, non_blocking=True)
         self._measure()
 
     def _measure(self) -> None:
-        self.pointer_alignment = _common_power([line[DATA] for line in self._host], _VECTOR)  # bytes
-        self.stride_alignment = _common_power([line[STRIDE] for line in self._host if line[ROWS] > 1], 16)  # elements
+        def field(name: int) -> array[int]:
+            return self._host[name::FIELDS]
+
+        self.alignments = Alignments(
+            _common_power(field(DATA), _VECTOR),
+            _common_power([at for at, rows in zip(field(STRIDE), self.rows, strict=True) if rows > 1], 16),
+            _common_power(field(FIRST_ROW), 16),
+            _common_power(self.rows, 16),
+        )
+        # Every row of every slice begins at a multiple of 16 bytes, also as a column of y and dy: what TMA needs.
+        pointer, stride, column, _ = self.alignments
+        self.vectored = pointer == _VECTOR and min(stride, column) * self.dtype.itemsize >= _VECTOR

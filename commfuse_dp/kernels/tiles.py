@@ -81,12 +81,10 @@ def problem_of(op: Pass, table: SliceTable, out_dtype: torch.dtype, *operands: t
     """The product of a launch. operands: what is read besides the slices, one row per token (wgrad: dy, then x)."""
     first = operands[0]
     dtype = first.dtype
-    single = dtype == torch.float32
-    vectored = (
-        table.vectored and table.column_alignment * dtype.itemsize % 16 == 0 and all(_wide(operand) for operand in operands)
-    )
+    vectored = table.vectored and table.alignments.column * dtype.itemsize % 16 == 0 and all(map(_wide, operands))
     bias = table.has_bias and op == "forward"
-    return Problem(op, first.shape[0], table.columns, table.rows, dtype, out_dtype, bias, vectored, single and uses_tf32())
+    tf32 = dtype == torch.float32 and uses_tf32()
+    return Problem(op, first.shape[0], table.columns, table.rows, dtype, out_dtype, bias, vectored, tf32)
 
 
 # Large tiles keep Hopper's tensor cores busy: 128 x 256 needs the fewest bytes per product of all that fit the registers of two

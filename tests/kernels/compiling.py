@@ -37,7 +37,7 @@ def compile_for(arch: int, problem: Problem, config: TileConfig, *, even: bool =
     kernel = KERNELS[problem.op]
     align = 16 if even else 1
     constants = common_constants(problem, config)
-    constants |= {"FLAT": config.flat, "EVEN": even, "POINTER_ALIGN": align if even else 2, "STRIDE_ALIGN": align}
+    constants |= {"EVEN": even, "POINTER_ALIGN": align if even else 2, "STRIDE_ALIGN": align}
     constants |= {"COLUMN_ALIGN": align, "ROWS_ALIGN": align, "HAS_BIAS": True, "OUT_TYPE": TYPES[problem.out_dtype]}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     out = NAMES[problem.out_dtype]
@@ -100,7 +100,7 @@ def main() -> None:
     for arch in (90, 80):
         for op in PASSES:
             for dtype in (torch.bfloat16, torch.float32) if everything else (torch.bfloat16,):
-                problem = Problem(op, 8192, 4096, (512,) * 8, dtype, dtype)
+                problem = Problem(op, 8192, 4096, (512,) * 8, dtype, dtype, tf32=dtype == torch.float32)
                 configs = tiles.candidates(problem, (arch // 10, 0))
                 for config in configs if everything else configs[:1]:
                     found.append(report(arch, problem, config))

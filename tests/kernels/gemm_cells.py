@@ -172,6 +172,24 @@ def cell_several_slices_of_one_owner() -> None:
     close(y, case.y_exact, 16)
 
 
+def cell_chosen_by_name() -> None:
+    """Through the choice of backends: 'triton' with its default tiles, interpreted."""
+    from commfuse_dp.kernels.choice import Chooser
+    from commfuse_dp.kernels.gemms import Gemms
+
+    chooser = Chooser("triton", path=None)
+    gemms = Gemms(chooser)
+    case = Case(9, 12, (5, 3), BF16, order=(1, 0), partial=FP32)
+    y, dx = case.poison(9, 8, dtype=BF16), case.poison(9, 12, dtype=FP32)
+    gemms.forward(case.x, case.table, y)
+    gemms.dgrad(case.dy, case.table, dx)
+    gemms.wgrad(case.dy, case.x, case.destinations)
+    close(y, case.y_exact, 12)
+    close(dx, case.dx_exact, 8)
+    close(torch.cat(case.partials), case.dw_exact, 9)
+    assert [row.backend for row in chooser.explain()] == ["triton"] * 3
+
+
 def cell_inputs_that_are_not_dense() -> None:
     """A gradient that was expanded, an input that was transposed; y is the left part of a wider matrix."""
     from commfuse_dp.kernels.gemm_dgrad import gemm_dgrad

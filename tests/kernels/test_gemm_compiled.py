@@ -34,7 +34,8 @@ def compiled(folder: Path, *arguments: str) -> list[dict[str, Any]]:
 
 
 def check(item: dict[str, Any]) -> None:
-    assert item["stack"] == 0, item
+    # Unaligned operands are loaded by elements; their addresses may take more registers than there are.
+    assert item["stack"] <= (0 if item["even"] else 512), item
     assert item["registers"] <= 255 and item["shared"] <= SHARED_LIMIT[item["arch"]], item
     assert bool(item["acquires"]) == (item["op"] != "wgrad"), item
     assert bool(item["releases"]) == (item["op"] == "wgrad"), item
