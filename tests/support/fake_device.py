@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from commfuse_dp.device.base import Device, Event, Stream, Word, as_int32, reached
 
@@ -64,11 +64,14 @@ class FakeStream(Stream):
 
 
 class FakeEvent(Event):
-    def __init__(self) -> None:
+    def __init__(self, world: FakeWorld) -> None:
+        self.world = world
         self.passed = False
         self.clock: dict[FakeStream, int] = {}
 
     def done(self) -> bool:
+        if not self.passed and not self.world.deferred:
+            self.world.advance()  # a device goes on by itself while somebody asks
         return self.passed
 
 
@@ -119,6 +122,7 @@ class FakeWorld:
         self.accesses: dict[int, list[_Access]] = {}  # storage -> what was done to it
         self._kept: dict[int, torch.UntypedStorage] = {}  # an address must not come again for something else
         self._failure: AssertionError | None = None
+        self.released = False  # somebody wrote words from outside: what runs after that is worthless, and not looked at
         self.devices = [FakeDevice(self, rank) for rank in range(self.world_size)]
 
     # ---- running -----------------------------------------------------------------------------------------------------
@@ -136,6 +140,10 @@ class FakeWorld:
 
     def step(self) -> bool:
         """Execute one operation that may run now. False if there is none."""
+        with _disable_current_modes():  # what the simulation does itself is nobody's access
+            return self._step()
+
+    def _step(self) -> bool:
         if self._failure is not None:
             raise self._failure
         runnable = [stream for stream in self.streams if stream.queue and stream.queue[0].ready()]
@@ -155,6 +163,12 @@ class FakeWorld:
         self.executed += 1
         self.changed.notify_all()
         return True
+
+    def advance(self) -> None:
+        """Inline: execute whatever may run."""
+        with self.changed:
+            while self.step():
+                pass
 
     def drive(self, op: _Op) -> None:
         """Inline: run until `op` is done, with the thread of its stream standing."""
@@ -176,7 +190,7 @@ class FakeWorld:
 
     def access(self, stream: FakeStream, tensor: torch.Tensor, *, write: bool, what: str) -> None:
         storage, start, stop = _span(tensor)
-        if start == stop or storage not in self._kept:
+        if start == stop or storage not in self._kept or self.released:
             return
         log = self.accesses.setdefault(storage, [])
         kept = []
@@ -231,7 +245,7 @@ class FakeDevice(Device):
             self._enqueue(stream, _Op("host goes on here", lambda at: None))
 
     def record(self, stream: Stream) -> FakeEvent:
-        event = FakeEvent()
+        event = FakeEvent(self.world)
 
         def run(at: FakeStream) -> None:
             event.passed, event.clock = True, dict(at.clock)
@@ -241,7 +255,7 @@ class FakeDevice(Device):
 
     def wait_event(self, stream: Stream, event: Event) -> None:
         assert isinstance(event, FakeEvent)
-        self._enqueue(stream, _Op("wait for an event", lambda at: _merge(at.clock, event.clock), event.done))
+        self._enqueue(stream, _Op("wait for an event", lambda at: _merge(at.clock, event.clock), lambda: event.passed))
 
     # ---- work --------------------------------------------------------------------------------------------------------
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
@@ -289,7 +303,8 @@ class FakeDevice(Device):
         def run(at: FakeStream) -> None:
             _merge(at.clock, self.world.words.get(address, {}))
 
-        what = f"wait for word {index} {'==' if exact else '>='} {value} (is {int(pad[index])} when enqueued)"
+        with _disable_current_modes():
+            what = f"wait for word {index} {'==' if exact else '>='} {value} (is {int(pad[index])} when enqueued)"
         self._enqueue(stream, _Op(what, run, lambda: reached(int(pad[index]), value, exact=exact)))
 
     def write_value(self, stream: Stream, pad: torch.Tensor, index: int, value: int) -> None:
@@ -302,12 +317,13 @@ class FakeDevice(Device):
     # ---- out of band -------------------------------------------------------------------------------------------------
     def peek(self, pad: torch.Tensor) -> list[int]:
         self._host_waits("peek")
-        with self.world.changed:
+        with self.world.changed, _disable_current_modes():
             return [int(word) for word in pad]
 
     def poke(self, words: Sequence[Word]) -> None:
         self._host_waits("poke")
-        with self.world.changed:
+        with self.world.changed, _disable_current_modes():
+            self.world.released = True
             for word in words:
                 word.pad[word.place] = as_int32(word.value)
                 self.world.words[word.pad.data_ptr() + 4 * word.place] = {}

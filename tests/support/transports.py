@@ -14,6 +14,8 @@ from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.inproc import Faults, InprocWorld
 from commfuse_dp.transport.shm import ShmTransport
 from tests.support import mpi
+from tests.support.fake_device import FakeWorld
+from tests.support.fake_symmetric import AskingTransport, die, open_fake
 from tests.support.threads import ExchangeFn, run_ranks
 
 Body = Callable[[Transport, ExchangeFn], Any]
@@ -143,6 +145,21 @@ class P2PCluster(Cluster):
             lane.abort()
 
 
+class SymmetricCluster(Cluster):
+    """Over the simulated device: the thread of a rank is its current stream, and side streams run in random order."""
+
+    kind = "symmetric"
+
+    def opener(self, world_size: int, inbox_bytes: int, deadline_s: float) -> Opener:
+        world = FakeWorld(world_size, seed=11, deferred=False)
+        return lambda rank, exchange: open_fake(
+            world, rank, exchange, inbox_bytes=inbox_bytes, deadline_s=deadline_s, kind=AskingTransport
+        )
+
+    def die(self, transport: Transport) -> None:
+        die(transport)
+
+
 class MpiCluster(Cluster):
     """Works inside an MPI job only: see tests/support/mpi.py."""
 
@@ -156,7 +173,7 @@ class MpiCluster(Cluster):
 
 
 CLUSTERS: dict[str, type[Cluster]] = {
-    cluster.kind: cluster for cluster in (InprocCluster, DelayedInprocCluster, ShmCluster, DevShmCluster)
+    cluster.kind: cluster for cluster in (InprocCluster, DelayedInprocCluster, ShmCluster, DevShmCluster, SymmetricCluster)
 }
 if importlib.util.find_spec("commfuse_dp.transport.tcp") is not None:
     CLUSTERS[TcpCluster.kind] = TcpCluster

@@ -20,7 +20,9 @@ WHERE = Where(layer="blocks.3.fc", step=12, slice="2/1", nbytes=4711)
 
 
 def deposit(transport: Transport, dst: int, tag: Tag, data: torch.Tensor) -> None:
-    """Send, consuming nothing meanwhile: only where there is room for sure (or after credits that will come)."""
+    """Send, consuming nothing meanwhile: only where there is room for sure (or after credits that will come).
+
+    The receiver announces it by `expect`, in the order of sending, which device-ordered transports need."""
     holder: list[torch.Tensor] = []
 
     def reserve() -> torch.Tensor | None:
@@ -164,6 +166,9 @@ def test_tight_credit_in_all_directions_at_once(cluster: Cluster, world_size: in
         rank = transport.rank
         peers = [peer for peer in range(world_size) if peer != rank]
         sent, taken, refused = dict.fromkeys(peers, 0), dict.fromkeys(peers, 0), 0
+        for peer in peers:
+            for number in range(count):
+                transport.expect(peer, Tag(CHANNEL_GRAD, 0, number, rank), size(peer, rank, number))
 
         def turn() -> bool:
             nonlocal refused
@@ -237,6 +242,8 @@ def test_release_out_of_order_and_wrap_around(cluster: Cluster) -> None:
                     deposit(transport, 1, Tag(CHANNEL_GRAD, 1, number, part), pattern(number, part, nbytes=nbytes[part]))
             else:
                 tags = [Tag(CHANNEL_GRAD, 1, number, part) for part in range(3)]
+                for tag, size in zip(tags, nbytes, strict=True):
+                    transport.expect(0, tag, size)
                 for part in (2, 0, 1):
                     assert torch.equal(transport.receive(0, tags[part], WHERE), pattern(number, part, nbytes=nbytes[part]))
                 for part in orders[number % 6]:
@@ -256,9 +263,11 @@ def test_tags_and_sources_are_told_apart(cluster: Cluster) -> None:
         rank = transport.rank
         if rank:
             for number, tag in enumerate(tags):
-                transport.expect(0, tag, 16)
                 deposit(transport, 0, tag, pattern(rank, number, nbytes=16))
         else:
+            for src in (1, 2):
+                for tag in tags:
+                    transport.expect(src, tag, 16)
             for number in reversed(range(len(tags))):
                 for src in (2, 1):
                     got = transport.receive(src, tags[number], WHERE)
@@ -280,6 +289,7 @@ def test_message_limit(cluster: Cluster) -> None:
             transport.try_reserve(other, limit + 1)
         for number in range(5):
             tag = Tag(CHANNEL_GRAD, 0, number)
+            transport.expect(other, tag, limit)
             deposit(transport, other, tag, pattern(transport.rank, number, nbytes=limit))
             assert torch.equal(transport.receive(other, tag, WHERE), pattern(other, number, nbytes=limit))
             transport.release(other, tag)
@@ -296,6 +306,7 @@ def test_typed_views_and_shorter_messages(cluster: Cluster) -> None:
         for padding in (64, 128):  # so that the second one does not start at 0
             buffer = transport.try_reserve(other, padding)
             assert buffer is not None
+            transport.expect(other, tag._replace(part=padding), 20)
             floats = buffer.view(torch.float32)[:5]
             floats.copy_(torch.arange(5.0) + transport.rank)
             transport.send(other, tag._replace(part=padding), floats)
@@ -326,6 +337,10 @@ def test_random_traffic(kind: str, data: st.DataObject) -> None:
         due = {(src, n) for src in range(world_size) if src != rank for n in range(len(plan[src, rank]))}
         held: list[tuple[int, int]] = []
         state = {"epoch": 0, "pulls": 0, "messages": 0}
+
+        for src in to_send:
+            for number, nbytes in enumerate(plan[src, rank]):
+                transport.expect(src, Tag(CHANNEL_GRAD, number), nbytes)
 
         def check(src: int, number: int) -> None:
             got = transport.receive(src, Tag(CHANNEL_GRAD, number))
@@ -391,6 +406,7 @@ def test_deadline_names_everything(cluster: Cluster, what: str) -> None:
                     out = None if transport.in_place else torch.empty(8, dtype=torch.uint8)
                     transport.pull(1, 0, 1, out=out).wait(WHERE)
                 elif what == "receive":
+                    transport.expect(1, Tag(CHANNEL_GRAD, 5), 8)
                     transport.receive(1, Tag(CHANNEL_GRAD, 5), WHERE)
                 else:
                     transport.wait_finished(1, WHERE)
@@ -415,6 +431,7 @@ def test_death_of_a_rank_is_named_on_all_survivors(cluster: Cluster, victim: int
             cluster.die(transport)
             return None
         other = 3 - rank - victim
+        transport.expect(other, Tag(CHANNEL_GRAD), 8)
         waiting.wait(20)
         with pytest.raises(PeerLostError) as caught:
             transport.receive(other, Tag(CHANNEL_GRAD), WHERE)
@@ -435,8 +452,10 @@ def test_chain_of_waits_names_the_rank_that_left(cluster: Cluster) -> None:
     def body(transport: Transport, exchange) -> int:
         if transport.rank == 2:
             return -1
+        awaited = 2 if transport.rank == 1 else 1
+        transport.expect(awaited, Tag(CHANNEL_GRAD), 8)
         with pytest.raises(PeerLostError) as caught:
-            transport.receive(2 if transport.rank == 1 else 1, Tag(CHANNEL_GRAD), WHERE)
+            transport.receive(awaited, Tag(CHANNEL_GRAD), WHERE)
         assert "closed" in str(caught.value) and "log" in str(caught.value)
         return caught.value.peer
 
@@ -452,6 +471,8 @@ def test_what_came_before_a_goodbye_is_still_there(cluster: Cluster) -> None:
             exchange("gone")
         else:
             exchange("gone")
+            transport.expect(1, Tag(CHANNEL_GRAD), 500)
+            transport.expect(1, Tag(CHANNEL_GRAD, 1), 500)
             got = transport.receive(1, Tag(CHANNEL_GRAD), WHERE)
             assert torch.equal(got, pattern(1, nbytes=500))
             transport.release(1, Tag(CHANNEL_GRAD))
@@ -470,6 +491,7 @@ def test_abort_reaches_the_peers(cluster: Cluster) -> None:
             transport.abort("out of patience, für alle")  # type: ignore[attr-defined]
             exchange("aborted")
         else:
+            transport.expect(1, Tag(CHANNEL_GRAD), 8)
             with pytest.raises(PeerLostError, match="out of patience, für alle") as caught:
                 transport.receive(1, Tag(CHANNEL_GRAD), WHERE)
             assert caught.value.peer == 1
@@ -530,6 +552,7 @@ def test_misuse_is_refused(cluster: Cluster) -> None:
             transport.pull(other, 0, 1, out=out)
         with pytest.raises(ValueError, match="epochs rise"):
             transport.finish(1)
+        transport.expect(other, Tag(CHANNEL_GRAD), 8)
         transport.receive(other, Tag(CHANNEL_GRAD), WHERE)
         exchange("end")
 

@@ -1,0 +1,112 @@
+"""Transport `symmetric` over the simulated device: memory that all ranks see, and the cluster of the conformance suite."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any, ClassVar
+
+import torch
+
+from commfuse_dp.device.base import reached
+from commfuse_dp.errors import TransportError
+from commfuse_dp.transport.base import Tag, Transport
+from commfuse_dp.transport.sockets import SocketChannel, connect_mesh
+from commfuse_dp.transport.symmetric import SymmetricTransport
+from commfuse_dp.transport.symmetric_core import pair_of
+from commfuse_dp.transport.symmetric_memory import SymmetricMemory
+from commfuse_dp.transport.symmetric_ring import ARRIVAL_WORDS
+from tests.support.fake_device import FakeWorld
+from tests.support.threads import ExchangeFn
+
+
+class FakeSymmetricMemory(SymmetricMemory):
+    """Blocks of CPU memory, which threads see anyway. `room`: bytes that this rank can have in all."""
+
+    def __init__(self, world: FakeWorld, rank: int, exchange: ExchangeFn, *, room: int | None = None) -> None:
+        self.world, self.rank, self.exchange, self.room = world, rank, exchange, room
+        self.closed = 0
+
+    def allocate(self, nbytes: int, purpose: str) -> list[torch.Tensor]:
+        size = max(self.exchange(nbytes))
+        error = None
+        if self.room is not None:
+            self.room -= size
+            if self.room < 0:
+                error = f"rank {self.rank} cannot get {size} bytes of symmetric memory for {purpose}"
+        errors = [text for text in self.exchange(error) if text]
+        if errors:
+            raise TransportError("; ".join(errors))
+        whole = torch.zeros(size + 64, dtype=torch.uint8)
+        block = whole.narrow(0, -whole.data_ptr() % 64, size)
+        self.world.keep(block)
+        return self.exchange(block)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def open_fake(
+    world: FakeWorld,
+    rank: int,
+    exchange: ExchangeFn,
+    *,
+    inbox_bytes: int,
+    deadline_s: float,
+    kind: type[SymmetricTransport] = SymmetricTransport,
+    room: int | None = None,
+) -> Any:
+    """Collective: one rank's transport, with real sockets for control messages."""
+    return kind(
+        rank,
+        world.world_size,
+        exchange,
+        device=world.devices[rank],
+        memory=FakeSymmetricMemory(world, rank, exchange, room=room),
+        channel=SocketChannel(connect_mesh(rank, world.world_size, exchange, 20.0)),
+        inbox_bytes=inbox_bytes,
+        deadline_s=deadline_s,
+    )
+
+
+class AskingTransport(SymmetricTransport):
+    """Says the truth about `arrived` and about room, as the suite's programs go by it: they consume while there is none. For
+    that it asks the device, and lets it work."""
+
+    name: ClassVar[str] = "symmetric"
+
+    def try_reserve(self, dst: int, nbytes: int) -> Any:
+        ring = self._messages._reserved.get(dst)
+        if ring is not None and 0 <= nbytes <= self.message_limit:
+            self.advance()
+            behind = copy.deepcopy(ring._places).place(nbytes).behind
+            if any(not r.left.done() for number, r in ring._live.items() if number <= behind and r.left is not None):
+                self.progress()
+                return None
+        return super().try_reserve(dst, nbytes)
+
+    def arrived(self, src: int, tag: Tag) -> bool:
+        super().arrived(src, tag)
+        self.advance()
+        entry = self._messages._inboxes[src, tag.channel].expected.get(tag)
+        if entry is None:
+            return False
+        index = pair_of(src, tag.channel) * ARRIVAL_WORDS + entry.word
+        return reached(self.device.peek(self._core.own.arrival[index : index + 1])[0], entry.value, exact=True)
+
+    def progress(self, timeout_s: float = 0.0) -> None:
+        self.advance()
+        super().progress(min(timeout_s, 0.002))
+
+    def advance(self) -> None:
+        self.device.world.advance()  # type: ignore[attr-defined]
+
+
+def die(transport: Transport) -> None:
+    """End a rank without a goodbye, as kill -9 does: its thread and its sockets go, its streams stop."""
+    watch = transport._watch  # type: ignore[attr-defined]
+    watch._stopping = True
+    if watch._thread is not threading.current_thread():
+        watch._thread.join()
+    transport._channel.close()  # type: ignore[attr-defined]
+    transport._core.closed = True  # type: ignore[attr-defined]
