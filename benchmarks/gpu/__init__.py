@@ -1,0 +1,1 @@
+"""The parts of benchmarks/gpu_check.py: each is a program of its own, `python -m benchmarks.gpu.<part>`."""

@@ -1,0 +1,172 @@
+"""Part (b): ranks that share the GPU train with FSDP2 and commfuse_dp.apply; gradients must be those of one process.
+
+The reference is one process with the whole model and all ranks' batches, in float64 and in the run's own precision. What the
+latter differs from the former is what this precision costs without any sharding; CommFuse may differ twice as much.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import checkout
+from benchmarks.gpu.part import Options, Reporter, run_part
+from benchmarks.gpu.training_model import STEP_SIZE, Job, batch, build
+from commfuse_dp.cli.launch import RankDied, Ranks, free_port, python_module
+
+RUN_S = 25.0  # a run needs about that; the first one compiles kernels
+# Sums over ranks and slices are done in another order than in one process; in float32 that alone may be all the difference, so
+# errors below this part of a parameter's largest gradient are not judged.
+FLOOR = {"float32": 2e-5, "bfloat16": 2e-3}
+
+
+def run(report: Reporter, options: Options) -> None:
+    """2 and 4 processes on one GPU: FSDP2 and apply() against one process."""
+    absent = checkout.missing()
+    if absent:
+        report.fail(f"commfuse_dp.apply needs {', '.join(absent)}: pip install it, or put it on PYTHONPATH")
+        return
+    transport = "auto"
+    jobs = [Job(2, dtype, options.device, transport) for dtype in ("bfloat16", "float32")]
+    if options.small:
+        jobs = [Job(2, "bfloat16", options.device, transport, width=64, hidden=128, blocks=2, tokens=64, steps=2)]
+    else:
+        jobs += [Job(4, dtype, options.device, transport) for dtype in ("bfloat16", "float32")]
+    for job in jobs:
+        what = f"training with {job.world_size} ranks in {job.dtype}"
+        if report.enough(RUN_S if options.device == "cuda" else 0.0, what):
+            with report.guarded(what):
+                check(report, job, what)
+
+
+def check(report: Reporter, job: Job, what: str) -> None:
+    """Run the ranks and one process, and compare all gradients of all steps."""
+    limit = max(report.clock.left - 2.0, 5.0)
+    ranks = run_ranks(job, limit)
+    wide, own = reference(job, torch.float64), reference(job, getattr(torch, job.dtype))
+    worst: dict[str, float] = {"ratio": 0.0}
+    wrong = 0
+    for step in range(job.steps):
+        for name, whole in wide["gradients"][step].items():
+            got = torch.cat([rank["gradients"][step][name].reshape(-1, *whole.shape[1:]) for rank in ranks])
+            if got.shape != whole.shape:
+                raise ValueError(f"{name}: shards make {tuple(got.shape)}, the parameter is {tuple(whole.shape)}")
+            scale = whole.abs().max().item()
+            error = (got.double() - whole).abs().max().item()
+            unfused = (own["gradients"][step][name].double() - whole).abs().max().item()
+            allowed = 2 * unfused + FLOOR[job.dtype] * scale
+            ratio = error / allowed
+            worst["ratio"] = max(worst["ratio"], ratio)
+            if not ratio <= 1:  # also NaN
+                wrong += 1
+                if wrong <= 5:
+                    report.fail(f"{what}: gradient of {name}, step {step}: error {error:.3g}, allowed {allowed:.3g}")
+    losses = [sum(rank["losses"][step] for rank in ranks) / job.world_size for step in range(job.steps)]
+    loss_error = max(abs(a - b) / abs(b) for a, b in zip(losses, wide["losses"], strict=True))
+    if not loss_error < (1e-5 if job.dtype == "float32" else 2e-2):
+        report.fail(f"{what}: losses {losses}, one process in float64 {wide['losses']}")
+    if job.device == "cuda" and "transport symmetric" not in ranks[0]["report"]:
+        report.fail(f"{what}: not over symmetric memory; the report says: {ranks[0]['report'].splitlines()[0]}")
+    report.row(
+        kind="training",
+        ranks=job.world_size,
+        dtype=job.dtype,
+        steps=job.steps,
+        gradients=len(wide["gradients"][0]) * job.steps,
+        wrong=wrong,
+        worst_error_over_allowed=worst["ratio"],
+        loss_relative_error=loss_error,
+        host_ms_per_step=min(ranks[0]["host_ms"]),
+        report=ranks[0]["report"],
+    )
+
+
+def reference(job: Job, dtype: torch.dtype) -> dict[str, Any]:
+    """One process, whole model, mean over the ranks' batches; bfloat16 by autocast-free casting of weights and activations.
+
+    Every precision starts a step from the weights of the float64 run of the same steps (its own run, repeated), so that errors
+    do not add up over the steps.
+    """
+    model = build(job).to(job.device, torch.float64)
+    names = [name for name, _ in model.named_parameters()]
+    gradients, losses = [], []
+    for step in range(job.steps):
+        exact = _mean_gradients(job, model, names, step, torch.float64)
+        found = exact if dtype == torch.float64 else _mean_gradients(job, model, names, step, dtype)
+        gradients.append({name: grad.double().cpu() for name, grad in found[0].items()})
+        losses.append(found[1])
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.sub_(exact[0][name], alpha=STEP_SIZE)
+    return {"gradients": gradients, "losses": losses}
+
+
+def _mean_gradients(
+    job: Job, model: torch.nn.Module, names: list[str], step: int, dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], float]:
+    """Gradients of the mean of the ranks' losses, each computed in `dtype`, added up in float64."""
+    copy = build(job).to(job.device, dtype)
+    with torch.no_grad():
+        for target, source in zip(copy.parameters(), model.parameters(), strict=True):
+            target.copy_(source)
+    total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in copy.named_parameters()}
+    loss_sum = 0.0
+    for rank in range(job.world_size):
+        data = batch(job, rank, step)
+        logits = copy(data[0])
+        wide = logits.double() if dtype == torch.float64 else logits.float()
+        loss = torch.nn.functional.cross_entropy(wide, data[1])
+        found = torch.autograd.grad(loss, list(copy.parameters()))
+        for name, grad in zip(names, found, strict=True):
+            total[name] += grad.double() / job.world_size
+        loss_sum += float(loss.detach()) / job.world_size
+    return total, loss_sum
+
+
+def run_ranks(job: Job, limit_s: float) -> list[dict[str, Any]]:
+    """What every rank stored. Raises RuntimeError with the ranks' last lines."""
+    with tempfile.TemporaryDirectory(prefix="commfuse-gpu-") as folder:
+        file = Path(folder, "job.json")
+        job.save(file)
+        command = [*python_module("benchmarks.gpu.training_rank"), str(file), folder]
+        port = free_port()
+        environments = [
+            {
+                **checkout.environment(),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(job.world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": "lo",
+                "OMP_NUM_THREADS": "1",
+            }
+            for rank in range(job.world_size)
+        ]
+        late = threading.Event()
+        with Ranks([command] * job.world_size, environments) as ranks:
+
+            def give_up() -> None:
+                late.set()
+                ranks.stop()
+
+            timer = threading.Timer(limit_s, give_up)
+            timer.daemon = True
+            timer.start()
+            try:
+                for line in ranks.lines():
+                    print(f"  [rank {line.rank}] {line.text}", flush=True)
+            except RankDied as error:
+                raise RuntimeError(f"{f'not done after {limit_s:.0f} s; ' if late.is_set() else ''}{error}") from None
+            finally:
+                timer.cancel()
+        return [torch.load(Path(folder, f"rank{rank}.pt"), weights_only=True) for rank in range(job.world_size)]
+
+
+if __name__ == "__main__":
+    sys.exit(run_part("training", run))
