@@ -72,6 +72,11 @@ class CommFuseConfig(BaseModel):
         description="DeepSpeed ZeRO-1 and 2: the all-gather after the optimizer's step runs under the next forward. Modules "
         "wait for what they read; but a tensor taken out of the model before the step is out of date until then.",
     )
+    kernels: Literal["auto", "triton", "blas"] = Field(
+        "auto",
+        description="On GPUs, what computes fused linears: 'triton' kernels that wait for slices by themselves, 'blas' slice by "
+        "slice (cuBLAS), 'auto' the faster one, measured once per shape.",
+    )
     deadline_s: float = Field(300.0, gt=0, description="Longest single wait for a peer, in seconds, before a named error.")
 
     def __init__(self, **data: Any) -> None:

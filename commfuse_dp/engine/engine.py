@@ -18,12 +18,15 @@ import torch
 
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.buffers import BufferPool
-from commfuse_dp.engine.gradients import GradientStream, ReplicaGroup
+from commfuse_dp.engine.gradients import GradientStream, ReplicaGroup, Scatter
 from commfuse_dp.engine.ordering import ordering_of
 from commfuse_dp.engine.parameters import Consume, ParameterStream
 from commfuse_dp.engine.plan import Unit, UnitSlice
+from commfuse_dp.engine.whole import Whole, WholeProducts
 from commfuse_dp.engine.window import Key
 from commfuse_dp.errors import CommFuseError, Where
+from commfuse_dp.kernels.choice import Chooser
+from commfuse_dp.kernels.gemms import Gemms
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.probe import COMPUTE, Probe, now_ns
 from commfuse_dp.schedule.orders import scatter_owners
@@ -76,6 +79,9 @@ class Engine:
         self._armed = False  # the end-of-backward callback of the running backward is registered
         self._broken = ""  # the text alone: a kept exception keeps its frames, and with them shared memory, for ever
         self._accumulating: set[int] = set()
+        self._gemms: Gemms | None = None
+        if transport.device is not None and config.kernels != "blas":
+            self._gemms = Gemms(Chooser(config.kernels), transport.device)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
     def begin_step(self) -> None:
@@ -132,6 +138,17 @@ class Engine:
             self._active = False
 
     # ---- parameters --------------------------------------------------------------------------------------------------
+    def keeps(self, unit: Unit) -> bool:
+        """Whether slices gathered now are held for the unit's backward (a recomputation's always are)."""
+        return in_backward() or unit.policy.keep_after_forward
+
+    def whole_products(self, unit: Unit) -> WholeProducts | None:
+        """The unit's products in one kernel each, if the device and the unit allow them."""
+        if self._gemms is None or not unit.by_rows or unit.replicated or len(unit.slots[0].shape) != 2:
+            return None
+        assert self.transport.device is not None
+        return WholeProducts(self, unit, self._gemms, self.transport.device)
+
     def expect_backward(self, unit: Unit) -> None:
         """The gather that follows is part of a forward that autograd records: an `exchange` will come for it."""
         self.ensure_step()
@@ -141,23 +158,34 @@ class Engine:
     def gather(self, unit: Unit, consume: Consume) -> None:
         """Forward: consume(slice, pieces) for every slice of the unit, own first. Pieces are valid during the call only."""
         self.ensure_step()
-        recompute = in_backward()
-        keep = recompute or unit.policy.keep_after_forward
-        self.parameters.gather(unit, consume, keep=keep)
+        self.parameters.gather(unit, consume, keep=self.keeps(unit))
 
     def exchange(
-        self, unit: Unit, consume: Consume | None, produce: Produce | None, *, dtype: torch.dtype, include: tuple[bool, ...]
+        self,
+        unit: Unit,
+        consume: Consume | None,
+        produce: Produce | None,
+        *,
+        dtype: torch.dtype,
+        include: tuple[bool, ...],
+        whole: Whole | None = None,
     ) -> None:
         """Backward: slices owed to others first, own last. For each: produce its partial gradient, which leaves at once,
         then consume its parameters.
 
         dtype: of the partial gradients; include: which parts get one. consume None: the parameters are not needed.
+        whole: products of all slices at once, tried first; all partials then come before the parameters (whole.py).
         """
         self.arm()
         unit.pending_backwards = max(0, unit.pending_backwards - 1)
         if consume is not None:
             self.parameters.announce_backward(unit)
         sink = self._open_sink(unit, dtype, include) if produce is not None else None
+        if whole is not None:
+            if sink is not None and sink.produce_whole(whole.wgrad, self._scatter_order):
+                sink = None
+            if consume is not None and whole.dgrad():
+                consume = None
         for owner in self._scatter_order:
             # With m > 1 the owner's slices of both kinds alternate: send one, then use the link's time for a dgrad.
             visits = self.parameters.visits(unit, owner) if consume is not None else []
@@ -261,6 +289,12 @@ class _Sink:
 
     def slices(self, owner: int) -> tuple[UnitSlice, ...]:
         return self._geometry.slices[owner]
+
+    def produce_whole(self, wgrad: Callable[[Scatter, list[UnitSlice]], bool], owners: Sequence[int]) -> bool:
+        """All partials by one product, if nothing has to be added to them here."""
+        if self._scatter is None or self._accumulated is not None:
+            return False
+        return wgrad(self._scatter, [item for owner in owners for item in self._geometry.slices[owner]])
 
     def fill(self, item: UnitSlice, produce: Produce) -> None:
         """Have the partial of one slice computed and send it (or add it up)."""

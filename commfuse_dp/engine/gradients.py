@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_dp.collectives.summation import BLOCK_ELEMENTS, sum_in_rank_order, wide_dtype
+from commfuse_dp.device.base import Word
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.chain import Chain
 from commfuse_dp.engine.ordering import Ordering
@@ -159,8 +160,10 @@ class GradientStream:
             buffer = self._await_credit(scatter, item)
         return buffer
 
-    def send(self, scatter: Scatter, item: UnitSlice, buffer: torch.Tensor, start_ns: int) -> None:
-        """The partial of `item` has been computed into `buffer`, from start_ns on (0: spans are off)."""
+    def send(self, scatter: Scatter, item: UnitSlice, buffer: torch.Tensor, start_ns: int, *, when: Word | None = None) -> None:
+        """The partial of `item` has been computed into `buffer`, from start_ns on (0: spans are off).
+
+        when: it will have been, once this word is reached (device-ordered transports)."""
         if scatter.chain is not None:
             scatter.own_done += item.owner == self._rank
             scatter.chain.produced(item, buffer)
@@ -168,7 +171,10 @@ class GradientStream:
         if item.owner == self._rank:
             scatter.own_done += 1
             return
-        self._transport.send(item.owner, scatter.tag(item), buffer)
+        if when is None:
+            self._transport.send(item.owner, scatter.tag(item), buffer)
+        else:
+            self._transport.send(item.owner, scatter.tag(item), buffer, when=when)
         if start_ns and self._transport.in_place:  # the transfer is the writing itself, by the GEMM
             name = f"{scatter.unit.name} gradient (in place)"
             self._probe.span(SEND, name, start_ns, now_ns(), nbytes=item.nbytes, peer=item.owner)
@@ -238,7 +244,7 @@ class GradientStream:
 
     def relieve(self) -> None:
         """What a rank does while it waits for anything: sum, and see to it that nobody waits for room in its inbox."""
-        if not self.poll() and self._transport.device is None:  # in streams nobody waits here, and all has "arrived"
+        if not self.poll() and not self._transport.device_ordered:  # there nobody waits on the host, and inboxes have room
             for scatter in self._queue:
                 if scatter.chain is not None:
                     continue

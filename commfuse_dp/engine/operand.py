@@ -19,6 +19,7 @@ class UnitOperand:
         self.in_features = self.shapes[0][1] if len(self.shapes[0]) > 1 else 1
         self.has_bias = len(self.shapes) > 1
         self.anchor = unit.anchor
+        self.whole = engine.whole_products(unit)
 
     def expect_backward(self) -> None:
         self._engine.expect_backward(self._unit)

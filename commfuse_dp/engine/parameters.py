@@ -9,15 +9,18 @@ on small layers the time is in Python, not in the GEMMs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.device.base import Word
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.plan import Unit, UnitSlice
 from commfuse_dp.engine.window import Key, Window
 from commfuse_dp.errors import CommFuseError, ConfigError, Where
+from commfuse_dp.kernels.publish import PublishPlan
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.probe import RECEIVE, now_ns
 from commfuse_dp.schedule.orders import gather_owners, scatter_owners
@@ -38,6 +41,14 @@ class Visit:
         self.key = key
         self.data: torch.Tensor | None = None  # bytes that `pieces` are views of
         self.pieces: list[Piece] = []
+
+
+class Taken(NamedTuple):
+    """A slice for a kernel that waits by itself."""
+
+    visit: Visit
+    data: torch.Tensor | None  # bytes in the window; None: an own slice
+    arrival: Word | None  # reached when they are there; None: they are
 
 
 class _Reading:
@@ -70,6 +81,7 @@ class ParameterStream:
         self._world_size = transport.world_size
         self._window: Window | None = None
         self._readings: list[_Reading] = []
+        self._plans: dict[int, PublishPlan] = {}  # first unit of a batch -> its copies, on a device
         self._epoch = 0
         self.exposed = False
         self.while_waiting: Callable[[], object] = lambda: None  # useful work to do while a slice is late
@@ -91,6 +103,8 @@ class ParameterStream:
                     f"inbox_bytes={config.inbox_bytes} allow at most {limit}. Set slices_per_rank to {need} or more "
                     f"(now {unit.slices_per_rank}), or raise prefetch_bytes and inbox_bytes to {largest} or more."
                 )
+            if self._transport.device_ordered:
+                self._check_room(unit)
         self._transport.expose([unit.params.segment_bytes for unit in self._units])
         orders = [order(self._rank, self._world_size, config.order) for order in (gather_owners, scatter_owners)]
         self._readings = [_Reading(unit, self._rank, *orders) for unit in self._units]
@@ -99,6 +113,21 @@ class ParameterStream:
         if not self._transport.in_place and self._world_size > 1:
             self._window = Window(self._transport, self._pool, config.prefetch_bytes, self._probe, self._locate)
         self.exposed = True
+
+    def _check_room(self, unit: Unit) -> None:
+        """Streams cannot copy partials out of a crowded inbox as the host does (see [Note: Credit and deadlock] in gradients.py):
+        all that a layer owes to one rank must fit into its inbox, twice, as places in it are contiguous."""
+        if unit.replicated and self._world_size > 2:
+            raise ConfigError(
+                f"layer {unit.name!r} is replicated (ZeRO-1/2) on {self._world_size} ranks, whose gradients travel in chains: "
+                f"transport {self._transport.name!r} cannot do that. Use transport='p2p'."
+            )
+        owed = 2 * max(unit.geometry(unit.dtype, (True,) * len(unit.slots)).segment_bytes)
+        if owed > self._transport.message_limit and self._world_size > 1:
+            raise ConfigError(
+                f"the gradient of layer {unit.name!r} that one rank keeps has {owed // 2} bytes; on a GPU inbox_bytes must be at "
+                f"least twice as large, and is {self._transport.message_limit}. Set inbox_bytes to {owed} or more."
+            )
 
     def _bind_own(self, unit: Unit, reading: _Reading) -> None:
         segment = self._transport.segment(unit.index)
@@ -117,15 +146,12 @@ class ParameterStream:
         self._epoch = epoch
         if self._window is not None:
             self._window.start(epoch, sequence)  # asked for now, served as soon as the owners have published
-        notices = 0
         with torch.no_grad():
-            for unit in self._publication_order(sequence):
-                self._publish(unit)
-                notices += unit.params.segment_bytes[self._rank]
-                if notices >= PUSH_BYTES:  # peers can start on these; the notices of many small units travel together
-                    notices = 0
-                    self._transport.push()
-        self._transport.push()
+            for batch in self._batches(sequence):
+                self._pack(batch)
+                for unit in batch:
+                    self._transport.publish(unit.index, self._epoch, more=True)
+                self._transport.push()
 
     def stop(self, where: Where) -> list[Key]:
         """This rank reads no more of the epoch; returns the order in which it fetched slices."""
@@ -141,8 +167,43 @@ class ParameterStream:
         rest = {unit.index for unit in self._published}.difference(first_used)
         return [self._units[index] for index in (*first_used, *sorted(rest))]
 
-    def _publish(self, unit: Unit) -> None:
-        """Copy (and cast) this rank's shards into the published segment; own slices are read from there too."""
+    def _batches(self, sequence: list[Key]) -> Iterator[list[Unit]]:
+        """Units to be published together: peers can start on what is out, and the notices of many small units travel together.
+
+        On a device every batch is a launch: they double in size, so that the first is out soon and there are few of them.
+        """
+        batch: list[Unit] = []
+        size, limit = 0, PUSH_BYTES
+        for unit in self._publication_order(sequence):
+            batch.append(unit)
+            size += unit.params.segment_bytes[self._rank]
+            if size >= limit:
+                yield batch
+                batch, size = [], 0
+                if self._transport.device_ordered:
+                    limit *= 2
+        yield batch
+
+    def _pack(self, units: Sequence[Unit]) -> None:
+        """Copy (and cast) this rank's shards into the published segments; own slices are read from there too."""
+        sources, targets = [], []
+        for unit in units:
+            for source, target in self._shards_of(unit):
+                if target.is_cuda:
+                    sources.append(source if source.is_contiguous() else source.contiguous())
+                    targets.append(target)
+                else:
+                    target.copy_(source)
+        if not targets:
+            return
+        key = units[0].index  # in a model of a steady order the batches are the same in every step
+        plan = self._plans.get(key)
+        if plan is None or len(plan) != len(targets) or not plan.fits(sources, targets):
+            plan = self._plans[key] = PublishPlan(sources, targets)
+        plan.run()
+
+    def _shards_of(self, unit: Unit) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(part of a local shard, where it goes in the segment)"""
         for target, part, first in self._readings[unit.index].shards:
             local = unit.slots[part].local()
             rows = target.shape[0]
@@ -159,8 +220,7 @@ class ParameterStream:
                     f"parameter {unit.slots[part].name!r} is {local.dtype} now, but was {target.dtype} in the first step. "
                     "Call commfuse_dp.remove(model) before converting it and apply() again afterwards."
                 )
-            target.copy_(local)
-        self._transport.publish(unit.index, self._epoch, more=True)
+            yield local, target
 
     # ---- reading -----------------------------------------------------------------------------------------------------
     def gather(self, unit: Unit, consume: Consume, *, keep: bool) -> None:
@@ -179,6 +239,36 @@ class ParameterStream:
     def visits(self, unit: Unit, owner: int) -> list[Visit]:
         """The slices of `owner`, each to be read by `read`."""
         return self._readings[unit.index].by_owner[owner]
+
+    def take_whole(self, unit: Unit) -> list[Taken] | None:
+        """All slices at once, own first, without waiting; None if they do not fit into the window together."""
+        reading = self._readings[unit.index]
+        window = self._window
+        if window is not None:
+            window.announce(reading.remote_forward)
+            if not window.holds(reading.remote_forward):
+                return None
+        taken = []
+        for visit in reading.forward:
+            if visit.item.owner == self._rank:
+                taken.append(Taken(visit, None, None))
+                continue
+            assert window is not None
+            transfer = window.take(visit.key)
+            where = Where(unit.name, self._epoch, str(visit.item), visit.item.nbytes)
+            if transfer.arrival is None:
+                transfer.wait(where)
+            else:
+                transfer.concerns(where)
+            taken.append(Taken(visit, window.buffer(visit.key), transfer.arrival))
+        return taken
+
+    def done_whole(self, taken: Sequence[Taken], *, keep: bool) -> None:
+        """The current stream has been given the last that reads the slices."""
+        for item in taken:
+            if item.data is not None:
+                assert self._window is not None
+                self._window.done(item.visit.key, pin=keep)
 
     def forget(self, unit: Unit) -> None:
         """The unit's backward is over: what was held for it may go."""

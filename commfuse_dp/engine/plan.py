@@ -274,6 +274,11 @@ class Unit:
         return self.geometry(dtype, (True,) * len(self.slots)).largest_slice
 
     @property
+    def by_rows(self) -> bool:
+        """Shards are whole rows."""
+        return self._flat_bounds is None
+
+    @property
     def split_rows(self) -> tuple[int, ...]:
         """Rows that come in several pieces."""
         return self._flat.split_rows if self._flat is not None else ()

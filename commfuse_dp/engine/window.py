@@ -145,6 +145,16 @@ class Window:
                 self._pinned -= entry.nbytes
             self._drop(key)
 
+    def holds(self, keys: list[Key]) -> bool:
+        """All of them are here, or on their way."""
+        return all(key in self._entries for key in keys)
+
+    def buffer(self, key: Key) -> torch.Tensor:
+        """Where the slice arrives."""
+        buffer = self._entries[key].buffer
+        assert buffer is not None
+        return buffer
+
     # ---- inside ------------------------------------------------------------------------------------------------------
     def _foreseen(self, key: Key) -> bool:
         uses = self._positions.get(key)

@@ -211,10 +211,9 @@ class SliceTable:
 
         self.alignments = Alignments(
             _common_power(field(DATA), _VECTOR),
-            _common_power([at for at, rows in zip(field(STRIDE), self.rows, strict=True) if rows > 1], 16),
+            _common_power(field(STRIDE), 16),
             _common_power(field(FIRST_ROW), 16),
             _common_power(self.rows, 16),
         )
-        # Every row of every slice begins at a multiple of 16 bytes, also as a column of y and dy: what TMA needs.
-        pointer, stride, column, _ = self.alignments
-        self.vectored = pointer == _VECTOR and min(stride, column) * self.dtype.itemsize >= _VECTOR
+        # Every row of every slice begins at a multiple of 16 bytes: what TMA needs, and the widest loads.
+        self.vectored = self.alignments.pointer == _VECTOR and self.alignments.stride * self.dtype.itemsize >= _VECTOR

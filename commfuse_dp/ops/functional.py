@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from commfuse_dp.collectives import Owner, all_gather, reduce_scatter, reference
 from commfuse_dp.collectives.arguments import Op, check_op, check_sizes, even_sizes
-from commfuse_dp.ops.linear import Visit, linear_backward, linear_forward
+from commfuse_dp.ops.linear import Visit, WholeProducts, linear_backward, linear_forward
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.transport.base import Transport
 
@@ -52,6 +52,7 @@ class _ShardOperand:
         self.in_features = packed.shape[1] - has_bias
         self.has_bias = has_bias
         self.split_rows: tuple[int, ...] = ()
+        self.whole: WholeProducts | None = None
         self.anchor = packed
         self.trainable = (False, False)
         self.reduced: torch.Tensor | None = None  # [own rows, columns of the parts that have a gradient]

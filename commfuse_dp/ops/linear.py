@@ -41,6 +41,28 @@ class ByOwner(Protocol):
     def owner(self) -> int: ...
 
 
+class WholeProducts(Protocol):
+    """One kernel a product, which turns to slices as they arrive."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> bool:
+        """False: nothing was done, go by slices."""
+        ...
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        x: torch.Tensor,
+        dx: torch.Tensor | None,
+        consume: Visit | None,
+        produce: Visit | None,
+        *,
+        dtype: torch.dtype,
+        include: tuple[bool, ...],
+    ) -> None:
+        """As `exchange`, whose callbacks serve for what has to go by slices."""
+        ...
+
+
 Visit = Callable[[Any, "Sequence[Piece]"], None]  # (ByOwner, pieces)
 
 
@@ -67,6 +89,10 @@ class ShardedOperand(Protocol):
         """produce(slice, pieces), then consume(slice, pieces), for every slice, own last."""
 
     @property
+    def whole(self) -> WholeProducts | None:
+        """Products in one kernel each (GPUs); None: by slices only."""
+
+    @property
     def trainable(self) -> tuple[bool, ...]:
         """Which of (weight, bias) want a gradient now."""
 
@@ -83,6 +109,8 @@ def linear_forward(x: torch.Tensor, operand: ShardedOperand, *, convert: bool = 
     rows = x if flat else x.reshape(-1, operand.in_features)
     y = x.new_empty((*shape[:-1], operand.out_features))
     columns = y if flat else y.view(-1, operand.out_features)
+    if operand.whole is not None and not convert and operand.whole.forward(rows, columns):
+        return y
     for row in operand.split_rows:
         columns[:, row].zero_()
     dtype, has_bias = x.dtype, operand.has_bias
@@ -153,10 +181,13 @@ def linear_backward(
                 torch.mm(span, weight, out=dx)
             started = True
 
-    include = operand.trainable
-    operand.exchange(
-        consume if needs_input_grad else None, produce if any(include) else None, dtype=partial_dtype, include=include
-    )
+    include, products = operand.trainable, operand.whole
+    callbacks = consume if needs_input_grad else None, produce if any(include) else None
+    if products is None:
+        operand.exchange(*callbacks, dtype=partial_dtype, include=include)
+    else:
+        grads = grads if grads.stride(-1) == 1 else grads.contiguous()
+        products.backward(grads, rows, dx, *callbacks, dtype=partial_dtype, include=include)
     if dx is None:
         return None
     return dx if dx.shape == x.shape else dx.view(x.shape)

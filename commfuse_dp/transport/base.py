@@ -48,7 +48,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from commfuse_dp.device.base import Device, Event
+from commfuse_dp.device.base import Device, Event, Word
 from commfuse_dp.errors import DeadlineError, Where
 from commfuse_dp.probe import Probe
 
@@ -73,6 +73,12 @@ CHANNEL_PARAM, CHANNEL_GRAD, CHANNEL_COLLECTIVE, CHANNEL_REPLICA = 1, 2, 3, 4
 
 class Transfer(ABC):
     """A pull under way."""
+
+    arrival: Word | None = None  # device-ordered transports: reached when the bytes are there, for kernels that wait themselves
+
+    def concerns(self, where: Where) -> None:
+        """What the bytes are, for errors of a wait that somebody else makes."""
+        return
 
     @abstractmethod
     def done(self) -> bool:
@@ -163,8 +169,10 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def send(self, dst: int, tag: Tag, buffer: torch.Tensor) -> None:
-        """Hand over a buffer got from `try_reserve(dst, ...)`; it must not be touched afterwards. Never blocks."""
+    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None) -> None:
+        """Hand over a buffer got from `try_reserve(dst, ...)`; it must not be touched afterwards. Never blocks.
+
+        when: device-ordered transports: it leaves as soon as this word is reached, not behind the current stream."""
 
     def expect(self, src: int, tag: Tag, nbytes: int) -> None:
         """Announce a message, so that a two-sided transport posts the receive early; the one-sided ones need no notice."""

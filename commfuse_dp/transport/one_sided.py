@@ -39,7 +39,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from commfuse_dp.device.base import Event
+from commfuse_dp.device.base import Event, Word
 from commfuse_dp.errors import PeerLostError, TransportError, Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport import messages as msg
@@ -236,7 +236,7 @@ class OneSidedTransport(Transport, Receiver):
             raise self._gone(dst, f"a message of {nbytes} bytes cannot be sent")
         return None if offset is None else self._memory.outgoing(dst).narrow(0, offset, nbytes)
 
-    def send(self, dst: int, tag: Tag, buffer: torch.Tensor) -> None:
+    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None) -> None:
         self._check_open()
         ring = self._ring(dst)
         nbytes = buffer.nbytes

@@ -41,6 +41,7 @@ from typing import ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
+from commfuse_dp.device.base import Word
 from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import RECEIVE, SEND, Probe, now_ns
 from commfuse_dp.transport import messages as msg
@@ -348,7 +349,7 @@ class PairedTransport(OneSidedTransport):
         self._settle()
         super().publish(key, epoch)
 
-    def send(self, dst: int, tag: Tag, buffer: torch.Tensor) -> None:
+    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None) -> None:
         self._settle()
         super().send(dst, tag, buffer)
 

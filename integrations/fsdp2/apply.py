@@ -196,7 +196,12 @@ def _install(model: nn.Module, selection: Selection, config: CommFuseConfig) -> 
         device = torch.device("cpu" if dist.get_backend(group) == "gloo" else "cuda")
     probe = Probe()
     transport, transport_reason = open_transport(
-        config.transport, group=group, inbox_bytes=config.inbox_bytes, deadline_s=config.deadline_s, probe=probe, device=device
+        config.transport,
+        group=group,
+        inbox_bytes=config.inbox_bytes if device.type == "cpu" else max(config.inbox_bytes, _room(selection, group.size())),
+        deadline_s=config.deadline_s,
+        probe=probe,
+        device=device,
     )
     replicas = None
     if selection.replicate_group is not None:
@@ -246,6 +251,23 @@ def _install(model: nn.Module, selection: Selection, config: CommFuseConfig) -> 
     )
     log.info("%s", report)
     return report
+
+
+def _room(selection: Selection, world_size: int) -> int:
+    """Inbox bytes that a device needs: twice what the largest layer owes to one rank (engine/parameters.py)."""
+    owed = [0]
+    for adoption in selection.adoptions:
+        policy = GroupPolicy(adoption.group)
+        owed.append(sum(_shard_bytes(param.sharded_param, policy, world_size) for param in adoption.fsdp_params))
+    for name, layer in selection.claims:
+        owed.append(sum(_shard_bytes(slot.parameter, layer.policy, world_size) for slot in layer.slots(name)))
+    return 2 * max(owed)
+
+
+def _shard_bytes(param: torch.Tensor, policy: UnitPolicy, world_size: int) -> int:
+    """The largest shard, in the dtype that its gradients travel in, with room for its alignment."""
+    row = param.numel() // max(1, param.shape[0])
+    return -(-param.shape[0] // world_size) * row * (policy.compute_dtype or param.dtype).itemsize + 64
 
 
 def _serve(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +26,7 @@ from commfuse_dp.engine.plan import Unit
 from commfuse_dp.errors import ConfigError, Where
 from commfuse_dp.ops.linear import fused_linear, replicated_linear
 from commfuse_dp.schedule.layout import chunk_bounds, flat_bounds
-from commfuse_dp.transport.base import Transfer
+from commfuse_dp.transport.base import ExchangeFn, Transfer, Transport
 from commfuse_dp.transport.inproc import Faults, InprocTransport, InprocWorld
 from tests.support.threads import run_ranks
 
@@ -151,54 +153,76 @@ def bounds_of(case: dict[str, Any]) -> list[tuple[int, int]] | None:
     return list(itertools.pairwise(edges))
 
 
-def run_program(case: dict[str, Any]) -> None:
-    n, steps = case["world_size"], case["steps"]
+def run_program(
+    case: dict[str, Any],
+    open_transport: Callable[[int, ExchangeFn], Transport] | None = None,
+    watching: Callable[[Transport], AbstractContextManager[object]] = nullcontext,
+) -> None:
+    """open_transport: None: in-process, with the faults of the case. watching: around everything that a rank does."""
+    n = case["world_size"]
     params = weights(case["layers"], case["seed"], case["bias"])
-    wanted = expected(params, steps, n)
-    world = InprocWorld(
-        n, inbox_bytes=case["bytes"], deadline_s=20.0, faults=Faults(seed=case["seed"], max_delay=case["delay"])
-    )
-    config = CommFuseConfig(
-        prefetch_bytes=case["bytes"], inbox_bytes=case["bytes"], slices_per_rank=case["slices"], order=case["order"]
-    )
+    wanted = expected(params, case["steps"], n)
+    if open_transport is None:
+        world = InprocWorld(
+            n, inbox_bytes=case["bytes"], deadline_s=20.0, faults=Faults(seed=case["seed"], max_delay=case["delay"])
+        )
+        kind = CopyingTransport if case["copying"] else InprocTransport
 
-    def body(rank: int, exchange) -> None:
-        transport = (CopyingTransport if case["copying"] else InprocTransport)(rank, world)
-        policy = Policy(keep_after_forward=case["keep"])
-        flat, replicated = bounds_of(case), case["layout"] == "replicated"
-        slots = [[Slot(f"{i}.{j}", p, rank, n, flat=flat) for j, p in enumerate(layer)] for i, layer in enumerate(params)]
-        units = [
-            Unit(i, f"layer{i}", layer, policy, config.slices_per_rank, flat_bounds=flat, replicated=replicated)
-            for i, layer in enumerate(slots)
-        ]
-        engine = Engine(transport, units, config, device=torch.device("cpu"), replicas=None)
-        operands = [UnitOperand(engine, unit) for unit in units]
+        def open_transport(rank: int, exchange: ExchangeFn) -> Transport:
+            return kind(rank, world)
 
-        def linear(x: torch.Tensor, layer: int) -> torch.Tensor:
-            if replicated:
-                return replicated_linear(x, params[layer][0], operands[layer], torch.float64)
-            return fused_linear(x, operands[layer], 0, torch.float64)
-
-        for number, step in enumerate(steps):
-            policy.reduce_grads = step.reduce
-            with torch.set_grad_enabled(step.training):
-                engine.begin_step()
-                x, plain = data(rank, number), data(rank, number)
-                for layer in step.layers:
-                    x = torch.tanh(linear(x, layer))
-                    plain = torch.tanh(F.linear(plain, *params[layer]))
-                assert torch.allclose(x, plain, rtol=1e-12, atol=1e-12)
-                engine.end_forward(x.requires_grad)
-            if x.requires_grad:
-                x.sum().backward()
-                assert engine.gradients.idle
-        for layer, reference in zip(slots, wanted, strict=True):
-            for slot, total in zip(layer, reference, strict=True):
-                found = slot.grad if slot.grad is not None else torch.zeros_like(slot.local())
-                assert torch.allclose(found, slot.shard(total), rtol=1e-10, atol=1e-10), (slot.name, steps)
-        engine.close()
+    def body(rank: int, exchange: ExchangeFn) -> None:
+        transport = open_transport(rank, exchange)
+        with watching(transport):
+            run_rank(case, transport, params, wanted)
 
     run_ranks(n, body, timeout_s=60)
+
+
+def run_rank(
+    case: dict[str, Any], transport: Transport, params: list[list[torch.Tensor]], wanted: list[list[torch.Tensor]]
+) -> None:
+    rank, n, steps = transport.rank, case["world_size"], case["steps"]
+    config = CommFuseConfig(
+        prefetch_bytes=case["bytes"],
+        inbox_bytes=case["bytes"],
+        slices_per_rank=case["slices"],
+        order=case["order"],
+        kernels=case.get("kernels", "auto"),
+    )
+    policy = Policy(keep_after_forward=case["keep"])
+    flat, replicated = bounds_of(case), case["layout"] == "replicated"
+    slots = [[Slot(f"{i}.{j}", p, rank, n, flat=flat) for j, p in enumerate(layer)] for i, layer in enumerate(params)]
+    units = [
+        Unit(i, f"layer{i}", layer, policy, config.slices_per_rank, flat_bounds=flat, replicated=replicated)
+        for i, layer in enumerate(slots)
+    ]
+    engine = Engine(transport, units, config, device=torch.device("cpu"), replicas=None)
+    operands = [UnitOperand(engine, unit) for unit in units]
+
+    def linear(x: torch.Tensor, layer: int) -> torch.Tensor:
+        if replicated:
+            return replicated_linear(x, params[layer][0], operands[layer], torch.float64)
+        return fused_linear(x, operands[layer], 0, torch.float64)
+
+    for number, step in enumerate(steps):
+        policy.reduce_grads = step.reduce
+        with torch.set_grad_enabled(step.training):
+            engine.begin_step()
+            x, plain = data(rank, number), data(rank, number)
+            for layer in step.layers:
+                x = torch.tanh(linear(x, layer))
+                plain = torch.tanh(F.linear(plain, *params[layer]))
+            assert torch.allclose(x, plain, rtol=1e-12, atol=1e-12)
+            engine.end_forward(x.requires_grad)
+        if x.requires_grad:
+            x.sum().backward()
+            assert engine.gradients.idle
+    for layer, reference in zip(slots, wanted, strict=True):
+        for slot, total in zip(layer, reference, strict=True):
+            found = slot.grad if slot.grad is not None else torch.zeros_like(slot.local())
+            assert torch.allclose(found, slot.shard(total), rtol=1e-10, atol=1e-10), (slot.name, steps)
+    engine.close()
 
 
 @st.composite

@@ -39,6 +39,7 @@ class LocalOperand:
         self.out_features, self.in_features = self.shapes[0][0], self.shapes[0][-1]
         self.has_bias = len(params) > 1
         self.split_rows = ()
+        self.whole = None
         self.anchor = torch.empty(0, requires_grad=True)
         self.trainable = trainable if trainable is not None else (True,) * len(params)
         self.compute_dtype = params[0].dtype
