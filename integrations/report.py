@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.probe import Probe
@@ -39,6 +40,7 @@ class Report:
         probe: Probe,
         world_size: int,
         minimum_bytes_per_step: int,
+        kernels: Callable[[], Sequence[Any]] = tuple,
     ) -> None:
         self.rows = rows
         self.transport = transport
@@ -46,6 +48,8 @@ class Report:
         self.config = config
         self.probe = probe
         self.world_size = world_size
+        self.kernels = kernels
+        """On a GPU: what computes each product of the fused layers so far, and why; rows of kernels/choice.py."""
         self.minimum_bytes_per_step = minimum_bytes_per_step
         """Bytes one rank receives in a textbook step: (N-1)/N x (parameters of every all-gather + gradients), with two
         all-gathers of whatever is resharded after forward. The window can go below it: see engine/window.py."""
@@ -65,4 +69,10 @@ class Report:
         width = max((len(row.name) for row in self.rows), default=4)
         for row in self.rows:
             lines.append(f"  {row.name:<{width}}  {row.path:<9} {row.reason}")
+        products = self.kernels()
+        if products:
+            lines += ["", "  products so far (tokens x columns x rows of all slices):"]
+            for row in products:
+                product = f"{row.op:<8} {row.product:<22} {row.dtype:<18} {row.slices:>3} slices"
+                lines.append(f"  {product}  {row.backend:<7}{row.tiles}  {row.why}")
         return "\n".join(lines)

@@ -25,7 +25,7 @@ from commfuse_dp.engine.plan import Unit, UnitSlice
 from commfuse_dp.engine.whole import Whole, WholeProducts
 from commfuse_dp.engine.window import Key
 from commfuse_dp.errors import CommFuseError, Where
-from commfuse_dp.kernels.choice import Chooser
+from commfuse_dp.kernels.choice import Chooser, Row
 from commfuse_dp.kernels.gemms import Gemms
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.probe import COMPUTE, Probe, now_ns
@@ -148,6 +148,10 @@ class Engine:
             return None
         assert self.transport.device is not None
         return WholeProducts(self, unit, self._gemms, self.transport.device)
+
+    def explain_kernels(self) -> list[Row]:
+        """What computes each product, on a device, and why."""
+        return self._gemms.chooser.explain() if self._gemms is not None else []
 
     def expect_backward(self, unit: Unit) -> None:
         """The gather that follows is part of a forward that autograd records: an `exchange` will come for it."""

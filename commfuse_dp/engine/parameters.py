@@ -115,7 +115,7 @@ class ParameterStream:
         self.exposed = True
 
     def _check_room(self, unit: Unit) -> None:
-        """Streams cannot copy partials out of a crowded inbox as the host does (see [Note: Credit and deadlock] in gradients.py):
+        """Streams cannot copy partials out of a crowded inbox as the host does ([Note: Credit and deadlock] in gradients.py):
         all that a layer owes to one rank must fit into its inbox, twice, as places in it are contiguous."""
         if unit.replicated and self._world_size > 2:
             raise ConfigError(
@@ -125,8 +125,8 @@ class ParameterStream:
         owed = 2 * max(unit.geometry(unit.dtype, (True,) * len(unit.slots)).segment_bytes)
         if owed > self._transport.message_limit and self._world_size > 1:
             raise ConfigError(
-                f"the gradient of layer {unit.name!r} that one rank keeps has {owed // 2} bytes; on a GPU inbox_bytes must be at "
-                f"least twice as large, and is {self._transport.message_limit}. Set inbox_bytes to {owed} or more."
+                f"the gradient of layer {unit.name!r} that one rank keeps has {owed // 2} bytes; on a GPU inbox_bytes must be "
+                f"at least twice as large, and is {self._transport.message_limit}. Set inbox_bytes to {owed} or more."
             )
 
     def _bind_own(self, unit: Unit, reading: _Reading) -> None:

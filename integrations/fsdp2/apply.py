@@ -248,6 +248,7 @@ def _install(model: nn.Module, selection: Selection, config: CommFuseConfig) -> 
         probe=probe,
         world_size=transport.world_size,
         minimum_bytes_per_step=_minimum_bytes(selection, transport.rank, transport.world_size),
+        kernels=engine.explain_kernels,
     )
     log.info("%s", report)
     return report
@@ -296,9 +297,12 @@ def _keep_originals(application: _Application, selection: Selection) -> None:
 def _hook_rest(application: _Application, selection: Selection, engine: Engine) -> list[ParameterRow]:
     """Custom collectives for the groups that still have parameters; prefetch of the next group where none is set."""
     rows = []
-    port = CollectivePort(engine)
     served: set[int] = set()
     waiting: list[tuple[FSDPModule, Any]] = []
+    if engine.transport.device_ordered:  # what is waited for in streams cannot pump plain collectives from the host
+        for _, group in selection.groups:
+            selection.foreign.setdefault(id(group), "on a GPU, what is not fused stays with FSDP2's own collectives")
+    port = CollectivePort(engine)
     for module, group in selection.groups:
         if id(group) in selection.foreign or all(item.group is not group for item in selection.left):
             continue
