@@ -194,13 +194,10 @@ class SliceTable:
                     f"slice {number} has changed from {tuple(old.data.shape)} to {tuple(new.shape)}: make a new table"
                 )
             pad, index, value = (old.pad, old.index, old.value) if words is None else words[number] or (None, 0, 0)
-            entry = SliceEntry(new, old.first_row, None if bias is None else bias[number], pad, index, value)
-            if words is not None:
-                host[at * FIELDS + WORD], host[at * FIELDS + VALUE] = _word_fields(words[number])
-            host[at * FIELDS + DATA] = new.data_ptr()
-            host[at * FIELDS + BIAS] = 0 if entry.bias is None else entry.bias.data_ptr()
-            entries.append(entry)
+            entries.append(SliceEntry(new, old.first_row, None if bias is None else bias[number], pad, index, value))
         self.entries = tuple(entries)
+        for at, entry in enumerate(entries):
+            host[at * FIELDS : (at + 1) * FIELDS] = array("q", entry.line())
         source = torch.frombuffer(host, dtype=torch.int64)
         self.lines.copy_(source.pin_memory() if self.device.type == "cuda" else source, non_blocking=True)
         self._measure()

@@ -65,7 +65,7 @@ class Problem(NamedTuple):
     dtype: torch.dtype  # of the operands
     out_dtype: torch.dtype
     has_bias: bool = False
-    vectored: bool = True  # everything lies at multiples of 16 bytes
+    vectored: bool = True  # all rows that are read begin at multiples of 16 bytes
     tf32: bool = False
 
 
@@ -74,14 +74,16 @@ def _wide(tensor: torch.Tensor) -> bool:
     size = tensor.element_size()
     if tensor.stride(1) != 1 and tensor.shape[1] > 1:  # a launch copies it to dense rows
         return tensor.shape[1] * size % 16 == 0
-    return tensor.data_ptr() % 16 == 0 and (tensor.shape[0] <= 1 or tensor.stride(0) * size % 16 == 0)
+    return tensor.data_ptr() % 16 == 0 and tensor.stride(0) * size % 16 == 0
 
 
 def problem_of(op: Pass, table: SliceTable, out_dtype: torch.dtype, *operands: torch.Tensor) -> Problem:
     """The product of a launch. operands: what is read besides the slices, one row per token (wgrad: dy, then x)."""
     first = operands[0]
     dtype = first.dtype
-    vectored = table.vectored and table.alignments.column * dtype.itemsize % 16 == 0 and all(map(_wide, operands))
+    vectored = table.vectored and all(map(_wide, operands))
+    if op != "forward":  # dy is read from the columns where slices begin; y is only written there
+        vectored = vectored and table.alignments.column * dtype.itemsize % 16 == 0
     bias = table.has_bias and op == "forward"
     tf32 = dtype == torch.float32 and uses_tf32()
     return Problem(op, first.shape[0], table.columns, table.rows, dtype, out_dtype, bias, vectored, tf32)

@@ -33,13 +33,18 @@ ALIGNED = ("tokens", "columns", "stride_x", "stride_y", "stride_dy", "stride_dx"
 
 
 def compile_for(arch: int, problem: Problem, config: TileConfig, *, even: bool = True) -> Any:
-    """even: sizes are whole steps and everything lies at multiples of 16 bytes; else nothing is promised to the compiler."""
+    """even: sizes are whole steps and everything lies at multiples of 16 bytes; else nothing is promised to the compiler.
+
+    Arguments that are 1 become constants, as in a launch: the kernel is compiled for them anew.
+    """
     kernel = KERNELS[problem.op]
     align = 16 if even else 1
     constants = common_constants(problem, config)
     constants |= {"EVEN": even, "POINTER_ALIGN": align if even else 2, "STRIDE_ALIGN": align}
     constants |= {"COLUMN_ALIGN": align, "ROWS_ALIGN": align, "HAS_BIAS": True, "OUT_TYPE": TYPES[problem.out_dtype]}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    ones = {"tokens": problem.tokens, "columns": problem.columns, "total": tiles.count_tiles(problem, config)}
+    constants |= {name: 1 for name, value in ones.items() if value == 1 and name in kernel.arg_names}
     out = NAMES[problem.out_dtype]
     pointers = {"x": f"*{NAMES[problem.dtype]}", "y": f"*{out}", "dx": f"*{out}", "table": "*i64", "counters": "*i32"}
     pointers["dy"] = pointers["x"]
@@ -72,12 +77,15 @@ def resources(binary: bytes) -> dict[str, int]:
 def report(arch: int, problem: Problem, config: TileConfig, *, even: bool = True) -> dict[str, Any]:
     built = compile_for(arch, problem, config, even=even)
     code = built.asm["ptx"]
+    order = [found[0] for found in re.finditer(r"\bst\.global|\bbar\.sync|\batom\.[a-z.]*acq_rel", code)]
+    counts = [number for number, name in enumerate(order) if name.startswith("atom")]
     return {
+        "joined": all(order[number - 1] == "bar.sync" for number in counts) and bool(counts) == (problem.op == "wgrad"),
         "arch": arch,
         "op": problem.op,
         "dtype": NAMES[problem.dtype],
         "config": str(config),
-        "even": even,
+        "even": even and problem.tokens > 1,  # one token: a loop of one step, nothing to overlap
         "shared": built.metadata.shared,
         **resources(built.asm["cubin"]),
         "acquires": len(
@@ -107,6 +115,9 @@ def main() -> None:
                 if everything:
                     odd = problem._replace(out_dtype=torch.float32, vectored=False)
                     found += [report(arch, odd, config, even=False) for config in tiles.candidates(odd, (arch // 10, 0))]
+            skinny = Problem(op, 1, 4096, (512,), torch.bfloat16, torch.bfloat16)
+            if everything and arch == 90:
+                found += [report(arch, skinny, config) for config in tiles.candidates(skinny, (9, 0))]
     json.dump(found, sys.stdout)
 
 

@@ -39,6 +39,7 @@ def check(item: dict[str, Any]) -> None:
     assert item["registers"] <= 255 and item["shared"] <= SHARED_LIMIT[item["arch"]], item
     assert bool(item["acquires"]) == (item["op"] != "wgrad"), item
     assert bool(item["releases"]) == (item["op"] == "wgrad"), item
+    assert item["joined"], f"threads' stores are not joined before they are counted: {item}"
     tma = "tma" in item["config"]
     assert bool(item["tma_loads"]) == tma, item
     assert bool(item["proxy_fences"]) == (tma and item["op"] != "wgrad"), item

@@ -7,7 +7,8 @@ import gc
 import pytest
 import torch
 
-from commfuse_dp.kernels import by_slices, ops
+from commfuse_dp.device.base import Word
+from commfuse_dp.kernels import by_slices, ops, tiles
 from commfuse_dp.kernels.by_slices import Words
 from commfuse_dp.kernels.choice import Chooser
 from commfuse_dp.kernels.gemms import Gemms
@@ -54,7 +55,13 @@ def test_alignment_is_that_of_the_worst_slice() -> None:
         not SliceTable([SliceEntry(even, 0), SliceEntry(odd, 16)]).vectored
         and SliceTable([SliceEntry(odd, 0)]).alignments.pointer == 4
     )
-    assert not SliceTable([SliceEntry(even, 4)]).vectored, "its columns of y begin at 8 bytes"
+    x, dy = torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(4, 24, dtype=torch.bfloat16)
+    for first_row, wide in ((8, True), (4, False)):
+        table = SliceTable([SliceEntry(even, first_row)])
+        assert tiles.problem_of("forward", table, x.dtype, x).vectored, "y is only written there"
+        assert tiles.problem_of("dgrad", table, x.dtype, dy).vectored is wide
+        assert tiles.problem_of("wgrad", table, x.dtype, dy, x).vectored is wide
+    assert not tiles.problem_of("forward", table, x.dtype, torch.zeros(4, 20, dtype=torch.bfloat16)[:, :16]).vectored
     assert not SliceTable([SliceEntry(flat[:100].view(5, 20), 0)]).vectored, "rows of 40 bytes"
 
 
@@ -92,6 +99,30 @@ def test_repoint() -> None:
     with pytest.raises(ValueError, match="make a new table"):
         table.repoint([a, empty, torch.zeros(2, 4)])
     assert table.entries[1].data is other
+
+
+def test_repoint_of_every_line() -> None:
+    """Data, biases and words of all slices move; the lines are those of a table made anew."""
+
+    def entries(seed: int) -> list[SliceEntry]:
+        pad = torch.zeros(9, dtype=torch.int32)
+        data = [torch.zeros(rows, 4) for rows in (2, 3, 1)]
+        biases = [torch.zeros(rows) for rows in (2, 3, 1)]
+        words = [(pad, seed, seed + 10), (None, 0, 0), (pad, seed + 1, 5)]
+        return [SliceEntry(d, 5 * n, b, *w) for n, (d, b, w) in enumerate(zip(data, biases, words, strict=True))]
+
+    old, new = entries(0), entries(3)
+    table, fresh = SliceTable(old), SliceTable(new)
+    words = [None if e.pad is None else Word(e.pad, e.index, e.value) for e in new]
+    table.repoint([e.data for e in new], [e.bias for e in new if e.bias is not None], words)
+    assert table.lines.tolist() == fresh.lines.tolist() and table.alignments == fresh.alignments
+    assert [(e.data, e.pad, e.index, e.value) for e in table.entries] == [(e.data, e.pad, e.index, e.value) for e in new]
+    same = table.lines._version
+    table.repoint([e.data for e in new], [e.bias for e in new if e.bias is not None], words)
+    assert table.lines._version == same
+    later = [None if w is None else w._replace(value=w.value + 1) for w in words]
+    table.repoint([e.data for e in new], [e.bias for e in new if e.bias is not None], later)
+    assert table.lines.view(-1, FIELDS)[:, VALUE].tolist() == [14, 0, 6]
 
 
 # ---- by slices -------------------------------------------------------------------------------------------------------
