@@ -9,6 +9,7 @@ ranks in two network namespaces of one machine count as two hosts, as two contai
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from pathlib import Path
 from typing import Literal
@@ -18,11 +19,12 @@ import torch.distributed as dist
 
 from commfuse_dp.errors import ConfigError, MismatchError, TransportError
 from commfuse_dp.probe import Probe
-from commfuse_dp.transport.base import Transport
+from commfuse_dp.transport.base import ExchangeFn, Transport
 from commfuse_dp.transport.exchange import exchange_of
 
-Kind = Literal["auto", "shm", "tcp", "p2p", "mpi"]
-KINDS = ("auto", "shm", "tcp", "p2p", "mpi")
+Kind = Literal["auto", "shm", "tcp", "symmetric", "p2p", "mpi"]
+KINDS = ("auto", "shm", "tcp", "symmetric", "p2p", "mpi")
+_log = logging.getLogger("commfuse_dp")
 
 
 def host_identity() -> str:
@@ -36,7 +38,7 @@ def host_identity() -> str:
 
 
 def choose(kind: str, hosts: list[str], device: torch.device) -> tuple[str, str]:
-    """(transport, reason) for ranks on `hosts` (identities in rank order).
+    """(transport, reason) for ranks on `hosts` (identities in rank order), as far as that can be said without looking at GPUs.
 
     Raises TransportError for a request that cannot be met.
     """
@@ -48,6 +50,8 @@ def choose(kind: str, hosts: list[str], device: torch.device) -> tuple[str, str]
         if device.type != "cpu":
             return "p2p", f"auto: parameters are on {device.type}, which torch.distributed moves ({places})"
         return ("shm", f"auto: {places} can share memory") if count == 1 else ("tcp", f"auto: {places}, parameters on CPU")
+    if kind == "symmetric" and device.type != "cuda":
+        raise TransportError(f"transport 'symmetric' is for CUDA GPUs, but the parameters are on {device}; use 'auto'")
     if kind in ("shm", "tcp", "mpi") and device.type != "cpu":
         raise TransportError(f"transport {kind!r} moves CPU memory, but the parameters are on {device}; use 'p2p' or 'auto'")
     if kind == "shm" and count > 1:
@@ -66,8 +70,11 @@ def open_transport(
     deadline_s: float,
     probe: Probe | None,
     device: torch.device,
+    device_ordered: bool = False,
 ) -> tuple[Transport, str]:
     """Collective over `group` (None: the default group, or one rank without torch.distributed).
+
+    device_ordered: the caller can use a transport whose waits stand in streams (base.py); else 'symmetric' is never chosen.
 
     Returns the transport and why it was chosen. Raises ConfigError for an unknown kind, TransportError if a request cannot
     be met, MismatchError on all ranks if they ask for different kinds, devices or inbox sizes.
@@ -82,9 +89,21 @@ def open_transport(
             raise MismatchError(
                 f"ranks ask for different {what} (in rank order): {asked}; all ranks need the same configuration"
             )
-    chosen, reason = choose(kind, [wish[0] for wish in wishes], device)
+    hosts = [wish[0] for wish in wishes]
+    chosen, reason = choose(kind, hosts, device)
     world_size = len(wishes)
     rank = dist.get_rank(group) if dist.is_initialized() else 0
+    if chosen == "symmetric" and not device_ordered:
+        raise TransportError("transport 'symmetric' orders work by CUDA streams, which only FSDP2 models do so far; use 'auto'")
+    if device.type == "cuda" and device_ordered and kind in ("auto", "symmetric"):
+        opened = _open_symmetric(
+            kind, group, rank, hosts, exchange, device=device, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe
+        )
+        if isinstance(opened, str):
+            reason = f"auto: 'symmetric' is not possible: {opened}"
+            _log.warning("transport 'p2p' (NCCL, uses multiprocessors) instead of 'symmetric': %s", opened)
+        else:
+            return opened
     if chosen == "shm":
         from commfuse_dp.transport.shm import ShmTransport
 
@@ -100,4 +119,48 @@ def open_transport(
     if not dist.is_initialized():
         raise TransportError("transport 'p2p' needs torch.distributed: call init_process_group first, or start with torchrun")
     paired = importlib.import_module("commfuse_dp.transport.paired")
-    return paired.open_p2p(group, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe), reason
+    transport = paired.open_p2p(group, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe, device=device)
+    return transport, reason
+
+
+def _open_symmetric(
+    kind: Kind,
+    group: dist.ProcessGroup | None,
+    rank: int,
+    hosts: list[str],
+    exchange: ExchangeFn,
+    *,
+    device: torch.device,
+    inbox_bytes: int,
+    deadline_s: float,
+    probe: Probe | None,
+) -> tuple[Transport, str] | str:
+    """The transport and why; or why not, if it was not asked for by name. Raises TransportError if it was."""
+    symmetric = importlib.import_module("commfuse_dp.transport.symmetric_open")
+    asked = "asked for by the configuration" if kind == "symmetric" else "auto"
+    verdict, cards = symmetric.survey(device, hosts, exchange)
+    try:
+        if not verdict.possible:
+            raise TransportError(verdict.reason)
+        if not dist.is_initialized():
+            raise TransportError("torch.distributed is not initialised: call init_process_group first, or start with torchrun")
+        transport, how = symmetric.open_symmetric(
+            group,
+            rank,
+            len(hosts),
+            exchange,
+            cards,
+            device=device,
+            inbox_bytes=inbox_bytes,
+            deadline_s=deadline_s,
+            probe=probe,
+        )
+    except TransportError as error:  # raised on all ranks alike
+        if kind == "symmetric":
+            raise TransportError(f"transport 'symmetric' was asked for, but cannot be used: {error}") from error
+        if len({(host, card.uuid) for host, card in zip(hosts, cards, strict=True)}) < len(cards):
+            raise TransportError(
+                f"several ranks share one GPU, which NCCL refuses, and transport 'symmetric' cannot be used: {error}"
+            ) from error
+        return str(error)
+    return transport, f"{asked}: {verdict.reason}; words by {how}"

@@ -101,15 +101,20 @@ class TorchSymmetricMemory(SymmetricMemory):
         assert block is not None
         block.zero_()
         torch.cuda.current_stream(self._device).synchronize()
-        with self._rendezvous_allowed():
-            handle = self._native.rendezvous(block, self._group_name)
+        handle = None
+        try:
+            with self._rendezvous_allowed():
+                handle = self._native.rendezvous(block, self._group_name)
+        except RuntimeError as failure:  # a peer that fails alone leaves the others waiting for the store's timeout
+            error = f"rank {self._rank} cannot map its peers' memory for {purpose}: {str(failure).splitlines()[0][:300]}"
+        agree(self._exchange(error))
+        assert handle is not None
         self._blocks.append(block)
         views = []
         for rank in range(self._world_size):
             whole = block if rank == self._rank else handle.get_buffer(rank, (size,), torch.uint8)
             views.append(whole.narrow(0, -whole.data_ptr() % _ALIGNMENT, size - _ALIGNMENT))
-        self._exchange(None)  # all blocks are zeroed and mapped
-        return views
+        return views  # zeroed: every rank has done so before it came to the rendezvous
 
     @contextlib.contextmanager
     def _rendezvous_allowed(self) -> Iterator[None]:

@@ -58,7 +58,7 @@ def test_one_rank_without_torch_distributed() -> None:
     transport.close()
     with pytest.raises(TransportError, match="torchrun"):
         open_transport("p2p", **options())
-    with pytest.raises(ConfigError, match="auto, shm, tcp, p2p, mpi"):
+    with pytest.raises(ConfigError, match="auto, shm, tcp, symmetric, p2p, mpi"):
         open_transport("shn", **options())  # type: ignore[arg-type]
 
 
