@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | zero1, zero2, zero3 | ZeRO of that stage | stock, the fastest of its settings here, found by `best_zero` |
 | zero1-commfuse, ... | the same with the block "commfuse" | fused |
-| zero1-commfuse-deferred, zero2-... | with "defer_gather" as well | fused, and the all-gather under the next forward |
+| zero1-commfuse-deferred, zero2-... | with "defer_gather", and round_robin_gradients | the all-gather under the next forward, too |
 
 ZeRO-1 and 2 need one all-gather and one reduce-scatter a step, the bytes of `--keep`; ZeRO-3 two all-gathers.
 """
@@ -120,7 +120,8 @@ class ZeroCommFuse(Zero):
 
 def make_zero(name: str, case: Case, batches: list[Batch], say: Callable[[str], None]) -> Variant:
     if "-commfuse" in name:
-        return ZeroCommFuse(name, case, batches, {})
+        # Owners alternate from layer to layer, so that both directions of the link carry slices all the time.
+        return ZeroCommFuse(name, case, batches, {"round_robin_gradients": True} if name in DEFERRED else {})
     best, tried = best_zero(name, case, batches, say)
     gc.collect()  # the candidates' models
     variant = Zero(name, case, batches, best)
@@ -140,7 +141,8 @@ def best_zero(name: str, case: Case, batches: list[Batch], say: Callable[[str], 
     ]
     best, first = fastest(make, candidates, case, say)
     if stage_of(name) != 3:
-        return best, first
+        best, second = fastest(make, [best, {**best, "round_robin_gradients": True}], case, say)
+        return best, first + second
     refined = [best, *({**best, "stage3_prefetch_bucket_size": size} for size in (0, 5_000_000))]
     best, second = fastest(make, refined, case, say)
     return best, first + second

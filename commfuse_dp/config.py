@@ -36,10 +36,11 @@ class CommFuseConfig(BaseModel):
         description="Fused linears: 'auto' where possible (the report names the rest and why), 'always' raises if a linear "
         "cannot be fused, 'never' keeps all compute unfused and only replaces the collectives.",
     )
-    transport: Literal["auto", "shm", "tcp", "p2p", "mpi"] = Field(
+    transport: Literal["auto", "shm", "tcp", "symmetric", "p2p", "mpi"] = Field(
         "auto",
-        description="How bytes move. 'auto': shm if all ranks share a host, else tcp on CPU, else p2p; 'mpi' "
-        "only when asked for (python -m commfuse_dp.run under mpiexec asks for it).",
+        description="How bytes move. 'auto': on CPU shm if all ranks share a host, else tcp; on GPUs symmetric (copy engines) "
+        "if all ranks share a host and reach each other's memory, else p2p (NCCL); 'mpi' only when asked for (python -m "
+        "commfuse_dp.run under mpiexec asks for it).",
     )
     order: Literal["pairwise", "ring"] = Field(
         "pairwise",

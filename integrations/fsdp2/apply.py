@@ -202,6 +202,7 @@ def _install(model: nn.Module, selection: Selection, config: CommFuseConfig) -> 
         deadline_s=config.deadline_s,
         probe=probe,
         device=device,
+        device_ordered=True,
     )
     replicas = None
     if selection.replicate_group is not None:
