@@ -19,7 +19,7 @@ STAMP := $(VENV)/.installed
 STAMP_DEV := $(VENV)/.installed-dev
 CODE := commfuse_dp integrations tests benchmarks
 
-.PHONY: demo test test-all bench lint format clean
+.PHONY: demo test test-all bench gpu-check lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -33,6 +33,11 @@ test-all: $(STAMP_DEV)
 
 bench: $(STAMP_DEV)
 	$(BIN)/python benchmarks/train_step.py $(ARGS)
+
+# Needs a GPU and nothing installed but torch: runs from the checkout with PYTHON, not in .venv.
+#   make gpu-check ARGS="--parts kernels_check,timings"      make gpu-check PYTHON=.venv/bin/python
+gpu-check:
+	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m benchmarks.gpu_check $(ARGS)
 
 lint: $(STAMP_DEV)
 	$(BIN)/ruff check $(CODE)

@@ -30,16 +30,17 @@ class Product:
         *,
         pad: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
+        own: int | None = None,
         seed: int = 0,
     ) -> None:
         self.op, self.shape, self.dtype, self.device = op, shape, dtype, device
         self.out_dtype = out_dtype or dtype
         self.generator = torch.Generator(device).manual_seed(seed)
         rows = rows_of(shape.out_features, ranks)
-        order = [rank for rank in arrival_order(ranks, rank=ranks // 2) if rows[rank]]
+        self.own = ranks // 2 if own is None else own
+        order = [rank for rank in arrival_order(ranks, self.own) if rows[rank]]
         if op == "wgrad":
             order.reverse()
-        self.own = ranks // 2
         self.x = self.random(shape.tokens, shape.in_features)
         self.weight = self.random(shape.out_features, shape.in_features, scale=shape.in_features**-0.5)
         self.dy = self.random(shape.tokens, shape.out_features)

@@ -7,17 +7,15 @@ latter differs from the former is what this precision costs without any sharding
 from __future__ import annotations
 
 import sys
-import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.gpu import checkout
+from benchmarks.gpu.launching import run_ranks
 from benchmarks.gpu.part import Options, Reporter, run_part
 from benchmarks.gpu.training_model import STEP_SIZE, Job, batch, build
-from commfuse_dp.cli.launch import RankDied, Ranks, free_port, python_module
 
 RUN_S = 25.0  # a run needs about that; the first one compiles kernels
 # Sums over ranks and slices are done in another order than in one process; in float32 that alone may be all the difference, so
@@ -47,7 +45,13 @@ def run(report: Reporter, options: Options) -> None:
 def check(report: Reporter, job: Job, what: str) -> None:
     """Run the ranks and one process, and compare all gradients of all steps."""
     limit = max(report.clock.left - 2.0, 5.0)
-    ranks = run_ranks(job, limit)
+    ranks = run_ranks(
+        "benchmarks.gpu.training_rank",
+        job.world_size,
+        [job.dumps()],
+        limit_s=limit,
+        collect=lambda folder: collect(folder, job),
+    )
     wide, own = reference(job, torch.float64), reference(job, getattr(torch, job.dtype))
     worst: dict[str, float] = {"ratio": 0.0}
     wrong = 0
@@ -128,44 +132,8 @@ def _mean_gradients(
     return total, loss_sum
 
 
-def run_ranks(job: Job, limit_s: float) -> list[dict[str, Any]]:
-    """What every rank stored. Raises RuntimeError with the ranks' last lines."""
-    with tempfile.TemporaryDirectory(prefix="commfuse-gpu-") as folder:
-        file = Path(folder, "job.json")
-        job.save(file)
-        command = [*python_module("benchmarks.gpu.training_rank"), str(file), folder]
-        port = free_port()
-        environments = [
-            {
-                **checkout.environment(),
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(job.world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": "1",
-            }
-            for rank in range(job.world_size)
-        ]
-        late = threading.Event()
-        with Ranks([command] * job.world_size, environments) as ranks:
-
-            def give_up() -> None:
-                late.set()
-                ranks.stop()
-
-            timer = threading.Timer(limit_s, give_up)
-            timer.daemon = True
-            timer.start()
-            try:
-                for line in ranks.lines():
-                    print(f"  [rank {line.rank}] {line.text}", flush=True)
-            except RankDied as error:
-                raise RuntimeError(f"{f'not done after {limit_s:.0f} s; ' if late.is_set() else ''}{error}") from None
-            finally:
-                timer.cancel()
-        return [torch.load(Path(folder, f"rank{rank}.pt"), weights_only=True) for rank in range(job.world_size)]
+def collect(folder: Path, job: Job) -> list[dict[str, Any]]:
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(job.world_size)]
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -31,12 +30,12 @@ class Job:
     seed: int = 0
     deadline_s: float = 60.0
 
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
+    def dumps(self) -> str:
+        return json.dumps(asdict(self))
 
     @classmethod
-    def load(cls, path: Path) -> Job:
-        return cls(**json.loads(path.read_text()))
+    def loads(cls, text: str) -> Job:
+        return cls(**json.loads(text))
 
 
 class Block(nn.Module):

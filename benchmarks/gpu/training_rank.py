@@ -1,6 +1,6 @@
 """One rank of the training part: FSDP2 and commfuse_dp.apply, plain SGD; stores the gradients of every step.
 
-Started as `python -m benchmarks.gpu.training_rank JOB.json FOLDER`.
+Started as `python -m benchmarks.gpu.training_rank FOLDER JOB`, the job as JSON.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from benchmarks.gpu import checkout
 from benchmarks.gpu.training_model import STEP_SIZE, Job, batch, build, loss_of
 from commfuse_dp.cli.launch import die_with_parent
 
 
-def main(job_file: str, folder: str) -> None:
+def main(folder: str, job_text: str) -> None:
     die_with_parent()
     checkout.prepare()
-    job = Job.load(Path(job_file))
+    job = Job.loads(job_text)
     rank = int(os.environ["RANK"])
     if job.device == "cuda":
         torch.cuda.set_device(0)  # all ranks share the one GPU
@@ -70,6 +71,7 @@ def train(job: Job, rank: int) -> dict[str, Any]:
             for name, parameter in model.named_parameters():
                 grad = parameter.grad
                 assert grad is not None, f"{name} has no gradient"
+                assert isinstance(grad, DTensor) and isinstance(parameter, DTensor)
                 local = grad.to_local()
                 kept[name] = local.float().cpu().clone()
                 parameter.to_local().sub_(local, alpha=STEP_SIZE)
