@@ -96,7 +96,7 @@ def try_writes(device: _Writes, memory: SymmetricMemory, rank: int, world_size: 
             time.sleep(0.001)
         errors = [text for text in exchange(error) if text is not None]
         if not errors:
-            return "stream memory operations" if way == "value" else f"4-byte copies ({failures[0]})"
+            return "stream memory operations" if way == "value" else f"4-byte copies ({'; '.join(failures)})"
         failures += errors
     raise TransportError(f"GPUs cannot write each other's words: {'; '.join(failures)}. Use transport 'p2p' (NCCL).")
 

@@ -36,6 +36,7 @@ Body = Callable[[SymmetricTransport, ExchangeFn], Any]
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symmetric, "CLOSE_S", 0.3)
     monkeypatch.setattr(symmetric_watch, "SUSPECT_S", 0.05)
+    symmetric._never_freed.clear()  # of a test that broke the transport
 
 
 def run(world: FakeWorld, body: Body, *, inbox_bytes: int = 1024, deadline_s: float = 20.0, sizes: Any = None) -> list[Any]:
@@ -64,7 +65,10 @@ class Step:
         self.transport, self.device = transport, transport.device
         self.rank, self.n = transport.rank, transport.world_size
         self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # what was read, what it must be
-        self.buffers: list[tuple[torch.Tensor, Event | None]] = [(torch.zeros(264, dtype=torch.uint8), None) for _ in range(2)]
+        count = self.n - 1  # too few for an epoch: they are used again while the epoch lasts
+        self.buffers: list[tuple[torch.Tensor, Event | None]] = [
+            (torch.zeros(264, dtype=torch.uint8), None) for _ in range(count)
+        ]
 
     def launch(self, function: Callable[[], object], **memory: Any) -> None:
         self.device.launch(function, **memory)  # type: ignore[attr-defined]
