@@ -140,6 +140,7 @@ def test_names_of_the_configuration_are_frozen():
         "inbox_bytes",
         "exclude",
         "defer_gather",
+        "kernels",
         "deadline_s",
     }
     assert all(field.description for field in CommFuseConfig.model_fields.values())
