@@ -247,6 +247,7 @@ class TwoSidedTransport(ABC):
     """
 
     name: ClassVar[str]
+    keeps_tags: bool = True  # False: transfers of a pair, lane and direction are matched by their order alone
 
     def __init__(self, rank: int, world_size: int, *, deadline_s: float, probe: Probe | None = None) -> None:
         self.rank = rank

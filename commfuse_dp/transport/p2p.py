@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import re
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,9 +23,22 @@ _TAG_LIMIT = 1 << 31
 
 
 class TorchP2PTransport(TwoSidedTransport):
-    """Sends and receives on three communicators of its own, so that neither lane queues behind another nor behind the user's.
+    """Sends and receives on communicators of its own, so that neither lane queues behind another nor behind the user's.
 
     The lanes for parameters and gradients use the backend of `group`; the control lane always uses gloo and CPU tensors.
+
+    [Note: NCCL, one direction per communicator] (not yet run on a GPU)
+    A communicator runs its sends and receives one after the other in one stream, and a receive stands there until its send
+    comes. Of two ranks that both post a receive and then send, each would stand before its own send for ever. Grouped calls
+    would need both ends to agree on pairs beforehand, which requests that come at any time do not. So what goes to higher
+    ranks and what goes to lower ranks has a communicator each (`lanes`, `down`): in each, one end only sends, the other only
+    receives, both in one order. Torch makes a communicator per pair of ranks for ungrouped sends and receives, but puts all
+    peers on one if the process group was initialised with a `device_id`: `open_lanes` leaves it out for ours.
+
+    [Note: NCCL and streams] (not yet run on a GPU)
+    A transfer starts behind what is in the current stream when it is posted, and `wait` orders the current stream behind it.
+    Threads that wait therefore use a stream of their own: the default stream would hold up the compute. Buffers are kept by
+    handles until the end and are part of memory that lives as long as the transport, so nothing depends on `record_stream`.
 
     [Note: What gloo does, as measured]
     * `Work.is_completed()` stays False until `wait()` has returned: `Handle.done` may be late, never early.
@@ -41,6 +55,7 @@ class TorchP2PTransport(TwoSidedTransport):
 
     Args:
         lanes: a communicator per lane, all of the same ranks. `open_lanes` makes them.
+        down: those for transfers to lower ranks; None: the same.
         deadline_s: longest wait of a handle, in seconds.
         keep: called by `close` if the communicators can be used again.
     """
@@ -51,6 +66,7 @@ class TorchP2PTransport(TwoSidedTransport):
         self,
         lanes: Mapping[int, dist.ProcessGroup],
         *,
+        down: Mapping[int, dist.ProcessGroup] | None = None,
         deadline_s: float,
         probe: Probe | None = None,
         keep: Callable[[], None] | None = None,
@@ -59,14 +75,16 @@ class TorchP2PTransport(TwoSidedTransport):
         super().__init__(first.rank(), first.size(), deadline_s=deadline_s, probe=probe)
         self._keep = keep
         self._lanes = dict(lanes)
+        self._down = dict(down) if down is not None else self._lanes
         self._backend = first.name()
+        self.keeps_tags = self._backend != "nccl"
         self._under_way = 0  # handles that were not waited for successfully
         self._lock = threading.Lock()  # handles are waited for in several threads
 
     def isend(self, buffer: torch.Tensor, dst: int, *, lane: int, tag: int) -> Handle:
         self._check(buffer, dst, tag, "send to")
         try:
-            work = self._lanes[lane].send([buffer], dst, tag)
+            work = self._towards(lane, self.rank < dst).send([buffer], dst, tag)
         except RuntimeError as error:
             raise self._error(error, dst, NOWHERE) from error
         return self._handle(work, dst, buffer)
@@ -74,13 +92,16 @@ class TorchP2PTransport(TwoSidedTransport):
     def irecv(self, buffer: torch.Tensor, src: int, *, lane: int, tag: int) -> Handle:
         self._check(buffer, src, tag, "receive from")
         try:
-            work = self._lanes[lane].recv([buffer], src, tag)
+            work = self._towards(lane, src < self.rank).recv([buffer], src, tag)
         except RuntimeError as error:
             raise self._error(error, src, NOWHERE) from error
         return self._handle(work, src, buffer)
 
+    def _towards(self, lane: int, up: bool) -> dist.ProcessGroup:
+        return (self._lanes if up else self._down)[lane]
+
     def close(self) -> None:
-        self._lanes = {}
+        self._lanes = self._down = {}
         keep, self._keep = self._keep, None
         if keep is not None and not self._under_way:
             keep()
@@ -142,16 +163,31 @@ class _WorkHandle(Handle):
             return
         if self._work is not None:
             transport = self._transport
+            patience = datetime.timedelta(seconds=transport.deadline_s)
             try:
-                self._work.wait(datetime.timedelta(seconds=transport.deadline_s))
+                if self._buffer is not None and self._buffer.is_cuda:  # see [Note: NCCL and streams]
+                    stream = _waiting_stream(self._buffer.device)
+                    with torch.cuda.stream(stream):
+                        self._work.wait(patience)
+                    stream.synchronize()
+                else:
+                    self._work.wait(patience)
             except RuntimeError as error:
                 raise transport._error(error, self._peer, where) from error
-            if self._buffer is not None and self._buffer.is_cuda:
-                # NCCL's wait only orders the current stream behind the transfer; whoever waits here wants the bytes.
-                torch.cuda.current_stream(self._buffer.device).synchronize()
             self._transport._settled()
         self._finished = True
         self._work = self._buffer = None
+
+
+_of_this_thread = threading.local()
+
+
+def _waiting_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that only this thread waits on."""
+    stream = getattr(_of_this_thread, "stream", None)
+    if stream is None or stream.device != device:
+        stream = _of_this_thread.stream = torch.cuda.Stream(device)
+    return stream
 
 
 @dataclass(frozen=True)
@@ -159,6 +195,7 @@ class Lanes:
     """A communicator per lane, all of the same ranks; `serial` is the same on all of them."""
 
     groups: Mapping[int, dist.ProcessGroup]
+    down: Mapping[int, dist.ProcessGroup]  # for transfers to lower ranks
     world: object  # the default group under which they were made
     key: tuple[tuple[int, ...], str]
     serial: int
@@ -173,17 +210,26 @@ _idle: dict[tuple[tuple[int, ...], str], list[Lanes]] = defaultdict(list)
 _made: Counter[tuple[tuple[int, ...], str]] = Counter()
 
 
-def open_lanes(group: dist.ProcessGroup | None, *, setup_s: float) -> Lanes:
+def open_lanes(group: dist.ProcessGroup | None, *, setup_s: float, device: torch.device | None = None) -> Lanes:
     """Collective over `group` (None: the default group): the communicators of a `TorchP2PTransport`.
 
     Kept ones if all ranks have the same to offer, else new ones by `new_group` with local synchronisation: ranks outside
     `group` take no part.
 
-    Raises TransportError if torch.distributed is not initialised or a communicator cannot be made within setup_s seconds.
+    device: of what is sent; CUDA: the group must have NCCL. Raises TransportError if it has not, if torch.distributed is not
+    initialised, or if a communicator cannot be made within setup_s seconds.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise TransportError("transport 'p2p' needs torch.distributed: call init_process_group first, or start with torchrun")
-    own = dist.get_backend(group)
+    own = str(dist.get_backend(group))
+    on_gpu = device is not None and device.type == "cuda"
+    if on_gpu:
+        if "nccl" not in str(dist.get_backend_config(group)):
+            raise TransportError(
+                f"transport 'p2p' on {device} needs a process group with NCCL, this one has {own!r}: use "
+                'init_process_group("nccl") or ("cpu:gloo,cuda:nccl")'
+            )
+        own = "nccl"
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     key = (tuple(ranks), own)
     kept = _idle[key] = [lanes for lanes in _idle[key] if lanes.world is dist.group.WORLD]
@@ -195,11 +241,30 @@ def open_lanes(group: dist.ProcessGroup | None, *, setup_s: float) -> Lanes:
         kept.remove(chosen)
         return chosen
     timeout = datetime.timedelta(seconds=setup_s)
-    groups: dict[int, dist.ProcessGroup] = {}
-    for lane, backend in ((PARAM_LANE, own), (GRAD_LANE, own), (CONTROL_LANE, "gloo")):
+
+    def make(lane: int, backend: str) -> dist.ProcessGroup:
         try:
-            groups[lane] = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+            with _not_bound_to_a_device():
+                return dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
         except (RuntimeError, ValueError) as error:
             raise TransportError(f"cannot make a {backend} communicator of ranks {ranks}, lane {lane}: {error}") from error
+
+    groups = {PARAM_LANE: make(PARAM_LANE, own), GRAD_LANE: make(GRAD_LANE, own), CONTROL_LANE: make(CONTROL_LANE, "gloo")}
+    down = {**groups, **{lane: make(lane, own) for lane in (PARAM_LANE, GRAD_LANE)}} if on_gpu else groups
     _made[key] += 1
-    return Lanes(groups, dist.group.WORLD, key, _made[key])
+    return Lanes(groups, down, dist.group.WORLD, key, _made[key])
+
+
+@contextlib.contextmanager
+def _not_bound_to_a_device() -> Iterator[None]:
+    """New groups do not inherit the default group's `device_id`: see [Note: NCCL, one direction per communicator]."""
+    world = dist.group.WORLD
+    bound = world.bound_device_id if world is not None else None
+    if world is None or bound is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound

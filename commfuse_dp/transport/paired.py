@@ -18,7 +18,17 @@ ahead of the compute), and a thread answers it, so its time is hidden and the ow
 [Note: Order on every lane]
 Answers of a pair leave in the order of the requests only if they ask for epochs that are published; a request for a later epoch
 is answered when its time has come. Tags keep them apart (gloo, MPI). Where tags are ignored (NCCL), answers must leave in the
-order in which their receives were posted, so there the first request held back holds back the later ones of that peer.
+order in which their receives were posted, so there the first request held back holds back the later ones of that peer
+(`keeps_tags`, `_serve`).
+
+[Note: Streams] (not yet run on a GPU)
+What the host has seen of a GPU is what it called, not what is done. Every call that hands something over (publish, send,
+release, pull) therefore marks the current stream, and whatever is posted afterwards, in whichever thread, starts behind the
+latest mark, on the device: `Marks`. The host never waits for the compute here. What has arrived is known to the host (a
+thread has waited for it), so what it launches then needs no more.
+
+    compute   pack segment (publish: mark)      wgrad -> staging (send: mark)    sum inbox (release: mark)
+    posting                | answer: send segment               | send staging            | next receive -> inbox
 
 [Note: Threads]
 A handle's wait is the only call that finishes a transfer for sure (gloo), so threads wait and tell the receiver: for each peer
@@ -30,23 +40,25 @@ between two steps. Deadlines belong to the waits of the user's thread.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import queue
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from commfuse_dp.device.base import Word
+from commfuse_dp.device.base import Event, Word
 from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import RECEIVE, SEND, Probe, now_ns
 from commfuse_dp.transport import messages as msg
-from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, PARAM_LANE, ExchangeFn, Handle, Tag, TwoSidedTransport
+from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, PARAM_LANE, ExchangeFn, Handle, Tag, Transfer, TwoSidedTransport
 from commfuse_dp.transport.exchange import exchange_of
+from commfuse_dp.transport.marks import Marks
 from commfuse_dp.transport.news import News
 from commfuse_dp.transport.one_sided import OneSidedTransport
 from commfuse_dp.transport.p2p import TorchP2PTransport, open_lanes
@@ -123,8 +135,9 @@ class OwnMemory(Memory):
 class TwoSidedChannel(Channel):
     """See the module."""
 
-    def __init__(self, two_sided: TwoSidedTransport) -> None:
+    def __init__(self, two_sided: TwoSidedTransport, marks: Marks | None = None) -> None:
         self._two_sided = two_sided
+        self._posting = marks.posting if marks is not None else contextlib.nullcontext
         self._peers = [peer for peer in range(two_sided.world_size) if peer != two_sided.rank]
         self._probe = two_sided.probe
         self._receiver: Receiver | None = None
@@ -206,7 +219,8 @@ class TwoSidedChannel(Channel):
             self._isend(payload, dst, GRAD_LANE, number, message)
 
     def _isend(self, buffer: torch.Tensor, dst: int, lane: int, tag: int, message: bytes | None = None) -> None:
-        handle = self._two_sided.isend(buffer, dst, lane=lane, tag=tag)
+        with self._posting():
+            handle = self._two_sided.isend(buffer, dst, lane=lane, tag=tag)
         self._sends_queued += 1  # only ever changed under the transport's lock, which `post` is called with
         self._sends.put(_Sent(handle, dst, message, now_ns()))
 
@@ -226,7 +240,9 @@ class TwoSidedChannel(Channel):
         landing = self._receiver.landing(src, message)
         if landing is None:  # nobody wants it any more, but the send must find its receive
             landing = torch.empty(msg.payload_bytes(message), dtype=torch.uint8)
-        self._due[src, lane].put(_Due(self._two_sided.irecv(landing, src, lane=lane, tag=tag), message, now_ns()))
+        with self._posting():
+            handle = self._two_sided.irecv(landing, src, lane=lane, tag=tag)
+        self._due[src, lane].put(_Due(handle, message, now_ns()))
 
     def _read(self, src: int) -> None:
         """Control messages of one peer, until its goodbye or its end."""
@@ -297,6 +313,14 @@ class _Due(NamedTuple):
     start_ns: int
 
 
+class _Request(NamedTuple):
+    key: int
+    epoch: int
+    request: int
+    start: int
+    nbytes: int
+
+
 class _Sent(NamedTuple):
     handle: Handle
     dst: int
@@ -316,8 +340,7 @@ class PairedTransport(OneSidedTransport):
         exchange: the group's collective object exchange, used in `expose`.
         inbox_bytes: room for unreleased messages, per pair and direction; the same amount again is used for staging.
         deadline_s: longest single wait of the user's thread, in seconds.
-        device: where segments, staging and inboxes live. CUDA has not been run yet: it waits for the current stream before
-            anything is handed over, which is right but slow.
+        device: where segments, staging and inboxes live. CUDA has not been run yet: see [Note: Streams].
     """
 
     in_place: ClassVar[bool] = False
@@ -333,29 +356,68 @@ class PairedTransport(OneSidedTransport):
         device: torch.device | None = None,
     ) -> None:
         self.name = two_sided.name  # type: ignore[misc]
-        self._device = device if device is not None else torch.device("cpu")
+        device = device if device is not None else torch.device("cpu")
+        self._marks = Marks(device) if device.type == "cuda" else None
+        self._in_order = not two_sided.keeps_tags
+        self._requests: dict[int, deque[_Request]] = defaultdict(deque)  # of each peer, in order, if tags are ignored
         rank, world_size = two_sided.rank, two_sided.world_size
         super().__init__(
             rank,
             world_size,
-            channel=TwoSidedChannel(two_sided),
-            memory=OwnMemory(rank, world_size, exchange, inbox_bytes, self._device),
+            channel=TwoSidedChannel(two_sided, self._marks),
+            memory=OwnMemory(rank, world_size, exchange, inbox_bytes, device),
             inbox_bytes=inbox_bytes,
             deadline_s=deadline_s,
             probe=probe if probe is not None else two_sided.probe,
         )
 
     def publish(self, key: int, epoch: int, *, more: bool = False) -> None:
-        self._settle()
+        self._mark()
         super().publish(key, epoch)
+        if self._in_order:
+            with self._lock:
+                for src in self._requests:
+                    self._serve(src)
+
+    def pull(
+        self,
+        owner: int,
+        key: int,
+        epoch: int,
+        *,
+        start: int = 0,
+        nbytes: int | None = None,
+        out: torch.Tensor | None = None,
+        after: Event | None = None,
+    ) -> Transfer:
+        self._mark()  # `out` may still be read
+        return super().pull(owner, key, epoch, start=start, nbytes=nbytes, out=out, after=after)
 
     def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None) -> None:
-        self._settle()
+        self._mark()
         super().send(dst, tag, buffer)
 
-    def _settle(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+    def release(self, src: int, tag: Tag, *, more: bool = False) -> None:
+        self._mark()
+        super().release(src, tag, more=more)
+
+    def _mark(self) -> None:
+        if self._marks is not None:
+            self._marks.mark()
+
+    def _on_pull(self, src: int, key: int, epoch: int, request: int, _d: int, start: int, nbytes: int) -> None:
+        if not self._in_order or self._published[self.rank].get(key, 0) > epoch:
+            super()._on_pull(src, key, epoch, request, _d, start, nbytes)
+            return
+        self._requests[src].append(_Request(key, epoch, request, start, nbytes))
+        self._serve(src)
+
+    def _serve(self, src: int) -> None:
+        """Answer the requests of a peer up to the first one whose time has not come. Called under the lock."""
+        waiting = self._requests[src]
+        while waiting and self._published[self.rank].get(waiting[0].key, 0) == waiting[0].epoch:
+            key, _, request, start, nbytes = waiting.popleft()
+            self._answer(src, key, request, start, nbytes)
 
 
 def open_p2p(
@@ -371,8 +433,8 @@ def open_p2p(
     Raises TransportError if torch.distributed is not initialised or the communicators cannot be made.
     """
     probe = probe if probe is not None else Probe()
-    lanes = open_lanes(group, setup_s=deadline_s)
-    two_sided = TorchP2PTransport(lanes.groups, deadline_s=FOREVER_S, probe=probe, keep=lanes.keep)
+    lanes = open_lanes(group, setup_s=deadline_s, device=device)
+    two_sided = TorchP2PTransport(lanes.groups, down=lanes.down, deadline_s=FOREVER_S, probe=probe, keep=lanes.keep)
     return PairedTransport(
         two_sided, exchange_of(group), inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe, device=device
     )
