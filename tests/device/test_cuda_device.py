@@ -1,0 +1,238 @@
+"""What CudaDevice asks of the driver, without a GPU: the driver is a recorder; the constants are cuda-bindings' own."""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from commfuse_dp.device import cuda
+from commfuse_dp.device.base import Word, as_int32, reached
+from commfuse_dp.device.cuda import Card, CudaDevice, CudaStream
+from commfuse_dp.errors import TransportError
+from commfuse_dp.transport.symmetric_memory import TorchSymmetricMemory
+from tests.support.threads import ExchangeFn, run_ranks
+
+driver = pytest.importorskip("cuda.bindings.driver")
+
+
+class Recorder:
+    """Calls as (name, arguments); everything else is the real module's. `fails`: name of the call that does not succeed."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.fails = ""
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu"):
+            return getattr(driver, name)
+
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            if name == "cuStreamBatchMemOp":
+                words = [(int(op.writeValue.address), int(op.writeValue.value), op.writeValue.flags) for op in arguments[2]]
+                arguments = (arguments[0], arguments[1], words, arguments[3])
+            self.calls.append((name, *arguments))
+            ok = driver.CUresult.CUDA_SUCCESS
+            return (driver.CUresult.CUDA_ERROR_NOT_SUPPORTED if name == self.fails else ok, 0)
+
+        return call
+
+
+@pytest.fixture
+def device() -> Any:
+    made = CudaDevice.__new__(CudaDevice)
+    made.torch_device = torch.device("cpu")
+    made.peer_writes = "value"
+    made._driver, made._geq, made._eq = Recorder(), 0, 1
+    made._threads = threading.local()
+    made._known, made._operations, made._own_words = {}, {}, {}
+    return made
+
+
+def stream(handle: int = 7) -> CudaStream:
+    return CudaStream("s", SimpleNamespace(cuda_stream=handle))  # type: ignore[arg-type]
+
+
+PAD = torch.zeros(8, dtype=torch.int32)
+AT = PAD.data_ptr()
+
+
+def test_waits(device: Any) -> None:
+    device.wait_value(stream(), PAD, 3, 5)
+    device.wait_value(stream(), PAD, 0, -2, exact=True)
+    assert device._driver.calls == [
+        ("cuStreamWaitValue32", 7, AT + 12, 5, 0),
+        ("cuStreamWaitValue32", 7, AT, 0xFFFFFFFE, 1),
+    ]
+    assert int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ) == 0
+    assert int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ) == 1
+
+
+def test_many_words_go_in_batches_below_256(device: Any) -> None:
+    for epoch in (1, -1):  # the second time with operations made before
+        device._driver.calls.clear()
+        device.write_values(stream(), [Word(PAD, n % 8, epoch * (n + 1)) for n in range(600)])
+        calls = device._driver.calls
+        assert [call[0] for call in calls] == ["cuStreamBatchMemOp"] * 3 and [call[2] for call in calls] == [255, 255, 90]
+        assert all(call[2] == len(call[3]) < 256 for call in calls)
+    device._driver.calls.clear()
+    device.write_values(stream(), [Word(PAD, 1, 9)])
+    assert device._driver.calls == [("cuStreamWriteValue32", 7, AT + 4, 9, 0)]
+
+
+def test_a_batch_holds_different_words(device: Any) -> None:
+    device.write_values(stream(), [Word(PAD, n, n - 1) for n in range(8)])
+    assert device._driver.calls[0][3] == [(AT + 4 * n, (n - 1) & 0xFFFFFFFF, 0) for n in range(8)]
+
+
+def test_words_by_copies(device: Any) -> None:
+    device.peer_writes = "copy"
+    own = device._own_words[7] = torch.zeros(1, dtype=torch.int32)
+    device.write_values(stream(), [Word(PAD, 0, 4), Word(PAD, 1, 4), Word(PAD, 2, 5)])
+    word = own.data_ptr()
+    assert device._driver.calls == [
+        ("cuStreamWriteValue32", 7, word, 4, 0),
+        ("cuMemcpyAsync", AT, word, 4, 7),
+        ("cuMemcpyAsync", AT + 4, word, 4, 7),
+        ("cuStreamWriteValue32", 7, word, 5, 0),
+        ("cuMemcpyAsync", AT + 8, word, 4, 7),
+    ]
+
+
+def test_copies_and_errors(device: Any) -> None:
+    a, b = torch.zeros(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
+    device.copy(a, b, stream())
+    device.copy(a[:0], b[:0], stream())  # nothing
+    assert device._driver.calls == [("cuMemcpyAsync", a.data_ptr(), b.data_ptr(), 16, 7)]
+    device._driver.fails = "cuStreamWriteValue32"
+    with pytest.raises(TransportError, match="cuStreamWriteValue32 failed: CUDA_ERROR_NOT_SUPPORTED"):
+        device.write_value(stream(), PAD, 0, 1)
+
+
+def test_streams_are_equal_by_their_handle() -> None:
+    assert stream(1) == stream(1) != stream(2) and len({stream(1), stream(1), stream(2)}) == 2
+
+
+def test_a_missing_driver_is_a_problem_and_not_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(uuid="u", name="NVIDIA H100", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    for driver_, part in (
+        (SimpleNamespace(cuDriverGetVersion=lambda: (driver.CUresult.CUDA_SUCCESS, 11080)), "CUDA 11.8 only; update it"),
+        (SimpleNamespace(cuDriverGetVersion=lambda: 1 / 0), "cannot load the NVIDIA driver"),
+        (SimpleNamespace(cuDriverGetVersion=lambda: (driver.CUresult.CUDA_SUCCESS, 13000)), None),
+    ):
+        monkeypatch.setattr(cuda, "_driver", lambda d=driver_: d)
+        found = cuda.card(torch.device("cuda", 1))
+        assert found[:4] == (1, "u", "NVIDIA H100", (9, 0))
+        assert found.problem is None if part is None else part in str(found.problem)
+
+    def missing() -> Any:
+        raise TransportError("cuda-bindings is missing")
+
+    monkeypatch.setattr(cuda, "_driver", missing)
+    assert cuda.card(torch.device("cuda", 1)).problem == "cuda-bindings is missing"
+    with pytest.raises(TransportError, match=r"NVIDIA H100 \(cuda:1\): cuda-bindings is missing"):
+        CudaDevice(torch.device("cuda", 1))
+
+
+def test_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Card(0, "a", "NVIDIA H100", (9, 0), None)
+    visible = {0: "a", 1: "b", 2: "c", 3: "d"}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=visible[index]))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: b != 3)
+    success = driver.CUresult.CUDA_SUCCESS
+    fake = SimpleNamespace(
+        CUdevice_P2PAttribute=driver.CUdevice_P2PAttribute,
+        cuDeviceGetP2PAttribute=lambda attribute, a, b: (success, int(b == 1)),
+    )
+    monkeypatch.setattr(cuda, "_driver", lambda: fake)
+    found = {uuid: cuda.link(own, own._replace(uuid=uuid)) for uuid in "abcde"}
+    assert found == {"a": "one GPU", "b": "NVLink", "c": "PCIe", "d": None, "e": "unknown"}
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "exact", "expected"),
+    [
+        (5, 5, False, True),
+        (6, 5, False, True),
+        (4, 5, False, False),
+        (-(2**31), 2**31 - 1, False, True),  # one more, wrapped around
+        (2**31 - 1, -(2**31), False, False),
+        (6, 5, True, False),
+        (-1, 2**32 - 1, True, True),
+    ],
+)
+def test_what_a_wait_waits_for(word: int, value: int, exact: bool, expected: bool) -> None:
+    assert reached(word, value, exact=exact) is expected
+
+
+def test_int32() -> None:
+    assert [as_int32(v) for v in (0, 2**31, 2**32 - 1, -1, 2**40 + 3)] == [0, -(2**31), -1, -1, 3]
+
+
+# ---- torch's symmetric memory, as far as the host goes -----------------------------------------------------------------
+class Native:
+    """Stands for torch's `_SymmetricMemory`: `full` has no room, buffers start 16 bytes off, as behind a signal pad."""
+
+    def __init__(self, full: bool = False) -> None:
+        self.full = full
+        self.overlapping: list[str | None] = []
+
+    def empty_strided_p2p(self, size: Any, stride: Any, dtype: Any, device: Any, group: Any) -> torch.Tensor:
+        if self.full:
+            raise RuntimeError("CUDA driver error: out of memory\nmore")
+        whole = torch.full((size[0] + 512,), 7, dtype=dtype)
+        return whole[-whole.data_ptr() % 256 + 16 :][: size[0]]
+
+    def rendezvous(self, block: torch.Tensor, group: str) -> Any:
+        self.overlapping.append(os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"))
+        return SimpleNamespace(get_buffer=lambda rank, size, dtype: block)
+
+
+def memory(rank: int, exchange: ExchangeFn, native: Native, *, overlapping: bool) -> TorchSymmetricMemory:
+    made = TorchSymmetricMemory.__new__(TorchSymmetricMemory)
+    made._native, made._exchange, made._device = native, exchange, torch.device("cpu")  # type: ignore[assignment]
+    made._overlapping, made._group_name, made._rank, made._world_size, made._blocks = overlapping, "0", rank, 2, []
+    return made
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_blocks_are_zeroed_aligned_and_of_the_largest_size(no_gpu: None, overlapping: bool) -> None:
+    native = Native()
+    # One rank: the variable of the environment belongs to the process. The peer asks for 150 bytes.
+    blocks = memory(0, lambda item: [item, 150 if isinstance(item, int) else None], native, overlapping=overlapping).allocate(
+        100, "a test"
+    )
+    assert [block.numel() for block in blocks] == [150, 150] and not any(int(block.sum()) for block in blocks)
+    assert all(block.data_ptr() % 256 == 0 for block in blocks)
+    assert native.overlapping == (["1"] if overlapping else [None])
+    assert "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES" not in os.environ
+
+
+def test_too_little_memory_is_said_on_all_ranks(no_gpu: None) -> None:
+    def body(rank: int, exchange: ExchangeFn) -> str:
+        with pytest.raises(TransportError) as caught:
+            memory(rank, exchange, Native(full=rank == 1), overlapping=False).allocate(100, "inboxes (inbox_bytes = 100)")
+        return str(caught.value)
+
+    for text in run_ranks(2, body):
+        for part in (
+            "rank 1 cannot get 356 bytes",
+            "inbox_bytes = 100",
+            "1000 of 2000 bytes",
+            "out of memory",
+            "prefetch_bytes",
+        ):
+            assert part in text
