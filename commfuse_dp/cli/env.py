@@ -19,7 +19,7 @@ from rich.text import Text
 import commfuse_dp
 from commfuse_dp import autoload
 from commfuse_dp.cli.env_integrations import ask_integrations
-from commfuse_dp.cli.env_transports import Finding, try_transports
+from commfuse_dp.cli.env_transports import Finding, ask_kernels, try_transports
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.errors import ConfigError
 
@@ -33,6 +33,8 @@ _PACKAGES = (
     "pydantic",
     "pyyaml",
     "triton",
+    "cuda-core",
+    "cuda-bindings",
     "matplotlib",
 )
 _TORCH_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -45,6 +47,7 @@ def collect() -> dict[str, Any]:
         "versions": _versions(),
         "machine": _machine(),
         "transports": {name: finding._asdict() for name, finding in try_transports().items()},
+        "kernels": {name: finding._asdict() for name, finding in ask_kernels().items()},
         "autoload": _autoload()._asdict(),
         "settings": _settings(),
         "integrations": {name: finding._asdict() for name, finding in ask_integrations().items()},
@@ -219,6 +222,7 @@ def _show(facts: dict[str, Any], console: Console) -> None:
         )
     )
     console.print(_section("transports", [(name, f["detail"], f["works"]) for name, f in facts["transports"].items()]))
+    console.print(_section("kernels", [(name, f["detail"], f["works"]) for name, f in facts["kernels"].items()]))
     settings = facts["settings"]
     said = ", ".join(f"{name}={value}" for name, value in settings["variables"].items()) or "no COMMFUSE variables"
     changed = ", ".join(f"{key}={value}" for key, value in settings["changed"].items()) or "all at their defaults"

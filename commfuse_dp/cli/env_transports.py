@@ -26,15 +26,22 @@ def try_transports() -> dict[str, Finding]:
         "tcp": _try_tcp,
         "p2p (gloo)": _try_gloo,
         "p2p (nccl)": _try_nccl,
+        "symmetric": _ask_symmetric,
         "mpi": _try_mpi,
     }
-    found = {}
-    for name, trial in trials.items():
-        try:
-            found[name] = trial()
-        except Exception as error:
-            found[name] = Finding(False, f"{type(error).__name__}: {error}")
-    return found
+    return {name: _found(trial) for name, trial in trials.items()}
+
+
+def ask_kernels() -> dict[str, Finding]:
+    """Kind of kernel -> whether it can be used here. Never raises."""
+    return {"triton": _found(_ask_triton), "cuda c++": _found(_ask_nvrtc)}
+
+
+def _found(trial: Callable[[], Finding]) -> Finding:
+    try:
+        return trial()
+    except Exception as error:
+        return Finding(False, f"{type(error).__name__}: {error}")
 
 
 def _try_shm() -> Finding:
@@ -92,6 +99,41 @@ def _try_nccl() -> Finding:
     return Finding(
         True, f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, {count} GPU(s); not tried: it needs a GPU a rank"
     )
+
+
+def _ask_symmetric() -> Finding:
+    import torch
+
+    if torch.cuda.device_count() == 0:
+        return Finding(False, "no GPU is visible")
+    from commfuse_dp.device.cuda import card
+
+    own = card(torch.device("cuda", torch.cuda.current_device()))
+    if own.problem is not None:
+        return Finding(False, own.problem)
+    return Finding(True, f"{own.name}: streams can wait for words; not tried: it needs the peers' GPUs")
+
+
+def _ask_triton() -> Finding:
+    import torch
+
+    if torch.cuda.device_count() == 0:
+        return Finding(False, "GEMMs that wait for slices: no GPU is visible")
+    from commfuse_dp.kernels.choice import unavailable
+
+    why = unavailable(torch.device("cuda", torch.cuda.current_device()), (torch.bfloat16,))
+    return Finding(why is None, why or "GEMMs that wait for slices, where they are faster than cuBLAS by slices")
+
+
+def _ask_nvrtc() -> Finding:
+    import torch
+
+    if torch.cuda.device_count() == 0:
+        return Finding(False, "sums and packing: no GPU is visible")
+    from commfuse_dp.kernels.nvrtc import unavailable
+
+    why = unavailable()
+    return Finding(why is None, why or "sums and packing, compiled at first use")
 
 
 def _try_mpi() -> Finding:

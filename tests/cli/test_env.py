@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from commfuse_dp import autoload
@@ -42,6 +43,7 @@ def test_on_this_machine(monkeypatch, capfd):
     facts = json.loads(capfd.readouterr().out)  # and nothing else
     for name in ("shm", "tcp", "p2p (gloo)"):
         assert facts["transports"][name]["works"], facts["transports"][name]
+    assert facts["transports"]["symmetric"]["works"] == facts["kernels"]["triton"]["works"] == torch.cuda.is_available()
     assert list(facts["integrations"]) == ["fsdp2", "fsdp1", "ddp", "deepspeed", "accelerate"]
     for name in ("fsdp2", "fsdp1", "ddp"):
         assert facts["integrations"][name]["works"], facts["integrations"][name]
@@ -193,6 +195,7 @@ def test_facts_that_cannot_be_had(monkeypatch):
         "versions": {"torch": None},
         "machine": {**machine, "devices": "unknown (RuntimeError: driver)"},
         "transports": {"shm": {"works": False, "detail": "because [of] this"}},
+        "kernels": {},
         "autoload": {"works": False, "detail": ""},
         "settings": {"variables": {}, "error": "wrong", "changed": {}},
         "integrations": {},
