@@ -31,6 +31,12 @@ A fresh buffer from torch's allocator may have been used by the current stream a
 behind that: a `pull` without `after` therefore runs behind everything in the current stream. Window buffers and staging live
 as long as the transport or the caller's pool, so nothing is ever freed under a copy.
 
+[Note: Kernels that wait]
+A kernel that waits for an arrival word holds its multiprocessors. That is harmless while the copy that it waits for is made by
+a copy engine, as between two GPUs. Inside one GPU CUDA may copy by a kernel (NCCL's ce_coll.cc asks CUDA 13.1 for copy engines
+there, as that is not the default), for which a persistent kernel that waits on every multiprocessor leaves no room: both would
+stand for ever. So if any two ranks share a GPU, pulls have no arrival word, and kernels are launched behind `Transfer.wait`.
+
 [Note: The end]
 `close` waits (host, bounded) until this rank's streams have done what it enqueued, since the peers wait for some of it, then
 says goodbye. Memory of a peer that has gone stays mapped. If a stream cannot be freed, the memory is kept until the process
@@ -64,7 +70,13 @@ from commfuse_dp.transport.symmetric_windows import Pull, Windows
 
 CLOSE_S = 5.0  # longest time that close() waits for the own streams, and again after releasing them
 _log = logging.getLogger("commfuse_dp")
-_never_freed: list[object] = []  # see [Note: The end]
+_never_freed: list[object] = []  # see [Note: Kernels that wait]
+A kernel that waits for an arrival word holds its multiprocessors. That is harmless while the copy that it waits for is made by
+a copy engine, as between two GPUs. Inside one GPU CUDA may copy by a kernel (NCCL's ce_coll.cc asks CUDA 13.1 for copy engines
+there, as that is not the default), for which a persistent kernel that waits on every multiprocessor leaves no room: both would
+stand for ever. So if any two ranks share a GPU, pulls have no arrival word, and kernels are launched behind `Transfer.wait`.
+
+[Note: The end]
 _open_transports: weakref.WeakSet[SymmetricTransport] = weakref.WeakSet()
 
 
@@ -84,6 +96,7 @@ class SymmetricTransport(Transport):
         channel: control messages: goodbyes, deaths, failures. Owned from now on.
         inbox_bytes: room for messages from each peer, once per channel; once more for what is computed for each peer. Memory
             in all: 4 * inbox_bytes * (world_size - 1), and a little.
+        kernels_may_wait: see [Note: Kernels that wait]. False: pulls have no `arrival`.
     """
 
     name: ClassVar[str] = "symmetric"
@@ -103,6 +116,7 @@ class SymmetricTransport(Transport):
         inbox_bytes: int,
         deadline_s: float,
         probe: Probe | None = None,
+        kernels_may_wait: bool = True,
     ) -> None:
         super().__init__(rank, world_size, deadline_s=deadline_s, probe=probe)
         self.device = device
@@ -128,7 +142,7 @@ class SymmetricTransport(Transport):
             watch=self._watch,
             probe=self.probe,
         )
-        self._windows = Windows(self._core)
+        self._windows = Windows(self._core, kernels_may_wait=kernels_may_wait)
         self._messages = Messages(self._core, layout, inbox_bytes)
         self._pid = os.getpid()
         _open_transports.add(self)

@@ -23,7 +23,7 @@ class Pull(Transfer):
 
     __slots__ = ("_core", "_event", "_out", "_wait", "arrival")
 
-    def __init__(self, core: Core, out: torch.Tensor, event: Event, wait: Wait | None, arrival: Word) -> None:
+    def __init__(self, core: Core, out: torch.Tensor, event: Event, wait: Wait | None, arrival: Word | None) -> None:
         self._core, self._out, self._event, self._wait = core, out, event, wait
         self.arrival = arrival
 
@@ -47,8 +47,9 @@ class Pull(Transfer):
 class Windows:
     """Segments of all ranks, and this rank's pulls from them."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, *, kernels_may_wait: bool) -> None:
         self._core = core
+        self._kernels_may_wait = kernels_may_wait
         self._gather = core.device.side_stream("gather")
         self._sizes: list[tuple[int, ...]] | None = None
         self._segments: list[list[torch.Tensor]] = []  # [owner][key]
@@ -129,7 +130,7 @@ class Windows:
             where = Where(f"(window {key})", epoch, f"bytes {start} to {start + nbytes}", nbytes)
             wait = core.stand(gather, (self._published_by(owner, key, epoch),), where, "to publish a parameter slice")
         device.copy(out, self._segments[owner][key].narrow(0, start, nbytes), gather)
-        arrival = self._signal()
+        arrival = self._signal() if self._kernels_may_wait else None
         event = core.behind(gather, wait) if wait is not None else device.record(gather)
         if owner != core.rank:
             core.probe.counters.param_bytes_received += nbytes
