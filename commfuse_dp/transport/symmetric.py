@@ -70,13 +70,7 @@ from commfuse_dp.transport.symmetric_windows import Pull, Windows
 
 CLOSE_S = 5.0  # longest time that close() waits for the own streams, and again after releasing them
 _log = logging.getLogger("commfuse_dp")
-_never_freed: list[object] = []  # see [Note: Kernels that wait]
-A kernel that waits for an arrival word holds its multiprocessors. That is harmless while the copy that it waits for is made by
-a copy engine, as between two GPUs. Inside one GPU CUDA may copy by a kernel (NCCL's ce_coll.cc asks CUDA 13.1 for copy engines
-there, as that is not the default), for which a persistent kernel that waits on every multiprocessor leaves no room: both would
-stand for ever. So if any two ranks share a GPU, pulls have no arrival word, and kernels are launched behind `Transfer.wait`.
-
-[Note: The end]
+_never_freed: list[object] = []  # see [Note: The end]
 _open_transports: weakref.WeakSet[SymmetricTransport] = weakref.WeakSet()
 
 
