@@ -12,7 +12,6 @@ units (plan.py); how a slice is computed is the caller's business (ops/).
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -33,7 +32,6 @@ from commfuse_dp.probe import COMPUTE, Probe, now_ns
 from commfuse_dp.schedule.orders import scatter_owners
 from commfuse_dp.transport.base import Transport
 
-log = logging.getLogger("commfuse_dp")
 Produce = Callable[[UnitSlice, "list[Piece]"], None]
 
 
@@ -83,10 +81,7 @@ class Engine:
         self._accumulating: set[int] = set()
         self._gemms: Gemms | None = None
         if transport.device is not None and config.kernels != "blas":
-            if not transport.shared_device or config.kernels == "triton":
-                self._gemms = Gemms(Chooser(config.kernels), transport.device)
-            else:  # within one GPU a copy may need multiprocessors, all of which a kernel that waits for it may hold
-                log.info("GEMMs by BLAS, slice by slice: several ranks share a GPU (kernels='triton' insists on kernels)")
+            self._gemms = Gemms(Chooser(config.kernels), transport.device)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
     def begin_step(self) -> None:

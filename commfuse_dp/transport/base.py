@@ -96,7 +96,6 @@ class Transport(ABC):
     in_place: ClassVar[bool]  # pulled slices are read where the owner published them: no window buffers are needed
     device_ordered: ClassVar[bool] = False  # see [Note: Device-ordered transports]
     device: Device | None = None  # whose streams its waits stand in, if device_ordered
-    shared_device = False  # several ranks are on one accelerator
 
     def __init__(self, rank: int, world_size: int, *, deadline_s: float, probe: Probe | None = None) -> None:
         self.rank = rank

@@ -146,5 +146,4 @@ def open_symmetric(
         deadline_s=deadline_s,
         probe=probe,
     )
-    transport.shared_device = len({card.uuid for card in cards}) < len(cards)
     return transport, how
