@@ -75,8 +75,8 @@ class CommFuseConfig(BaseModel):
     )
     kernels: Literal["auto", "triton", "blas"] = Field(
         "auto",
-        description="On GPUs, what computes fused linears: 'triton' kernels that wait for slices by themselves, 'blas' slice by "
-        "slice (cuBLAS), 'auto' the faster one, measured once per shape.",
+        description="On GPUs, what computes fused linears: 'triton' kernels that wait for slices by themselves, 'blas' slice "
+        "by slice (cuBLAS), 'auto' the faster one, measured once per shape.",
     )
     deadline_s: float = Field(300.0, gt=0, description="Longest single wait for a peer, in seconds, before a named error.")
 
