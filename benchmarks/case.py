@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 VARIANTS = ("compute", "fsdp2", "fsdp2-best", "ddp", "commfuse", "commfuse-unfused")  # those run if nothing is said
+SEPARATE = ("fsdp2-symm", "fsdp2-rs-group")  # FSDP2's own ways to less contention, of use on GPUs
+JOB_VARIANTS = ("fsdp2", *SEPARATE, "commfuse")  # those run under torchrun if nothing is said
 DEFERRED = ("zero1-commfuse-deferred", "zero2-commfuse-deferred")  # with defer_gather
 DEEPSPEED = (*(f"zero{stage}{kind}" for stage in (1, 2, 3) for kind in ("", "-commfuse")), *DEFERRED)
 
@@ -36,6 +38,14 @@ class Case:
     seed: int = 0
     search_rounds: int = 2  # timed steps of each candidate when fsdp2-best and ddp look for their best settings
     deadline_s: float = 120.0
+    precision: str = "fp32"  # "bf16": FSDP2's mixed precision, gradients reduced in fp32
+    sequence: int = 0  # tokens of a sequence, and sequences a rank: tokens = sequence x batch; 0: the model has none
+    batch: int = 0
+    checkpoint_activations: bool = False
+    kernels: str = "auto"
+    schedule: str = "auto"  # "alternating" blocks, or "one-by-one": built, timed and freed in turn; "auto": by memory
+    peak_tflops: float | None = None  # of one device, for the model FLOPs utilisation
+    job: bool = False  # a rank of a job that was started by torchrun: its network is not the benchmark's to count
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
@@ -57,8 +67,10 @@ class Block:
     main_cpu_s: float  # of which: the thread that trains
     threads_cpu_s: dict[str, float]  # by thread name, the other threads
     softirq_s: float  # of the whole host (all ranks and everybody else)
-    tx_bytes: int
-    rx_bytes: int
+    tx_bytes: int | None  # None: not counted
+    rx_bytes: int | None
+    host_s: float | None = None  # until the host had enqueued the block; None: on the CPU there is no queue
+    peak_bytes: int | None = None  # device memory above what was allocated when the block began
 
 
 @dataclass
@@ -79,6 +91,8 @@ class CaseResult:
     root_bytes: int  # parameters of no layer (embeddings, head)
     minimum_bytes: int  # per step and rank, each way
     variants: list[VariantRecord]
+    left_out: dict[str, str] = field(default_factory=dict)  # variant -> why it cannot run here
+    facts: dict[str, Any] = field(default_factory=dict)  # what it ran on, and how
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))

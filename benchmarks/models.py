@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.case import BenchmarkError
+from benchmarks import models_llama
+from benchmarks.case import BenchmarkError, Case
 from commfuse_dp.cli.demo_model import VOCABULARY, ByteGPT, next_byte_loss
 
-MODELS = ("linears", "gpt")
+MODELS = ("linears", "gpt", *models_llama.SHAPES)
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -52,31 +54,47 @@ class Task:
     model: nn.Module
     layers: list[nn.Module]
     loss: Callable[[nn.Module, Batch], torch.Tensor]
+    fill: Callable[[int, int], None] | None = None
+    """(rank, world_size): gives a model on the meta device its weights, after it was sharded. None: it has them."""
 
 
-def build(name: str, *, seed: int, device: str) -> Task:
+def build(case: Case) -> Task:
     """The same weights for the same seed, whatever was built before. Raises BenchmarkError for an unknown name."""
-    torch.manual_seed(seed)
-    if name == "linears":
-        model = Linears().to(device)
+    if case.model in models_llama.SHAPES:
+        llama = models_llama.meta_model(case.model, recompute=case.checkpoint_activations)
+
+        def fill(rank: int, world_size: int) -> None:
+            models_llama.materialize(llama, seed=case.seed, device=case.device, rank=rank, world_size=world_size)
+
+        return Task(llama, list(llama.layers), lambda m, batch: models_llama.next_token_loss(m, *batch), fill)
+    torch.manual_seed(case.seed)
+    if case.model == "linears":
+        model = Linears().to(case.device)
         return Task(model, list(model.layers), lambda m, batch: F.mse_loss(m(batch[0]), batch[1]))
-    if name == "gpt":
-        gpt = ByteGPT(width=512, layers=8, heads=8, context=CONTEXT).to(device)
+    if case.model == "gpt":
+        gpt = ByteGPT(width=512, layers=8, heads=8, context=CONTEXT).to(case.device)
         return Task(gpt, list(gpt.blocks), lambda m, batch: next_byte_loss(m, batch[0], batch[1]))
-    raise BenchmarkError(f"model {name!r}: {', '.join(MODELS)} are known.")
+    raise BenchmarkError(f"model {case.model!r}: {', '.join(MODELS)} are known.")
 
 
-def batches(name: str, *, tokens: int, rank: int, seed: int, device: str, count: int = 4) -> list[Batch]:
-    """`count` batches of `tokens` tokens for one rank; every rank has its own, every variant the same."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank + 1)
-    made = []
-    for _ in range(count):
-        if name == "linears":
-            x = torch.randn(tokens, WIDTH, generator=generator)
-            y = torch.randn(tokens, WIDTH, generator=generator)
-        else:
-            length = min(tokens, CONTEXT)
-            text = torch.randint(0, VOCABULARY, (max(1, tokens // length), length + 1), generator=generator)
-            x, y = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-        made.append((x.to(device), y.to(device)))
-    return made
+def batches(case: Case, rank: int, *, count: int = 4) -> list[Batch]:
+    """`count` batches of `case.tokens` tokens for one rank; every rank has its own, every variant the same."""
+    generator = torch.Generator().manual_seed(1000 * case.seed + rank + 1)
+    if case.model == "linears":
+        make = partial(_vectors, case.tokens, generator)
+    elif case.model in models_llama.SHAPES:
+        make = partial(_text, models_llama.SHAPES[case.model].vocabulary, case.batch, case.sequence, generator)
+    else:
+        length = min(case.tokens, CONTEXT)
+        make = partial(_text, VOCABULARY, max(1, case.tokens // length), length, generator)
+    return [(x.to(case.device), y.to(case.device)) for x, y in (make() for _ in range(count))]
+
+
+def _vectors(tokens: int, generator: torch.Generator) -> Batch:
+    x = torch.randn(tokens, WIDTH, generator=generator)
+    return x, torch.randn(tokens, WIDTH, generator=generator)
+
+
+def _text(vocabulary: int, sequences: int, length: int, generator: torch.Generator) -> Batch:
+    text = torch.randint(0, vocabulary, (sequences, length + 1), generator=generator)
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()

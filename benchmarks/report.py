@@ -61,10 +61,8 @@ def summarize(result: CaseResult, *, steps: int, link_bytes_per_s: float | None)
         if stock:
             row["speedup_over_stock"] = spread([r / t for r, t in zip(stock, own, strict=True)])
         row["exposed_ms"] = _exposed(record, steps)
-        row["bytes_per_step"] = statistics.median(
-            max(max(block.tx_bytes, block.rx_bytes) for block in ranks) / steps for ranks in record.blocks
-        )
-        row["bytes_over_minimum"] = row["bytes_per_step"] / result.minimum_bytes if result.minimum_bytes else None
+        moved = row["bytes_per_step"] = _bytes(record, steps)
+        row["bytes_over_minimum"] = moved / result.minimum_bytes if result.minimum_bytes and moved is not None else None
         row["cpu"] = _cpu(record, by_name.get("compute"), steps)
         row["notes"] = record.notes
         row["first_loss"], row["last_loss"] = record.losses[0], record.losses[-1]
@@ -78,6 +76,17 @@ def summarize(result: CaseResult, *, steps: int, link_bytes_per_s: float | None)
         "variants": rows,
         "warnings": _warnings(by_name, rows, link_bytes_per_s is not None),
     }
+
+
+def _bytes(record: VariantRecord, steps: int) -> float | None:
+    """Of the busiest rank's busier direction, median over rounds; None where nobody counted."""
+    rounds = []
+    for ranks in record.blocks:
+        ways = [way for block in ranks for way in (block.tx_bytes, block.rx_bytes)]
+        if None in ways:
+            return None
+        rounds.append(max(way for way in ways if way is not None) / steps)
+    return statistics.median(rounds)
 
 
 def _exposed(record: VariantRecord, steps: int) -> dict[str, float] | None:
@@ -189,6 +198,8 @@ def _commit() -> str:
 # ---- for people ------------------------------------------------------------------------------------------------------
 def markdown(record: Summary) -> str:
     """The whole run as one page. `record` is what train_step stores: {"conditions", "settings", "cases": [...]}."""
+    from benchmarks import report_job  # which needs this module's figures
+
     about, settings = record["conditions"], record["settings"]
     lines = [
         f"# Training step, {settings['world_size']} ranks: {record['date']}",
@@ -198,15 +209,24 @@ def markdown(record: Summary) -> str:
         "",
         f"    {about['command']}",
         "",
-        f"Model {settings['model']}, {settings['tokens']} tokens a rank, fp32, AdamW ({settings['optimizer']}), seed "
-        f"{settings['seed']}; {settings['rounds']} rounds of {settings['steps']} steps, variants alternating in rotated order; "
-        "a step's time is the slowest rank's; p50 (p20-p80).",
+        f"Model {settings['model']}, {settings['tokens']} tokens a rank, {_precision(settings)}, AdamW "
+        f"({settings['optimizer']}), seed {settings['seed']}; {settings['rounds']} rounds of {settings['steps']} steps, "
+        f"{'' if settings.get('job') else 'variants alternating in rotated order; '}a step's time is the slowest rank's; "
+        "p50 (p20-p80).",
     ]
     for case in record["cases"]:
-        lines += ["", f"## {case['title']}", "", *_case_lines(case)]
+        lines += ["", f"## {case['title']}", "", *(report_job.lines(case) if "job" in case else _case_lines(case))]
     if record.get("picture"):
         lines += ["", f"![step time over link speed]({record['picture']})"]
     return "\n".join(lines) + "\n"
+
+
+def _precision(settings: Summary) -> str:
+    """Records from before there was a choice are fp32."""
+    words = settings.get("precision", "fp32")
+    if settings.get("sequence"):
+        words += f", sequences of {settings['sequence']}"
+    return words + (", activations recomputed" if settings.get("checkpoint_activations") else "")
 
 
 def _case_lines(case: Summary) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.case import Case
+from benchmarks.clock import clock_of
 from benchmarks.models import Batch
+from benchmarks.models_llama import SHAPES
 from benchmarks.variants import Ddp, Fsdp2, Variant
 
 Settings = dict[str, Any]
@@ -51,24 +53,35 @@ def fastest(
 ) -> tuple[Settings, list[dict[str, Any]]]:
     """Alternating steps of each candidate, the quickest of each counts (a disturbance only ever adds time).
 
-    A step's time is the slowest rank's, so that all ranks choose alike.
+    A step's time is the slowest rank's, so that all ranks choose alike. A model that is filled after sharding is a large one:
+    its candidates are built, timed and freed one by one.
     """
-    variants = [make(settings) for settings in candidates]
-    for variant in variants:
-        for _ in range(2):  # DDP rebuilds its buckets after the first step
-            variant.step()
-    times: list[list[float]] = [[] for _ in variants]
-    for turn in range(case.search_rounds):
-        for i in range(len(variants)):
-            k = (i + turn) % len(variants)
-            dist.barrier()
-            start = time.perf_counter()
-            variants[k].step()
-            spent = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-            dist.all_reduce(spent, dist.ReduceOp.MAX)
-            times[k].append(spent.item())
-    for variant in variants:
-        variant.finish()
+    clock = clock_of(case.device)
+
+    def timed(settings: list[Settings]) -> list[list[float]]:
+        variants = [make(one) for one in settings]
+        for variant in variants:
+            for _ in range(2):  # DDP rebuilds its buckets after the first step
+                variant.step()
+        times: list[list[float]] = [[] for _ in variants]
+        for turn in range(case.search_rounds):
+            for i in range(len(variants)):
+                k = (i + turn) % len(variants)
+                clock.settle()
+                dist.all_reduce(torch.zeros(1))  # a barrier of the hosts
+                clock.start()
+                variants[k].step()
+                spent = torch.tensor(clock.stop().wall_s, dtype=torch.float64)
+                dist.all_reduce(spent, dist.ReduceOp.MAX)
+                times[k].append(spent.item())
+        for variant in variants:
+            variant.finish()
+        return times
+
+    times: list[list[float]] = []
+    for some in [[one] for one in candidates] if case.model in SHAPES else [candidates]:
+        times += timed(some)
+        gc.collect()
     quickest = [min(line) for line in times]
     tried = [{**settings, "step_ms": round(1e3 * spent, 1)} for settings, spent in zip(candidates, quickest, strict=True)]
     for line in tried:

@@ -4,8 +4,14 @@
     python benchmarks/train_step.py --link none,4gbit,2gbit,1gbit       one table per link, and a picture over link speeds
     python benchmarks/train_step.py --link 1.5x                         link on which minimum communication = 1.5 x compute
     python benchmarks/train_step.py --suite issue                       the cases that the project's targets are stated for
+    torchrun --nproc-per-node 8 benchmarks/train_step.py --device cuda --model llama3-8b --peak-tflops 989
 
 Links need root and iproute2. Namespaces and ranks are removed also on Ctrl-C.
+
+Under torchrun every process is one rank: nothing is launched, there are no links, rank 0 prints and stores. The variants are
+then fsdp2, fsdp2-symm (NCCL's symmetric memory), fsdp2-rs-group (a communicator of its own for reduce-scatter) and commfuse;
+the llama3 models train in bf16 with gradients reduced in fp32. What cannot run is left out with its reason. The same code runs
+in the tests on CPUs (--device cpu --model llama3-tiny); not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ import argparse
 import contextlib
 import datetime
 import json
+import os
 import re
 import shlex
 import signal
@@ -27,14 +34,17 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script: make `benchmarks` importable
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import job as torchrun
 from benchmarks import picture, report
-from benchmarks.case import DEEPSPEED, VARIANTS, BenchmarkError, Case, minimum_bytes
+from benchmarks.case import DEEPSPEED, JOB_VARIANTS, SEPARATE, VARIANTS, BenchmarkError, Case, minimum_bytes
 from benchmarks.launch import run_case
 from benchmarks.models import MODELS
+from benchmarks.models_llama import SHAPES
 from commfuse_dp.cli import netns
 from commfuse_dp.errors import CommFuseError, ConfigError
 
 Say = Callable[[str], None]
+KNOWN = VARIANTS + SEPARATE + DEEPSPEED
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -76,30 +86,32 @@ SUITES = {
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     say = _say if not arguments.quiet else (lambda text: None)
-    command = shlex.join(["python", "benchmarks/train_step.py", *(sys.argv[1:] if argv is None else argv)])
+    command = shlex.join(["benchmarks/train_step.py", *(sys.argv[1:] if argv is None else argv)])
+    job = None
     try:
+        job = torchrun.job_of(os.environ)
         with _terminate_cleanly():
-            record = run(arguments, command, say)
+            record = (
+                run(arguments, f"python {command}", say)
+                if job is None
+                else run_job(arguments, job, f"torchrun --nproc-per-node ... {command}", say)
+            )
     except (BenchmarkError, CommFuseError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        if job is None or job.rank == 0 or not isinstance(error, ConfigError):  # every rank finds the same wrong arguments
+            print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted: ranks and namespaces are removed, nothing is stored", file=sys.stderr)
         return 130
-    print(report.markdown(record))
+    if record is not None:
+        print(report.markdown(record))
     return 0
 
 
 def run(arguments: argparse.Namespace, command: str, say: Say) -> dict[str, Any]:
     """All cases of the run; stores the record after every case, so that an interrupted suite keeps what it has."""
     base = _case(arguments)
-    record: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "conditions": report.conditions(command),
-        "settings": asdict(base),
-        "cases": [],
-        "picture": None,
-    }
+    record = _record(base, command)
     target = _target(arguments, record)
     calibration: Calibration | None = None
     for plan in _plans(arguments):
@@ -117,6 +129,36 @@ def run(arguments: argparse.Namespace, command: str, say: Say) -> dict[str, Any]
     if target is not None:
         say(f"stored {target}.json and .md" + (" and .png" if record["picture"] else ""))
     return record
+
+
+def run_job(arguments: argparse.Namespace, job: torchrun.Job, command: str, say: Say) -> dict[str, Any] | None:
+    """This process as one rank of a job; the record on rank 0, stored if asked for."""
+    case = _case(arguments, job)
+    torchrun.check(case, job, link=arguments.link, suite=arguments.suite, world_size=arguments.world_size)
+    apart = None if arguments.apart is None else tuple(name for name in arguments.apart.split(",") if name)
+    cases = torchrun.run(case, job, apart, say)
+    if job.rank != 0:
+        return None
+    record = _record(case, command)
+    record["cases"] = cases
+    devices = cases[0]["job"]["devices"]
+    if devices:
+        record["conditions"]["accelerators"] = f"{case.world_size} x {' and '.join(devices)}"
+    target = _target(arguments, record)
+    _store(record, target)
+    if target is not None:
+        say(f"stored {target}.json and .md")
+    return record
+
+
+def _record(case: Case, command: str) -> dict[str, Any]:
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "conditions": report.conditions(command),
+        "settings": asdict(case),
+        "cases": [],
+        "picture": None,
+    }
 
 
 def _measure(case: Case, rate: str | None, arguments: argparse.Namespace, say: Say) -> dict[str, Any]:
@@ -173,10 +215,14 @@ def _target(arguments: argparse.Namespace, record: dict[str, Any]) -> Path | Non
         return arguments.json.with_suffix("")
     if not (arguments.save or arguments.suite):
         return None
-    words = re.sub(r"[^a-z0-9]+", "-", record["conditions"]["device"].lower()).strip("-")
-    device = f"{words}-{record['conditions']['cores']}c"
-    theme = arguments.theme or f"train-step-{arguments.suite or arguments.model}-n{arguments.world_size}"
+    about = record["conditions"]
+    device = _words(about["accelerators"]) if "accelerators" in about else f"{_words(about['device'])}-{about['cores']}c"
+    theme = arguments.theme or f"train-step-{arguments.suite or arguments.model}-n{record['settings']['world_size']}"
     return RESULTS / f"{record['date'][:10]}_{theme}_{device}"
+
+
+def _words(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _store(record: dict[str, Any], target: Path | None) -> None:
@@ -184,8 +230,8 @@ def _store(record: dict[str, Any], target: Path | None) -> None:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     png = target.parent / f"{target.name}.png"
-    try:
-        record["picture"] = png.name if picture.draw(record["cases"], png) else None
+    try:  # a job's cases are parts of one
+        record["picture"] = png.name if "job" not in record["cases"][0] and picture.draw(record["cases"], png) else None
     except ImportError:
         _say("no picture: matplotlib is not installed (pip install 'commfuse_dp[plot]')")
     (target.parent / f"{target.name}.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -196,30 +242,51 @@ def _store(record: dict[str, Any], target: Path | None) -> None:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--world-size", type=int, help="ranks to launch (2); torchrun has its own")
     parser.add_argument("--link", default="none", help="comma-separated: none, a rate (1gbit, 800mbit), or 1.5x (see above)")
     parser.add_argument("--suite", choices=sorted(SUITES), help="a fixed list of cases instead of --link, stored in results/")
     parser.add_argument(
         "--variants",
-        default=",".join(VARIANTS),
-        help=f"comma-separated, of: {', '.join(VARIANTS + DEEPSPEED)} (default: the first {len(VARIANTS)})",
+        help=f"comma-separated, of: {', '.join(KNOWN)} (default: the first {len(VARIANTS)}; under torchrun "
+        f"{', '.join(JOB_VARIANTS)})",
     )
     parser.add_argument("--steps", type=int, default=3, help="steps of a timed block (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="timed blocks of every variant (%(default)s)")
     parser.add_argument("--warmup", type=int, default=2, help="untimed steps of every variant (%(default)s)")
     parser.add_argument("--search-rounds", type=int, default=2, help="timed steps of each stock setting tried (%(default)s)")
     parser.add_argument("--model", choices=MODELS, default="linears")
-    parser.add_argument("--tokens", type=int, default=512, help="per rank and step (%(default)s)")
+    parser.add_argument("--tokens", type=int, help="per rank and step (512); llama3: --sequence x --batch")
+    parser.add_argument("--sequence", type=int, help="llama3: tokens of a sequence (8192; tiny: 32)")
+    parser.add_argument("--batch", type=int, help="llama3: sequences per rank and step (1)")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), help="llama3: bf16 with gradients reduced in fp32 (default)")
+    parser.add_argument(
+        "--checkpoint-activations", action="store_true", help="llama3: layers compute their activations anew in backward"
+    )
     parser.add_argument(
         "--optimizer", choices=("fused", "default"), default="fused", help="AdamW's implementation, for all variants"
     )
     parser.add_argument(
         "--keep", action="store_true", help="parameters stay gathered after forward (reshard_after_forward=False)"
     )
-    parser.add_argument("--transport", choices=("auto", "shm", "tcp", "p2p"), default="auto", help="CommFuse's transport")
+    parser.add_argument(
+        "--transport", choices=("auto", "shm", "tcp", "symmetric", "p2p"), default="auto", help="CommFuse's transport"
+    )
     parser.add_argument("--order", choices=("pairwise", "ring"), default="pairwise", help="CommFuse's order")
-    parser.add_argument("--prefetch-bytes", type=int, help="CommFuse's window (its default)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--kernels", choices=("auto", "triton", "blas"), default="auto", help="CommFuse's GEMMs on GPUs")
+    parser.add_argument("--prefetch-bytes", type=int, help="CommFuse's window (its default; llama3: two layers)")
+    parser.add_argument(
+        "--schedule",
+        choices=("auto", "alternating", "one-by-one"),
+        default="auto",
+        help="variants' blocks alternate, or they are built, timed and freed one by one (auto: if not all fit together)",
+    )
+    parser.add_argument(
+        "--apart",
+        help="torchrun: variants in processes of their own, each beside fsdp2 (fsdp2-symm, where commfuse may use symmetric "
+        "memory: torch allows one backend of it in a process)",
+    )
+    parser.add_argument("--peak-tflops", type=float, help="llama3: of one device, to report the model FLOPs utilisation")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: under torchrun only")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mtu", type=int, default=netns.DEFAULT_MTU, help="of the shaped link, bytes (%(default)s)")
     parser.add_argument(
@@ -231,21 +298,59 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that one case may take (%(default)s)")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     arguments = parser.parse_args(argv)
-    for name in ("world_size", "steps", "rounds", "search_rounds", "tokens"):
-        if getattr(arguments, name) < 1:
+    for name in ("world_size", "steps", "rounds", "search_rounds", "tokens", "sequence", "batch"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
     if arguments.warmup < 1:
         parser.error("--warmup must be at least 1: first steps allocate, and CommFuse records the order of layers in its first")
     return arguments
 
 
-def _case(arguments: argparse.Namespace) -> Case:
-    variants = tuple(name for name in arguments.variants.split(",") if name)
-    unknown = [name for name in variants if name not in VARIANTS + DEEPSPEED]
+def _case(arguments: argparse.Namespace, job: torchrun.Job | None = None) -> Case:
+    """Raises ConfigError for settings that do not go together."""
+    names = arguments.variants
+    if names is None:
+        names = ",".join(VARIANTS if job is None else JOB_VARIANTS)
+    variants = tuple(name for name in names.split(",") if name)
+    unknown = [name for name in variants if name not in KNOWN]
     if unknown or not variants or len(set(variants)) < len(variants):
-        raise ConfigError(f"--variants {arguments.variants!r}: give each at most once, of {', '.join(VARIANTS + DEEPSPEED)}.")
+        raise ConfigError(f"--variants {names!r}: give each at most once, of {', '.join(KNOWN)}.")
+    if job is None and arguments.device == "cuda":
+        raise ConfigError(
+            "--device cuda needs one process per GPU: start with `torchrun --nproc-per-node <GPUs> benchmarks/train_step.py "
+            "--device cuda ...`."
+        )
+    if job is None and arguments.apart is not None:
+        raise ConfigError("--apart is for torchrun: without it all variants live in the ranks that are launched.")
     shared = {name: getattr(arguments, name) for name in Case.__dataclass_fields__ if hasattr(arguments, name)}
-    return Case(**{**shared, "variants": variants})
+    shared |= {"variants": variants, "job": job is not None}
+    shared["world_size"] = job.world_size if job is not None else arguments.world_size or 2
+    if arguments.device == "cuda":
+        shared["deadline_s"] = 600.0  # kernels are compiled and chosen in the first steps
+    return Case(**{**shared, **_sizes(arguments, variants)})
+
+
+def _sizes(arguments: argparse.Namespace, variants: Sequence[str]) -> dict[str, Any]:
+    """Tokens and precision: what the llama3 models take, and what the others take."""
+    if arguments.model not in SHAPES:
+        for name in ("sequence", "batch", "precision", "checkpoint_activations", "peak_tflops"):
+            if getattr(arguments, name):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is for {', '.join(SHAPES)}; --model {arguments.model} takes --tokens."
+                )
+        return {"tokens": arguments.tokens or 512, "sequence": 0, "batch": 0, "precision": "fp32"}
+    if arguments.tokens is not None:
+        raise ConfigError(f"--tokens {arguments.tokens}: --model {arguments.model} takes --sequence and --batch.")
+    stages = [name for name in variants if name in DEEPSPEED]
+    if stages:
+        raise ConfigError(f"--variants {','.join(stages)}: DeepSpeed is timed with --model linears and gpt.")
+    if arguments.model == "llama3-8b" and arguments.device == "cpu":
+        raise ConfigError("--model llama3-8b needs --device cuda; llama3-tiny is the same code in small.")
+    if arguments.peak_tflops is not None and not arguments.peak_tflops > 0:
+        raise ConfigError(f"--peak-tflops {arguments.peak_tflops:g}: must be above 0 (H100 SXM, bf16, dense: 989).")
+    sequence, batch = arguments.sequence or SHAPES[arguments.model].sequence, arguments.batch or 1
+    return {"tokens": sequence * batch, "sequence": sequence, "batch": batch, "precision": arguments.precision or "bf16"}
 
 
 def _plans(arguments: argparse.Namespace) -> list[Plan]:
@@ -257,7 +362,7 @@ def _plans(arguments: argparse.Namespace) -> list[Plan]:
     for plan in plans:
         if plan.relative is None:
             netns.parse_rate(plan.link)
-        elif plan.relative <= 0 or arguments.world_size < 2:
+        elif plan.relative <= 0 or arguments.world_size == 1:
             raise ConfigError(f"--link {plan.link}: needs a factor above 0 and at least two ranks.")
     if any(plan.link != "none" for plan in plans):
         netns.check_requirements()

@@ -5,6 +5,7 @@
 | compute | replicated; the optimizer sees its 1/N shard only, as in sharded data parallel | none |
 | fsdp2 | `fully_shard` per layer and root, defaults | stock |
 | fsdp2-best | the fastest of FSDP2's public settings here, found by `search.best_fsdp2` | stock |
+| fsdp2-symm, fsdp2-rs-group | as fsdp2, with one more of its settings: cuda_variants.py | stock |
 | ddp | replicated | stock, fastest bucket size, found by `search.best_ddp` |
 | commfuse | as fsdp2, then `commfuse_dp.apply` | fused |
 | commfuse-unfused | the same with fuse="never" | CommFuse's collectives without fusion |
@@ -17,11 +18,29 @@ import itertools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from benchmarks.case import BenchmarkError, Case
 from benchmarks.models import Batch, Task, build
 from commfuse_dp.config import CommFuseConfig
+
+
+def gathered_bytes(module: nn.Module, case: Case) -> int:
+    """Of the whole parameters in the dtype that they are gathered in; a sharded parameter's numel counts all ranks' shards."""
+    return sum(p.numel() * (2 if case.precision == "bf16" else p.element_size()) for p in module.parameters())
+
+
+def window_bytes(case: Case, task: Task) -> int | None:
+    """What CommFuse may fetch ahead; None: its default. Of a large model that would hold no layer: there it is what FSDP2 holds
+    in any case, the layer that computes and the next one; at least the largest parameter."""
+    if case.prefetch_bytes is not None or task.fill is None:
+        return case.prefetch_bytes
+    largest = max(gathered_bytes(layer, case) for layer in task.layers)
+    single = max(gathered_bytes(module, case) for module in task.model.modules() if not list(module.children()))
+    return max(2 * largest, single, CommFuseConfig().prefetch_bytes)
 
 
 class Variant:
@@ -31,7 +50,7 @@ class Variant:
         self.name, self.case, self.batches = name, case, batches
         self.notes: dict[str, Any] = {}
         self.losses: list[torch.Tensor] = []
-        self.task: Task = build(case.model, seed=case.seed, device=case.device)
+        self.task: Task = build(case)
         self.module: nn.Module = self.task.model
         self.prepare()
         self.optimizer = self.make_optimizer(list(self.module.parameters()))
@@ -57,20 +76,31 @@ class Variant:
         """Nanoseconds that compute was blocked on communication, since the beginning; None if it cannot be observed."""
         return 0
 
+    def fill(self) -> None:
+        """Give a model that was made without memory its weights. Called once it is sharded."""
+        if self.task.fill is not None:
+            self.task.fill(dist.get_rank(), dist.get_world_size())
+
     def finish(self) -> None:
         """Called after the last block: collect closing notes, let go of resources."""
 
 
 class Compute(Variant):
-    """The step without communication; the yardstick of every other variant."""
+    """The step without communication; the yardstick of every other variant. In bf16 the optimizer has its shard in fp32."""
 
     def __init__(self, case: Case, batches: list[Batch], rank: int) -> None:
         self.rank = rank
         super().__init__("compute", case, batches)
 
+    def prepare(self) -> None:
+        self.fill()
+
     def make_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        self.full = parameters
-        self.shards = [nn.Parameter(self._own(p.detach())) for p in parameters]  # views: a step changes the model
+        # In fp32 these are views: a step changes the model.
+        self.shards = [nn.Parameter(self._own(p.detach()).float()) for p in parameters]
+        if self.case.precision == "bf16":
+            self.module.to(torch.bfloat16)
+        self.full = list(self.module.parameters())
         return super().make_optimizer(self.shards)
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -82,11 +112,13 @@ class Compute(Variant):
         loss = self.task.loss(self.module, self.batches[len(self.losses) % len(self.batches)])
         loss.backward()
         for full, shard in zip(self.full, self.shards, strict=True):
-            shard.grad = None if full.grad is None else self._own(full.grad)
+            shard.grad = None if full.grad is None else self._own(full.grad).float()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        for full in self.full:
+        for full, shard in zip(self.full, self.shards, strict=True):
             full.grad = None
+            if full.dtype != shard.dtype:
+                self._own(full.detach()).copy_(shard.detach())
         self.losses.append(loss.detach())
 
 
@@ -123,35 +155,37 @@ class Fsdp2(Variant):
 
     def groups_kept(self, groups: list[list[nn.Module]]) -> int:
         """How many trailing groups fit into the window, at least one."""
-        room = self.case.prefetch_bytes or CommFuseConfig().prefetch_bytes
+        room = window_bytes(self.case, self.task) or CommFuseConfig().prefetch_bytes
         count = 0
         for modules in reversed(groups):
-            room -= sum(p.nbytes for module in modules for p in module.parameters())
+            room -= sum(gathered_bytes(module, self.case) for module in modules)
             if room < 0:
                 break
             count += 1
         return max(1, count)
 
-    def prepare(self) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import FSDPModule, fully_shard
+    def mesh(self) -> DeviceMesh:
+        return init_device_mesh(self.case.device, (self.case.world_size,))
 
-        mesh = init_device_mesh(self.case.device, (self.case.world_size,))
+    def prepare(self) -> None:
+        options: dict[str, Any] = {"mesh": self.mesh()}
+        if self.case.precision == "bf16":
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         groups = self.groups()
         kept = self.groups_kept(groups) if self.keep_last else 0
         for i, modules in enumerate(groups):
             last = i >= len(groups) - kept
-            fully_shard(
-                modules if len(modules) > 1 else modules[0], mesh=mesh, reshard_after_forward=not (self.case.keep or last)
-            )
+            what = modules if len(modules) > 1 else modules[0]
+            fully_shard(what, reshard_after_forward=not (self.case.keep or last), **options)
         # The root keeps its default, except where it holds everything: that would be the bytes (and memory) of another class.
-        fully_shard(self.module, mesh=mesh, reshard_after_forward=(not self.case.keep) if self.grouping == "model" else None)
+        fully_shard(self.module, reshard_after_forward=(not self.case.keep) if self.grouping == "model" else None, **options)
         if self.prefetch:
             heads = [modules[0] for modules in groups]
             for one, other in itertools.pairwise(heads):
                 assert isinstance(one, FSDPModule) and isinstance(other, FSDPModule)
                 one.set_modules_to_forward_prefetch([other])
                 other.set_modules_to_backward_prefetch([one])
+        self.fill()
 
     def measured(self) -> contextlib.AbstractContextManager[object]:
         if self.case.device != "cpu":
@@ -176,6 +210,7 @@ class Ddp(Variant):
     def prepare(self) -> None:
         from torch.nn.parallel import DistributedDataParallel
 
+        self.fill()
         self.module = DistributedDataParallel(
             self.task.model, bucket_cap_mb=self.bucket_mb, static_graph=self.static_graph, gradient_as_bucket_view=True
         )
@@ -199,22 +234,30 @@ class CommFuse(Fsdp2):
             apply = commfuse_dp.apply
         except (ImportError, AttributeError) as error:
             raise BenchmarkError(f"variant {self.name!r} needs commfuse_dp.apply, which cannot be imported: {error}") from error
-        settings: dict[str, Any] = {"transport": self.case.transport, "order": self.case.order, "fuse": self.fuse}
-        if self.case.prefetch_bytes is not None:
-            settings["prefetch_bytes"] = self.case.prefetch_bytes
-        self.report = apply(self.module, CommFuseConfig(deadline_s=self.case.deadline_s, **settings))
+        case = self.case
+        settings: dict[str, Any] = {
+            "transport": case.transport,
+            "order": case.order,
+            "kernels": case.kernels,
+            "fuse": self.fuse,
+        }
+        window = window_bytes(case, self.task)
+        if window is not None:
+            settings["prefetch_bytes"] = window
+        self.report = apply(self.module, CommFuseConfig(deadline_s=case.deadline_s, **settings))
 
     def measured(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
     def exposed_ns(self) -> int | None:
-        return self.report.probe.counters.exposed_ns
+        return self.report.probe.counters.exposed_ns if self.case.device == "cpu" else None  # a GPU's waits are in its streams
 
     def finish(self) -> None:
         import commfuse_dp
 
         counters = self.report.probe.counters
         self.notes["transport"] = self.report.transport
+        self.notes["transport_reason"] = self.report.transport_reason
         self.notes["window_bytes_peak"] = counters.window_bytes_peak
         self.notes["order_misses"] = counters.order_misses
         self.notes["report_minimum_bytes"] = self.report.minimum_bytes_per_step
