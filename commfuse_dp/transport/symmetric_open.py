@@ -145,5 +145,6 @@ def open_symmetric(
         inbox_bytes=inbox_bytes,
         deadline_s=deadline_s,
         probe=probe,
+        kernels_may_wait=len({card.uuid for card in cards}) == len(cards),  # [Note: Kernels that wait] in symmetric.py
     )
     return transport, how

@@ -27,12 +27,12 @@ from tests.support.fake_device import FakeWorld, Race, Watched
 from tests.support.fake_symmetric import open_fake
 
 
-def run_on_device(case: dict[str, Any]) -> None:
+def run_on_device(case: dict[str, Any], **settings: Any) -> None:
     n = case["world_size"]
     world = FakeWorld(n, seed=case["seed"], deferred=False)
 
     def open_transport(rank: int, exchange: ExchangeFn) -> Transport:
-        return open_fake(world, rank, exchange, inbox_bytes=case["bytes"], deadline_s=20.0)
+        return open_fake(world, rank, exchange, inbox_bytes=case["bytes"], deadline_s=20.0, **settings)
 
     def watching(transport: Transport) -> AbstractContextManager[object]:
         return Watched(world.devices[transport.rank])
@@ -55,6 +55,11 @@ def servable(case: dict[str, Any]) -> bool:
 def test_random_programs_on_a_device(case, kernels):
     """auto: whole layers as one product (whole.py), blas: slice by slice."""
     run_on_device({**case, "kernels": kernels})
+
+
+def test_ranks_that_share_a_gpu():
+    """Kernels must not wait there themselves: the stream does, for all slices, before the kernel."""
+    run_on_device(base_case(bytes=1 << 16), kernels_may_wait=False)
 
 
 # ---- the simulation catches what these tests are for -------------------------------------------------------------------

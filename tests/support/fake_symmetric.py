@@ -55,6 +55,7 @@ def open_fake(
     deadline_s: float,
     kind: type[SymmetricTransport] = SymmetricTransport,
     room: int | None = None,
+    **settings: Any,
 ) -> Any:
     """Collective: one rank's transport, with real sockets for control messages."""
     return kind(
@@ -66,6 +67,7 @@ def open_fake(
         channel=SocketChannel(connect_mesh(rank, world.world_size, exchange, 20.0)),
         inbox_bytes=inbox_bytes,
         deadline_s=deadline_s,
+        **settings,
     )
 
 
