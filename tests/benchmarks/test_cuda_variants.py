@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import weakref
 from dataclasses import replace
@@ -215,24 +214,26 @@ def test_reduce_scatter_over_another_group(workers) -> None:
         assert all(equal) and served == 1 + models_llama.SHAPES["llama3-tiny"].layers
 
 
-def _freed(rank: int, world_size: int) -> list[bool]:
-    """Whether each variant's model is gone once its turn is over."""
-    models = []
+def _freed(rank: int, world_size: int) -> list[int]:
+    """How many models of earlier variants are alive when the next one is built, and at the end."""
+    models: list[weakref.ref[Any]] = []
+    alive: list[int] = []
     make = worker._make
 
     def watched(*arguments: Any) -> Any:
+        alive.append(sum(model() is not None for model in models))
         variant = make(*arguments)
         models.append(weakref.ref(variant.task.model))
         return variant
 
     with mock.patch.object(worker, "_make", watched):
-        worker.measure(replace(TINY, variants=("fsdp2", "commfuse"), schedule="one-by-one"), rank, _silent)
-    gc.collect()
-    return [model() is None for model in models]
+        names = ("commfuse", "fsdp2", "fsdp2-rs-group")
+        worker.measure(replace(TINY, variants=names, schedule="one-by-one"), rank, _silent)
+    return [*alive, sum(model() is not None for model in models)]
 
 
 def test_one_by_one_frees_every_model(workers) -> None:
-    assert workers(2).run(_freed, timeout=120) == [[True, True]] * 2
+    assert workers(2).run(_freed, timeout=120) == [[0, 0, 0, 0]] * 2
 
 
 # ---- model -----------------------------------------------------------------------------------------------------------
