@@ -149,9 +149,9 @@ class Engine:
         assert self.transport.device is not None
         return WholeProducts(self, unit, self._gemms, self.transport.device)
 
-    def explain_kernels(self) -> list[Row]:
-        """What computes each product, on a device, and why."""
-        return self._gemms.chooser.explain() if self._gemms is not None else []
+    def kernel_explainer(self) -> Callable[[], Sequence[Row]]:
+        """Says what computes each product, on a device, and why. Does not keep the engine alive."""
+        return self._gemms.chooser.explain if self._gemms is not None else tuple
 
     def expect_backward(self, unit: Unit) -> None:
         """The gather that follows is part of a forward that autograd records: an `exchange` will come for it."""

@@ -249,7 +249,7 @@ def _install(model: nn.Module, selection: Selection, config: CommFuseConfig) -> 
         probe=probe,
         world_size=transport.world_size,
         minimum_bytes_per_step=_minimum_bytes(selection, transport.rank, transport.world_size),
-        kernels=engine.explain_kernels,
+        kernels=engine.kernel_explainer(),
     )
     log.info("%s", report)
     return report

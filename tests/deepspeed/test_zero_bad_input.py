@@ -20,7 +20,7 @@ BLOCKS: list[tuple[dict[str, Any], list[str]]] = [
     ({"commfuse": {"enabled": "auto"}}, ['{"enabled": "auto"}', "Leave the key out"]),
     ({"commfuse": {"prefetch_bytes": "auto"}}, ['{"prefetch_bytes": "auto"}', "Leave the key out"]),
     ({"commfuse": {"prefetch_byte": 1}}, ["'prefetch_byte'", "did you mean 'prefetch_bytes'?", "Allowed: enabled"]),
-    ({"commfuse": {"transport": "nccl"}}, ["transport='nccl'", "'shm', 'tcp', 'p2p'"]),
+    ({"commfuse": {"transport": "nccl"}}, ["transport='nccl'", "'shm', 'tcp', 'symmetric', 'p2p'"]),
     ({"commfuse": {"prefetch_bytes": -1}}, ["prefetch_bytes=-1", "greater than or equal to 1"]),
     ({"commfuse": {"exclude": 3}}, ["exclude=3", "tuple"]),
     ({"commfuse": "yes"}, ["is 'yes'", 'an object of settings is wanted: {"enabled": true}']),
