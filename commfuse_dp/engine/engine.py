@@ -265,9 +265,14 @@ class Engine:
         self.gradients.drain()
 
     def close(self) -> None:
+        """Say goodbye and let go of all memory, also of views: whoever still holds the engine holds none.
+
+        Autograd may: after a backward that raised, its thread keeps nodes that were ready until its next backward."""
         with contextlib.suppress(CommFuseError):  # a peer may be gone already
             self.parameters.stop(Where("(close)", self.step))  # else the peers' close() goes on serving this rank for a while
         self.transport.close()
+        self.parameters.forget_all()
+        self.gradients.forget_all()
         self._pool.clear()
 
 

@@ -430,6 +430,12 @@ class GradientStream:
         self._transport.wait_until(here, peer=peer, where=scatter.where(item), doing=doing)
         self._probe.exposed(f"{scatter.unit.name} (tail)", start, now_ns())
 
+    def forget_all(self) -> None:
+        """The end: drop every buffer."""
+        self._queue.clear()
+        self._replicating.clear()
+        self._scratch.clear()
+
     def abandon(self) -> None:
         """After a step that was broken off: take in and drop what peers have sent for it. Gradients are not delivered."""
         for scatter in self._queue:

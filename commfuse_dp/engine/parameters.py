@@ -275,6 +275,11 @@ class ParameterStream:
         if self._window is not None:
             self._window.unpin(unit.index)
 
+    def forget_all(self) -> None:
+        """The end: drop every view of memory."""
+        self._readings, self._window = [], None
+        self._plans.clear()
+
     def read(self, unit: Unit, visit: Visit, consume: Consume, *, keep: bool = False) -> None:
         """consume(slice, pieces), after waiting for the slice if need be."""
         item = visit.item
