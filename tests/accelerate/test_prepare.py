@@ -69,8 +69,10 @@ def twin(rank: int, world_size: int, kind: str, limit: float, options: dict[str,
     return said
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "accumulation"),
+    [("no", 1), ("bf16", 3), *(pytest.param(*c, marks=pytest.mark.slow) for c in (("no", 3), ("bf16", 1)))],
+)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
 def test_training_equals_stock(workers, kind, precision, accumulation):
     options = {"mixed_precision": precision, "gradient_accumulation_steps": accumulation}

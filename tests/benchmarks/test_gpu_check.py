@@ -248,6 +248,7 @@ def test_kernels_part_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(text.startswith("inbox sum N=") for text in report.outcome.failures)
 
 
+@pytest.mark.slow
 def test_training_part_rehearsed_on_the_host(tmp_path: Path) -> None:
     """Two ranks over shared memory, from the checkout, against one process."""
     out = tmp_path / "outcome.json"

@@ -110,6 +110,7 @@ def test_a_killed_rank_is_named_and_the_others_are_ended(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
 def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-m", "commfuse_dp.cli.main", "demo", "--out", str(tmp_path)],

@@ -26,6 +26,7 @@ def write(path: Path, stage: int, **more: Any) -> str:
 AGAINST_STOCK = pytest.mark.parametrize("against_stock", [False, pytest.param(True, marks=pytest.mark.slow)])
 
 
+@pytest.mark.slow  # make test runs a script under `deepspeed` in tests/configs
 @AGAINST_STOCK
 def test_a_deepspeed_script(tmp_path, against_stock):
     file = write(tmp_path / "ds.json", 3, optimizer=adamw())

@@ -59,6 +59,7 @@ def test_blocks_compile_without_a_graph_break_to_two_graphs(workers, how, blocks
         assert found == {"breaks": 0, "graphs": 2}  # the first one for its layer alone, then one for every layer
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler for CPU code")
 def test_inductor(workers):
     for found in workers(2).run(compiled_blocks, "function", "inductor", 2, timeout=240):

@@ -19,7 +19,7 @@ def train(rank: int, world_size: int, transport: str, order: str, wide: bool) ->
         return twin.report.transport
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("transport", "order"), [("shm", "pairwise"), ("tcp", "pairwise"), ("tcp", "ring")])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_training_equals_stock(workers, world_size, transport, order, dtype):

@@ -51,6 +51,7 @@ def check(item: dict[str, Any]) -> None:
             assert tma or item["wide_copies"], item
 
 
+@pytest.mark.slow
 def test_default_configurations(tmp_path: Path) -> None:
     found = compiled(tmp_path)
     assert {(item["arch"], item["op"]) for item in found} == {(a, op) for a in (90, 80) for op in ("forward", "dgrad", "wgrad")}

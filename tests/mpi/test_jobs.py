@@ -87,6 +87,7 @@ def test_a_killed_rank_ends_the_job() -> None:
     _gone(output, 2)
 
 
+@pytest.mark.slow
 def test_a_stuck_rank_is_named_and_the_job_ends() -> None:
     code, output, _ = job(2, "stop", timeout_s=60.0)
     assert code != 0
