@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | zero1, zero2, zero3 | ZeRO of that stage | stock, the fastest of its settings here, found by `best_zero` |
 | zero1-commfuse, ... | the same with the block "commfuse" | fused |
-| zero1-commfuse-deferred, zero2-... | with "defer_gather", and round_robin_gradients | the all-gather under the next forward, too |
+| zero1-commfuse-deferred, zero2-... | "defer_gather", round_robin_gradients | fused, all-gather under the next forward |
 
 ZeRO-1 and 2 need one all-gather and one reduce-scatter a step, the bytes of `--keep`; ZeRO-3 two all-gathers.
 """
