@@ -42,3 +42,4 @@ model = LlamaForCausalLM(
     )
 )
 Trainer(model=model, args=arguments, train_dataset=Tokens()).train()
+torch.distributed.destroy_process_group()  # else threads of stock gloo abort the process at its exit, now and then
