@@ -101,8 +101,8 @@ class WorkerPool:
             with contextlib.suppress(BrokenPipeError):  # the answer that does not come tells the rest
                 conn.send_bytes(request)
         results = self._collect(timeout, f"{fn.__module__}.{fn.__qualname__}{args!r}")
-        # Between calls they stand still: each gloo group that a test has made keeps a thread that looks around a hundred times a
-        # second for as long as the process lives, and idle pools together took a sixth of the processor.
+        # Between calls they stand still: each gloo group that a test has made keeps a thread that looks around a hundred times
+        # a second for as long as the process lives, and idle pools together took a sixth of the processor.
         self._signal(signal.SIGSTOP)
         return results
 
