@@ -30,10 +30,12 @@ class BufferPool:
         return buffer
 
     def take_later(self, nbytes: int) -> tuple[torch.Tensor, Event | None]:
-        """To be written by whoever waits for the event first. The one that was given back first: it is the first to be free."""
+        """To be written by whoever waits for the event first.
+
+        On a device the one that was given back first, which is the first to be free; else the last one, still in the cache."""
         free = self._free[nbytes]
         if free:
-            return free.popleft()
+            return free.pop() if free[-1][1] is None else free.popleft()
         with torch.inference_mode(False):  # else a buffer from an evaluation could not be written to in training
             # The allocator may hand out what the current stream still reads: `mark` comes after that.
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device), self._ordering.mark()

@@ -43,7 +43,8 @@ from commfuse_dp.device.base import Event, Word
 from commfuse_dp.errors import PeerLostError, TransportError, Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport import messages as msg
-from commfuse_dp.transport.base import CHANNEL_PARAM, NOWHERE, Tag, Transfer, Transport
+from commfuse_dp.transport.accounts import count_message, pull_bytes, window_bytes
+from commfuse_dp.transport.base import NOWHERE, Tag, Transfer, Transport
 from commfuse_dp.transport.parts import Channel, Memory, Receiver
 from commfuse_dp.transport.pulls import Fetch, OwnCopy, View
 from commfuse_dp.transport.ring import Ring
@@ -163,14 +164,7 @@ class OneSidedTransport(Transport, Receiver):
     ) -> Transfer:
         self._check_open()
         size = self._size(owner, key)
-        if nbytes is None:
-            nbytes = size - start
-        if start < 0 or nbytes < 0 or start + nbytes > size:
-            raise ValueError(
-                f"pull: bytes [{start}, {start + nbytes}) of key {key} of rank {owner}, which publishes {size} bytes there"
-            )
-        if epoch <= self._own_finished or epoch <= 0:
-            raise ValueError(f"pull: epoch {epoch} is over: this rank has finished epoch {self._own_finished}")
+        nbytes = pull_bytes(owner, key, epoch, start=start, nbytes=nbytes, published=size, finished=self._own_finished)
         if self._memory.in_place:
             if out is not None:
                 raise ValueError(f"pull: transport {self.name} reads in place: out must be None")
@@ -249,7 +243,7 @@ class OneSidedTransport(Transport, Receiver):
                 raise ValueError(
                     f"send to rank {dst}, {tag}: the buffer was not reserved by try_reserve({dst}, ...), or was sent before"
                 )
-            self._count(tag.channel, nbytes, sent=True)
+            count_message(self.probe.counters, tag.channel, nbytes, sent=True)
             self._channel.post(dst, header, None if self._memory.in_place else base.narrow(0, offset, nbytes))
 
     def arrived(self, src: int, tag: Tag) -> bool:
@@ -394,7 +388,7 @@ class OneSidedTransport(Transport, Receiver):
             self._fail(-1, f"rank {src} sent two messages {name[1]}: tags must be unique among messages in flight")
             return
         self._inbox[name] = (offset, nbytes)
-        self._count(channel, nbytes, sent=False)
+        count_message(self.probe.counters, channel, nbytes, sent=False)
 
     def _on_credit(self, src: int, _a: int, _b: int, _c: int, _d: int, offset: int, _y: int) -> None:
         try:
@@ -431,27 +425,8 @@ class OneSidedTransport(Transport, Receiver):
                 if peer not in self._departed:
                     self._channel.post(peer, message, hold=hold)
 
-    def _count(self, channel: int, nbytes: int, *, sent: bool) -> None:
-        """Bytes of messages count as gradients except on the parameter channel."""
-        counters = self.probe.counters
-        if channel == CHANNEL_PARAM:
-            if sent:
-                counters.param_bytes_sent += nbytes
-            else:
-                counters.param_bytes_received += nbytes
-        elif sent:
-            counters.grad_bytes_sent += nbytes
-        else:
-            counters.grad_bytes_received += nbytes
-
     def _size(self, owner: int, key: int) -> int:
-        if self._sizes is None:
-            raise TransportError("no windows: call expose(sizes) on all ranks first")
-        if not (0 <= key < len(self._sizes) and 0 <= owner < self.world_size):
-            raise ValueError(
-                f"no window (rank {owner}, key {key}): ranks 0 .. {self.world_size - 1}, keys 0 .. {len(self._sizes) - 1}"
-            )
-        return self._sizes[key][owner]
+        return window_bytes(self._sizes, owner, key, self.world_size)
 
     def _ring(self, peer: int) -> Ring:
         ring = self._outbox.get(peer)

@@ -6,7 +6,8 @@ import torch
 
 from commfuse_dp.device.base import Word
 from commfuse_dp.errors import TransportError, Where
-from commfuse_dp.transport.base import CHANNEL_PARAM, NOWHERE, Tag
+from commfuse_dp.transport.accounts import count_message
+from commfuse_dp.transport.base import NOWHERE, Tag
 from commfuse_dp.transport.symmetric_core import CHANNELS, Core, Layout, pair_of
 from commfuse_dp.transport.symmetric_ring import ARRIVAL_WORDS, Inbox, Outbox, StagingRing
 from commfuse_dp.transport.symmetric_watch import Condition
@@ -76,7 +77,7 @@ class Messages:
         left = core.behind(scatter, wait) if wait is not None else device.record(scatter)
         device.write_value(scatter, remote.arrival, pair * ARRIVAL_WORDS + word, value)
         self._reserved[dst].sent(reservation, left)
-        self._count(tag.channel, nbytes, sent=True)
+        count_message(core.probe.counters, tag.channel, nbytes, sent=True)
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
     def expect(self, src: int, tag: Tag, nbytes: int) -> None:
@@ -124,7 +125,7 @@ class Messages:
             raise ValueError(f"release: no message {tag} of rank {src} is here (released twice, or not yet received)")
         box.received.discard(tag)
         entry = box.expected.pop(tag)
-        self._count(tag.channel, entry.nbytes, sent=False)
+        count_message(core.probe.counters, tag.channel, entry.nbytes, sent=False)
         if not box.is_next(entry.number):
             box.release_early(entry.number, core.device.record(stream))
             return
@@ -144,18 +145,6 @@ class Messages:
             raise ValueError(f"{tag}: keys, epochs and tags must be integers in 0 .. 2**31-1")
         if tag.channel not in CHANNELS:
             raise ValueError(f"{tag}: transport {self._core.name} has rings for the channels {CHANNELS}")
-
-    def _count(self, channel: int, nbytes: int, *, sent: bool) -> None:
-        counters = self._core.probe.counters
-        if channel == CHANNEL_PARAM:
-            if sent:
-                counters.param_bytes_sent += nbytes
-            else:
-                counters.param_bytes_received += nbytes
-        elif sent:
-            counters.grad_bytes_sent += nbytes
-        else:
-            counters.grad_bytes_received += nbytes
 
 
 def _where(tag: Tag, nbytes: int) -> Where:

@@ -8,6 +8,7 @@ import torch
 
 from commfuse_dp.device.base import Event, Word
 from commfuse_dp.errors import TransportError, Where
+from commfuse_dp.transport.accounts import pull_bytes, window_bytes
 from commfuse_dp.transport.base import NOWHERE, Transfer
 from commfuse_dp.transport.parts import check_same_sizes
 from commfuse_dp.transport.ring import align
@@ -110,14 +111,7 @@ class Windows:
         core = self._core
         stream = core.enter()
         size = self._size(owner, key)
-        if nbytes is None:
-            nbytes = size - start
-        if start < 0 or nbytes < 0 or start + nbytes > size:
-            raise ValueError(
-                f"pull: bytes [{start}, {start + nbytes}) of key {key} of rank {owner}, which publishes {size} bytes there"
-            )
-        if epoch <= self._own_finished or epoch <= 0:
-            raise ValueError(f"pull: epoch {epoch} is over: this rank has finished epoch {self._own_finished}")
+        nbytes = pull_bytes(owner, key, epoch, start=start, nbytes=nbytes, published=size, finished=self._own_finished)
         if out is None or out.dtype != torch.uint8 or out.dim() != 1 or out.numel() != nbytes or not out.is_contiguous():
             given = "None" if out is None else f"{out.dtype} of shape {tuple(out.shape)}"
             raise ValueError(f"pull: transport {core.name} needs out = contiguous uint8 of {nbytes} bytes; {given} was given")
@@ -198,10 +192,4 @@ class Windows:
         return word
 
     def _size(self, owner: int, key: int) -> int:
-        if self._sizes is None:
-            raise TransportError("no windows: call expose(sizes) on all ranks first")
-        if not (0 <= key < len(self._sizes) and 0 <= owner < self._core.world_size):
-            raise ValueError(
-                f"no window (rank {owner}, key {key}): ranks 0 .. {self._core.world_size - 1}, keys 0 .. {len(self._sizes) - 1}"
-            )
-        return self._sizes[key][owner]
+        return window_bytes(self._sizes, owner, key, self._core.world_size)
