@@ -1,4 +1,5 @@
-"""Run-time compilation without a GPU: what is compiled and cached, and what is said where something is missing."""
+"""Run-time compilation over a compiler that is simulated: what is compiled and cached, and what is said where something is
+missing. The real one: test_nvrtc_real.py."""
 
 from __future__ import annotations
 
@@ -68,18 +69,6 @@ def toolchain(fresh: None, monkeypatch: pytest.MonkeyPatch) -> type[FakeProgram]
     modules = {"cuda.core": core, "cuda.bindings.nvrtc": bindings}
     monkeypatch.setattr(nvrtc, "_import", lambda name: modules[name])
     return Program
-
-
-def test_real_nvrtc_compiles_every_kernel_where_there_is_one(fresh: None) -> None:
-    reason = nvrtc.unavailable()
-    if reason is not None:
-        pytest.skip(reason)
-    publish = Spec("publish", (("COMMFUSE_OUT", "bf16"), ("COMMFUSE_CAPACITY", "120")))
-    for spec in (SUM, publish):
-        for architecture in ("sm_80", "sm_90", "sm_100"):
-            assert nvrtc.compile_cubin(spec, architecture)[:4] == b"\x7fELF"
-    with pytest.raises(CompileError, match=r"inbox_sum.cu"):
-        nvrtc.compile_cubin(Spec("inbox_sum", (*SUM.macros[:1], ("COMMFUSE_OUT", "nonsense"), *SUM.macros[2:])), "sm_90")
 
 
 def test_compiled_once_then_from_disk(toolchain: type[FakeProgram], tmp_path: Path) -> None:
