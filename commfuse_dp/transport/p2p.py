@@ -127,21 +127,28 @@ class TorchP2PTransport(TwoSidedTransport):
             raise ValueError(f"{doing} rank {peer}: tag {tag} is not in 0 .. 2**31-1")
 
     def _error(self, error: RuntimeError, peer: int, where: Where) -> TransportError:
-        if _TIMED_OUT.search(str(error)):
-            return DeadlineError(
-                f"rank {self.rank} waited {self.deadline_s:g} s for rank {peer} ({where}; transport p2p): it is stuck, much "
-                "slower or runs another program. Look at its log first; if the step is really that slow, raise deadline_s.",
-                rank=self.rank,
-                peer=peer,
-                where=where,
-            )
-        text = str(error).splitlines()[0][:300]
-        return PeerLostError(
-            f"rank {self.rank} lost rank {peer} (transport p2p over {self._backend}; {where}): {text}",
-            rank=self.rank,
+        return transfer_error(error, self.rank, peer, where, deadline_s=self.deadline_s, backend=self._backend)
+
+
+def transfer_error(
+    error: RuntimeError, rank: int, peers: int | tuple[int, ...], where: Where, *, deadline_s: float, backend: str
+) -> TransportError:
+    """What a failed send or receive of `rank` with one of `peers` means: DeadlineError or PeerLostError."""
+    peers = (peers,) if isinstance(peers, int) else peers
+    who = f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {list(peers)}"
+    peer = peers[0] if len(peers) == 1 else -1
+    if _TIMED_OUT.search(str(error)):
+        return DeadlineError(
+            f"rank {rank} waited {deadline_s:g} s for {who} ({where}; transport p2p): it is stuck, much "
+            "slower or runs another program. Look at its log first; if the step is really that slow, raise deadline_s.",
+            rank=rank,
             peer=peer,
             where=where,
         )
+    text = str(error).splitlines()[0][:300]
+    return PeerLostError(
+        f"rank {rank} lost {who} (transport p2p over {backend}; {where}): {text}", rank=rank, peer=peer, where=where
+    )
 
 
 class _WorkHandle(Handle):
@@ -190,6 +197,9 @@ def _waiting_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
+LanesKey = tuple[tuple[int, ...], str, bool]  # ranks, backend, communicators per direction
+
+
 @dataclass(frozen=True)
 class Lanes:
     """A communicator per lane, all of the same ranks; `serial` is the same on all of them."""
@@ -197,7 +207,7 @@ class Lanes:
     groups: Mapping[int, dist.ProcessGroup]
     down: Mapping[int, dist.ProcessGroup]  # for transfers to lower ranks
     world: object  # the default group under which they were made
-    key: tuple[tuple[int, ...], str]
+    key: LanesKey
     serial: int
 
     def keep(self) -> None:
@@ -206,12 +216,15 @@ class Lanes:
             _idle[self.key].append(self)
 
 
-_idle: dict[tuple[tuple[int, ...], str], list[Lanes]] = defaultdict(list)
-_made: Counter[tuple[tuple[int, ...], str]] = Counter()
+_idle: dict[LanesKey, list[Lanes]] = defaultdict(list)
+_made: Counter[LanesKey] = Counter()
 
 
-def open_lanes(group: dist.ProcessGroup | None, *, setup_s: float, device: torch.device | None = None) -> Lanes:
-    """Collective over `group` (None: the default group): the communicators of a `TorchP2PTransport`.
+def open_lanes(
+    group: dist.ProcessGroup | None, *, setup_s: float, device: torch.device | None = None, grouped: bool = False
+) -> Lanes:
+    """Collective over `group` (None: the default group): the communicators of a `TorchP2PTransport`, or (grouped) of a
+    `TorchGroupedExchange`, which needs none per direction.
 
     Kept ones if all ranks have the same to offer, else new ones by `new_group` with local synchronisation: ranks outside
     `group` take no part.
@@ -231,7 +244,8 @@ def open_lanes(group: dist.ProcessGroup | None, *, setup_s: float, device: torch
             )
         own = "nccl"
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    key = (tuple(ranks), own)
+    directed = on_gpu and not grouped
+    key = (tuple(ranks), own, directed)
     kept = _idle[key] = [lanes for lanes in _idle[key] if lanes.world is dist.group.WORLD]
     offers: list[set[int]] = [set()] * len(ranks)
     dist.all_gather_object(offers, {lanes.serial for lanes in kept}, group=group)
@@ -250,7 +264,7 @@ def open_lanes(group: dist.ProcessGroup | None, *, setup_s: float, device: torch
             raise TransportError(f"cannot make a {backend} communicator of ranks {ranks}, lane {lane}: {error}") from error
 
     groups = {PARAM_LANE: make(PARAM_LANE, own), GRAD_LANE: make(GRAD_LANE, own), CONTROL_LANE: make(CONTROL_LANE, "gloo")}
-    down = {**groups, **{lane: make(lane, own) for lane in (PARAM_LANE, GRAD_LANE)}} if on_gpu else groups
+    down = {**groups, **{lane: make(lane, own) for lane in (PARAM_LANE, GRAD_LANE)}} if directed else groups
     _made[key] += 1
     return Lanes(groups, down, dist.group.WORLD, key, _made[key])
 
