@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -246,11 +247,19 @@ class CommFuse(Fsdp2):
             settings["prefetch_bytes"] = window
         self.report = apply(self.module, CommFuseConfig(deadline_s=case.deadline_s, **settings))
 
-    def measured(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        self.report.probe.watch()
+        try:
+            yield
+        finally:
+            self.report.probe.unwatch()
 
     def exposed_ns(self) -> int | None:
-        return self.report.probe.counters.exposed_ns if self.case.device == "cpu" else None  # a GPU's waits are in its streams
+        """On a GPU an upper bound (device/timing.py); None where the transport waits on the host for what streams wait for."""
+        probe = self.report.probe
+        probe.settle()
+        return probe.counters.exposed_ns if self.case.device == "cpu" or probe.timing is not None else None
 
     def finish(self) -> None:
         import commfuse_dp

@@ -32,9 +32,15 @@ class Stream(ABC):
 class Event(ABC):
     """A mark in a stream, recorded once."""
 
+    timed: bool = False  # it keeps the time at which the device passed it
+
     @abstractmethod
     def done(self) -> bool:
         """Whether the device has passed the mark. Never blocks; any thread may ask."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block the calling thread until the device has passed the mark: for measurements, not for work."""
 
 
 class Word(NamedTuple):
@@ -56,7 +62,7 @@ def reached(word: int, value: int, *, exact: bool = False) -> bool:
 
 
 class Device(ABC):
-    """One accelerator as one rank uses it. All methods but `peek` and `poke` only enqueue, and return at once."""
+    """One accelerator as one rank uses it. All methods but `peek`, `poke` and `elapsed` only enqueue, and return at once."""
 
     torch_device: torch.device
 
@@ -74,8 +80,12 @@ class Device(ABC):
         """Make it the current stream of this thread."""
 
     @abstractmethod
-    def record(self, stream: Stream) -> Event:
-        """Mark the place behind all work that is in the stream now."""
+    def record(self, stream: Stream, *, timing: bool = False) -> Event:
+        """Mark the place behind all work that is in the stream now. timing: and keep the time (device/timing.py)."""
+
+    @abstractmethod
+    def elapsed(self, start: Event, end: Event) -> int:
+        """Nanoseconds from one mark to another of any two streams; both timed, passed, and in this order."""
 
     @abstractmethod
     def wait_event(self, stream: Stream, event: Event) -> None:

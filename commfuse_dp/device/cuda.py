@@ -130,13 +130,17 @@ class CudaStream(Stream):
 
 
 class CudaEvent(Event):
-    __slots__ = ("torch",)
+    __slots__ = ("timed", "torch")
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.cuda.Event, timed: bool) -> None:
         self.torch = event
+        self.timed = timed
 
     def done(self) -> bool:
         return self.torch.query()
+
+    def wait(self) -> None:
+        self.torch.synchronize()
 
 
 _streams: dict[tuple[int, str], CudaStream] = {}  # see [Note: Lifetime]
@@ -199,11 +203,15 @@ class CudaDevice(Device):
         assert isinstance(stream, CudaStream)
         return torch.cuda.stream(stream.torch)
 
-    def record(self, stream: Stream) -> CudaEvent:
+    def record(self, stream: Stream, *, timing: bool = False) -> CudaEvent:
         assert isinstance(stream, CudaStream)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=timing)
         event.record(stream.torch)
-        return CudaEvent(event)
+        return CudaEvent(event, timing)
+
+    def elapsed(self, start: Event, end: Event) -> int:
+        assert isinstance(start, CudaEvent) and isinstance(end, CudaEvent)
+        return round(1e6 * start.torch.elapsed_time(end.torch))
 
     def wait_event(self, stream: Stream, event: Event) -> None:
         assert isinstance(stream, CudaStream) and isinstance(event, CudaEvent)

@@ -108,17 +108,20 @@ class Engine:
         record = self.parameters.stop(where)
         if record:
             self._sequences[self._mode] = record
+        begun = self.probe.mark()
         start = now_ns()
         self.transport.wait_finished(self.step, where)
         waited = now_ns()
-        if self.world_size > 1 and waited - start > LATE_NS:
+        self.probe.stood("(start of step)", begun)
+        begun = self.probe.mark() if self.probe.sink is not None else None
+        if self.world_size > 1 and waited - start > LATE_NS and not self.transport.device_ordered:
             self.probe.exposed("(start of step)", start, waited)
         self.step += 1
         self._mode = torch.is_grad_enabled()
         for unit in self.units:
             unit.pending_backwards = 0
         self.parameters.start(self.step, self._sequences.get(self._mode, []))
-        self.probe.span(COMPUTE, "publish", waited, now_ns(), kind="publish")
+        self.probe.span_since(COMPUTE, "publish", waited, begun, kind="publish")
         self._active = True
 
     def ensure_exposed(self) -> None:

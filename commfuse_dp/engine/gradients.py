@@ -155,6 +155,8 @@ class GradientStream:
             return scatter.chain.reserve(item, self._own_part(scatter, item) if item.owner == self._rank else _NOTHING)
         if item.owner == self._rank:
             return self._own_part(scatter, item)
+        if self._probe.timing is not None:
+            self._probe.timing.layer = scatter.unit.name
         buffer = self._transport.try_reserve(item.owner, item.nbytes)
         if buffer is None:
             buffer = self._await_credit(scatter, item)
@@ -283,6 +285,7 @@ class GradientStream:
             scatter.summed += 1
 
     def _sum(self, scatter: Scatter, item: UnitSlice) -> None:
+        begun = self._probe.mark()
         start = now_ns() if self._probe.sink is not None else 0
         dtype = scatter.geometry.dtype
         own_bytes = scatter.own
@@ -308,12 +311,14 @@ class GradientStream:
                 partial = self._transport.receive(rank, tag, where)
                 held.append(rank)
             partials.append(partial.view(dtype))
+        self._probe.tail(f"{scatter.unit.name} (tail)", begun)
+        begun = self._probe.mark() if self._probe.sink is not None else None
         divisor = None if self._replicas is not None else scatter.divisor
         sum_in_rank_order(out, partials, own_rank=self._rank, scale_divisor=divisor, scratch=self._scratch_for(dtype))
         for peer in held:
             self._transport.release(peer, tag, more=True)
         if self._probe.sink is not None:
-            self._probe.span(COMPUTE, f"{scatter.unit.name} sum", start, now_ns(), kind="sum")
+            self._probe.span_since(COMPUTE, f"{scatter.unit.name} sum", start, begun, kind="sum")
 
     def _scratch_for(self, dtype: torch.dtype) -> torch.Tensor:
         wide = wide_dtype(dtype)
@@ -409,9 +414,13 @@ class GradientStream:
             scatter, total, work = self._replicating.popleft()
             start = now_ns()
             with self._ordering.reducing():
+                begun = self._probe.mark()
                 work.wait()
+                self._probe.tail(f"{scatter.unit.name} (replicas)", begun)
                 self._deliver(scatter, total.div_(scatter.divisor))
-            self._probe.exposed(f"{scatter.unit.name} (replicas)", start, now_ns())
+            if begun is None:
+                self._probe.exposed(f"{scatter.unit.name} (replicas)", start, now_ns())
+        self._probe.joined()
         self._ordering.join()
 
     def _await_chain(self, scatter: Scatter, chain: Chain, meanwhile: Callable[[], object]) -> None:

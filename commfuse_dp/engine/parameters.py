@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from commfuse_dp.config import CommFuseConfig
-from commfuse_dp.device.base import Word
+from commfuse_dp.device.base import Event, Word
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.plan import Unit, UnitSlice
 from commfuse_dp.engine.window import Key, Window
@@ -49,6 +49,7 @@ class Taken(NamedTuple):
     visit: Visit
     data: torch.Tensor | None  # bytes in the window; None: an own slice
     arrival: Word | None  # reached when they are there; None: they are
+    landed: Event | None = None  # behind their copy
 
 
 class _Reading:
@@ -249,6 +250,7 @@ class ParameterStream:
             if not window.holds(reading.remote_forward):
                 return None
         taken = []
+        start, stood = None, []
         for visit in reading.forward:
             if visit.item.owner == self._rank:
                 taken.append(Taken(visit, None, None))
@@ -257,10 +259,14 @@ class ParameterStream:
             transfer = window.take(visit.key)
             where = Where(unit.name, self._epoch, str(visit.item), visit.item.nbytes)
             if transfer.arrival is None:
+                start = start if start is not None else self._probe.mark()
                 transfer.wait(where)
+                stood.append(transfer.landed)
             else:
                 transfer.concerns(where)
-            taken.append(Taken(visit, window.buffer(visit.key), transfer.arrival))
+            taken.append(Taken(visit, window.buffer(visit.key), transfer.arrival, transfer.landed))
+        if stood:
+            self._probe.stood(unit.name, start, stood)
         return taken
 
     def done_whole(self, taken: Sequence[Taken], *, keep: bool) -> None:
@@ -321,4 +327,6 @@ class ParameterStream:
             where = Where(unit.name, self._epoch, str(item), item.nbytes)
             self._transport.wait_until(ready, peer=item.owner, where=where, doing="a parameter slice")
             self._probe.exposed(unit.name, start, now_ns())
+        if self._probe.timing is not None:
+            self._probe.stood(unit.name, self._probe.mark(), (transfer.landed,))
         return transfer.wait()

@@ -93,10 +93,14 @@ class WholeProducts:
         if taken is None:
             return False
         table = self._table_of(taken)
+        start = engine.probe.mark()
         if forward:
             self._gemms.forward(operand, table, out)
         else:
             self._gemms.dgrad(operand, table, out)
+        if engine.probe.timing is not None and start is not None:
+            awaited = [item.landed for item in taken if item.arrival is not None]
+            engine.probe.timing.kernel((self._unit.index, forward, operand.shape), self._unit.name, start, awaited)
         parameters.done_whole(taken, keep=forward and engine.keeps(self._unit))
         return True
 
@@ -106,7 +110,7 @@ class WholeProducts:
         biases: list[torch.Tensor] = []
         words: list[Word | None] = []
         bias: dict[int, Piece] = {}
-        for visit, data, arrival in taken:
+        for visit, data, arrival, _ in taken:
             item = visit.item
             for piece in visit.pieces if data is None else self._unit.params.pieces(item, data):
                 if piece.part == 1:  # comes with the owner's first slice and serves all of them

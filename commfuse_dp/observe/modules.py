@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from commfuse_dp.device.base import Event
 from commfuse_dp.probe import COMPUTE, Probe, now_ns
 
 
@@ -31,13 +32,15 @@ class _Hooks:
 
 
 class ModuleSpans(_Hooks):
-    """Spans `NAME forward` and `NAME backward` on the compute lane, for the given modules (their waits lie within)."""
+    """Spans `NAME forward` and `NAME backward` on the compute lane, for the given modules (their waits lie within).
+
+    On a GPU by events: the time in which the stream did it, not that in which the host enqueued it."""
 
     def __init__(self, probe: Probe, modules: Iterable[tuple[str, nn.Module]]) -> None:
         super().__init__()
         self.probe = probe
         self.modules = list(modules)
-        self._started: dict[str, int] = {}
+        self._started: dict[str, tuple[int, Event | None]] = {}
 
     def __enter__(self) -> ModuleSpans:
         for name, module in self.modules:
@@ -52,7 +55,7 @@ class ModuleSpans(_Hooks):
 
     def _start(self, name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            self._started[name] = now_ns()
+            self._started[name] = (now_ns(), self.probe.mark() if self.probe.sink is not None else None)
 
         return hook
 
@@ -60,7 +63,7 @@ class ModuleSpans(_Hooks):
         def hook(*_: Any) -> None:
             start = self._started.pop(name, None)
             if start is not None:
-                self.probe.span(COMPUTE, name, start, now_ns())
+                self.probe.span_since(COMPUTE, name, *start)
 
         return hook
 

@@ -76,12 +76,17 @@ class SpanRecorder:
     def attach(self) -> None:
         if self.probe.sink is not None:
             raise RuntimeError("this probe already has a span sink: detach the other recorder first.")
+        self.probe.watch()
         self.probe.sink = self._record
 
     def detach(self) -> None:
         """Safe to call when not attached; the spans are kept."""
         if self.probe.sink == self._record:
-            self.probe.sink = None
+            try:
+                self.probe.settle()
+            finally:
+                self.probe.unwatch()
+                self.probe.sink = None
 
     def __enter__(self) -> SpanRecorder:
         self.attach()
@@ -103,11 +108,12 @@ class SpanRecorder:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """One training step: the frame of the timeline."""
+        """One training step: the frame of the timeline. On a GPU it ends when the device has done it."""
         start = self._clock()
         try:
             with record_function(f"commfuse::step {number}"):
                 yield
+            self.probe.settle()
         finally:
             self._record(STEP, f"step {number}", start, self._clock(), {"step": number})
 

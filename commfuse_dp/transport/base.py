@@ -76,6 +76,8 @@ class Transfer(ABC):
 
     arrival: Word | None = None  # device-ordered transports: reached when the bytes are there, for kernels that wait themselves
 
+    landed: Event | None = None  # device-ordered transports: behind the copy; timed while somebody watches (probe.timing)
+
     def concerns(self, where: Where) -> None:
         """What the bytes are, for errors of a wait that somebody else makes."""
         return

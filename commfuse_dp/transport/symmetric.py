@@ -57,6 +57,7 @@ from typing import ClassVar
 import torch
 
 from commfuse_dp.device.base import Device, Event, Word
+from commfuse_dp.device.timing import EventTimer
 from commfuse_dp.errors import CommFuseError, Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport import messages as msg
@@ -114,6 +115,7 @@ class SymmetricTransport(Transport):
     ) -> None:
         super().__init__(rank, world_size, deadline_s=deadline_s, probe=probe)
         self.device = device
+        self.probe.measure_by(EventTimer(device, self.probe))
         self._channel = channel
         layout = Layout(world_size, inbox_bytes)
         purpose = f"inboxes (inbox_bytes = {inbox_bytes} for each of {world_size - 1} peers)"

@@ -116,6 +116,11 @@ class Core:
             self.device.write_values(self._held_on, self._held)
             self._held = []
 
+    # ---- events ------------------------------------------------------------------------------------------------------
+    def record(self, stream: Stream) -> Event:
+        """Behind all that is in the stream now. Keeps the time while somebody watches."""
+        return self.device.record(stream, timing=self.probe.timing is not None)
+
     # ---- waiting for words -------------------------------------------------------------------------------------------
     def stand(self, stream: Stream, conditions: tuple[Condition, ...], where: Where, doing: str) -> Wait:
         """The stream waits for words, and the watchdog looks after it. The caller sets `event` if more belongs to the wait."""
@@ -127,6 +132,6 @@ class Core:
 
     def behind(self, stream: Stream, wait: Wait) -> Event:
         """The event that ends the wait: behind all that is in the stream now."""
-        wait.event = event = self.device.record(stream)
+        wait.event = event = self.record(stream)
         self.check()  # on a device whose calls wait, the wait may just have ended badly
         return event

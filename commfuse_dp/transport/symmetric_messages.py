@@ -6,6 +6,7 @@ import torch
 
 from commfuse_dp.device.base import Word
 from commfuse_dp.errors import TransportError, Where
+from commfuse_dp.probe import SEND
 from commfuse_dp.transport.accounts import count_message
 from commfuse_dp.transport.base import NOWHERE, Tag
 from commfuse_dp.transport.symmetric_core import CHANNELS, Core, Layout, pair_of
@@ -44,6 +45,8 @@ class Messages:
             )
         reservation, behind = self._reserved[dst].reserve(nbytes)
         if behind is not None:
+            if core.probe.timing is not None:
+                core.probe.stood(core.probe.timing.layer, core.probe.mark(), (behind,))
             core.device.wait_event(stream, behind)
         return self._staging[dst].narrow(0, reservation.offset, nbytes)
 
@@ -73,8 +76,13 @@ class Messages:
             credit = Condition(dst, core.own.credit, pair_of(dst, tag.channel), behind)
             wait = core.stand(scatter, (credit,), _where(tag, nbytes), "to read earlier messages, which fill its inbox")
         remote, pair = core.blocks[dst], pair_of(core.rank, tag.channel)
+        timing = core.probe.timing if core.probe.sink is not None else None
+        begun = timing.mark(scatter) if timing is not None else None
         device.copy(remote.rings[pair].narrow(0, place, nbytes), staging.narrow(0, offset, nbytes), scatter)
-        left = core.behind(scatter, wait) if wait is not None else device.record(scatter)
+        left = core.behind(scatter, wait) if wait is not None else core.record(scatter)
+        if timing is not None and begun is not None:
+            about: dict[str, object] = {"nbytes": nbytes, "peer": dst, "key": tag.key, "seq": tag.seq, "part": tag.part}
+            timing.span(SEND, "message", begun, left, about)
         device.write_value(scatter, remote.arrival, pair * ARRIVAL_WORDS + word, value)
         self._reserved[dst].sent(reservation, left)
         count_message(core.probe.counters, tag.channel, nbytes, sent=True)

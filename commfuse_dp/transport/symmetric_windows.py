@@ -8,6 +8,7 @@ import torch
 
 from commfuse_dp.device.base import Event, Word
 from commfuse_dp.errors import TransportError, Where
+from commfuse_dp.probe import RECEIVE
 from commfuse_dp.transport.accounts import pull_bytes, window_bytes
 from commfuse_dp.transport.base import NOWHERE, Transfer
 from commfuse_dp.transport.parts import check_same_sizes
@@ -22,10 +23,12 @@ NEVER = 1 << 30  # epochs ahead: words are compared cyclically
 class Pull(Transfer):
     """A copy that is enqueued."""
 
-    __slots__ = ("_core", "_event", "_out", "_wait", "arrival")
+    __slots__ = ("_core", "_out", "_wait", "arrival", "landed")
+
+    landed: Event
 
     def __init__(self, core: Core, out: torch.Tensor, event: Event, wait: Wait | None, arrival: Word | None) -> None:
-        self._core, self._out, self._event, self._wait = core, out, event, wait
+        self._core, self._out, self.landed, self._wait = core, out, event, wait
         self.arrival = arrival
 
     def concerns(self, where: Where) -> None:
@@ -40,7 +43,7 @@ class Pull(Transfer):
         if where is not NOWHERE:
             self.concerns(where)
         stream = self._core.enter()
-        self._core.device.wait_event(stream, self._event)
+        self._core.device.wait_event(stream, self.landed)
         self._core.check()  # as in Core.behind
         return self._out
 
@@ -123,9 +126,13 @@ class Windows:
             self._awaited[owner, key] = epoch
             where = Where(f"(window {key})", epoch, f"bytes {start} to {start + nbytes}", nbytes)
             wait = core.stand(gather, (self._published_by(owner, key, epoch),), where, "to publish a parameter slice")
+        timing = core.probe.timing if core.probe.sink is not None else None
+        begun = timing.mark(gather) if timing is not None else None
         device.copy(out, self._segments[owner][key].narrow(0, start, nbytes), gather)
         arrival = self._signal() if self._kernels_may_wait else None
-        event = core.behind(gather, wait) if wait is not None else device.record(gather)
+        event = core.behind(gather, wait) if wait is not None else core.record(gather)
+        if timing is not None and begun is not None:
+            timing.span(RECEIVE, "slice", begun, event, {"nbytes": nbytes, "peer": owner})
         if owner != core.rank:
             core.probe.counters.param_bytes_received += nbytes
         return Pull(core, out, event, wait, arrival)

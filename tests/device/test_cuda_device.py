@@ -61,6 +61,23 @@ PAD = torch.zeros(8, dtype=torch.int32)
 AT = PAD.data_ptr()
 
 
+def test_marks_keep_the_time_only_if_asked(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.enable_timing, self.at = enable_timing, 0.0
+
+        def record(self, stream: Any) -> None:
+            self.at = stream.cuda_stream / 4  # ms
+
+        def elapsed_time(self, end: Any) -> float:
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    plain, first, second = device.record(stream()), device.record(stream(6), timing=True), device.record(stream(9), timing=True)
+    assert [event.timed for event in (plain, first, second)] == [False, True, True] and not plain.torch.enable_timing
+    assert device.elapsed(first, second) == 750_000
+
+
 def test_waits(device: Any) -> None:
     device.wait_value(stream(), PAD, 3, 5)
     device.wait_value(stream(), PAD, 0, -2, exact=True)

@@ -8,7 +8,7 @@ which things happened to run. Side streams run in an order drawn from a seed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -34,8 +34,13 @@ def run_on_device(case: dict[str, Any], **settings: Any) -> None:
     def open_transport(rank: int, exchange: ExchangeFn) -> Transport:
         return open_fake(world, rank, exchange, inbox_bytes=case["bytes"], deadline_s=20.0, **settings)
 
-    def watching(transport: Transport) -> AbstractContextManager[object]:
-        return Watched(world.devices[transport.rank])
+    @contextmanager
+    def watching(transport: Transport) -> Iterator[None]:
+        with Watched(world.devices[transport.rank]):
+            if case["seed"] % 2:  # measuring changes nothing
+                transport.probe.watch()
+            yield
+            transport.probe.settle()
 
     run_program(case, open_transport, watching)
 

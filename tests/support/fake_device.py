@@ -20,6 +20,11 @@ orders raise `Race`, also when they happened to run in the right order. This is 
 buffer that is written again while a reader may be at it. A word that nobody will write is found by `run`, which names the
 streams that stand and for what (`Stuck`). A thread of a rank that asks the device for words while `strict` is set, which on a
 GPU would wait for it, raises `HostBlocked`.
+
+[Note: Time]
+Every stream has a clock of simulated nanoseconds: an operation begins when the one before it in its stream, and what it waits
+for, are over, and lasts what `world.costs` says (nothing, if it is not given) or `delay` asks for. It does not depend on the
+order that was drawn, nor on the machine. Engines and links are not shared: two copies at a time do not slow each other down.
 """
 
 from __future__ import annotations
@@ -58,14 +63,17 @@ class FakeStream(Stream):
         self.rank, self.name = rank, name
         self.queue: deque[_Op] = deque()
         self.clock: dict[FakeStream, int] = {}
+        self.now = 0  # simulated ns
 
     def __repr__(self) -> str:
         return f"rank {self.rank} {self.name}"
 
 
 class FakeEvent(Event):
-    def __init__(self, world: FakeWorld) -> None:
+    def __init__(self, world: FakeWorld, timed: bool = False) -> None:
         self.world = world
+        self.timed = timed
+        self.at = 0  # simulated ns
         self.passed = False
         self.clock: dict[FakeStream, int] = {}
 
@@ -74,6 +82,14 @@ class FakeEvent(Event):
             self.world.advance()  # a device goes on by itself while somebody asks
         return self.passed
 
+    def wait(self) -> None:
+        if self.world.strict:
+            raise HostBlocked("an event was waited for")
+        if self.world.deferred:
+            self.world.run()
+        else:
+            self.world.drive(lambda: self.passed)
+
 
 @dataclass(eq=False)
 class _Op:
@@ -81,6 +97,7 @@ class _Op:
     run: Callable[[FakeStream], None]
     ready: Callable[[], bool] = lambda: True
     done: bool = False
+    cost: int = 0  # simulated ns
 
 
 @dataclass
@@ -111,6 +128,7 @@ class FakeWorld:
     deferred: bool = True
     slow: frozenset[tuple[int, str]] = frozenset()
     strict: bool = False
+    costs: Callable[[FakeStream, str, int], int] | None = None  # (stream, "copy" or torch's operation, bytes) -> ns
     executed: int = 0
     trace: list[str] = field(default_factory=list)
 
@@ -119,6 +137,7 @@ class FakeWorld:
         self.changed = threading.Condition(threading.RLock())
         self.streams: list[FakeStream] = []
         self.words: dict[int, dict[FakeStream, int]] = {}  # address -> clock of who wrote it last
+        self.written: dict[int, list[tuple[int, int]]] = {}  # address -> (value, when) of every write
         self.accesses: dict[int, list[_Access]] = {}  # storage -> what was done to it
         self._kept: dict[int, torch.UntypedStorage] = {}  # an address must not come again for something else
         self._failure: AssertionError | None = None
@@ -159,6 +178,7 @@ class FakeWorld:
         except AssertionError as failure:  # every thread is to see it
             self._failure = failure
             raise
+        stream.now += op.cost
         op.done = True
         self.executed += 1
         self.changed.notify_all()
@@ -170,14 +190,18 @@ class FakeWorld:
             while self.step():
                 pass
 
-    def drive(self, op: _Op) -> None:
-        """Inline: run until `op` is done, with the thread of its stream standing."""
+    def drive(self, done: Callable[[], bool]) -> None:
+        """Inline: run until `done`, with the calling thread standing."""
         limit = time.monotonic() + PATIENCE_S
-        while not op.done:
-            if not self.step():
-                if time.monotonic() > limit:
-                    raise Stuck(f"seed {self.seed}: {self.standing()}")
-                self.changed.wait(0.01)
+        with self.changed:
+            while not done():
+                if not self.step():
+                    if time.monotonic() > limit:
+                        raise Stuck(f"seed {self.seed}: {self.standing()}")
+                    self.changed.wait(0.01)
+
+    def cost(self, stream: FakeStream, what: str, nbytes: int) -> int:
+        return self.costs(stream, what, nbytes) if self.costs is not None else 0
 
     def standing(self) -> str:
         return "; ".join(f"{stream} stands at {stream.queue[0].what}" for stream in self.streams if stream.queue)
@@ -244,24 +268,42 @@ class FakeDevice(Device):
         if not self.world.deferred:  # the thread becomes that stream, so it stands until the stream has come to this place
             self._enqueue(stream, _Op("host goes on here", lambda at: None))
 
-    def record(self, stream: Stream) -> FakeEvent:
-        event = FakeEvent(self.world)
+    def record(self, stream: Stream, *, timing: bool = False) -> FakeEvent:
+        event = FakeEvent(self.world, timing)
 
         def run(at: FakeStream) -> None:
-            event.passed, event.clock = True, dict(at.clock)
+            event.passed, event.clock, event.at = True, dict(at.clock), at.now
 
-        self._enqueue(stream, _Op("record", run))
+        self._enqueue(stream, _Op("mark (timed)" if timing else "record", run))
         return event
+
+    def elapsed(self, start: Event, end: Event) -> int:
+        assert isinstance(start, FakeEvent) and isinstance(end, FakeEvent)
+        assert start.timed and end.timed, "an event that keeps no time"
+        assert start.passed and end.passed, "an event that has not been passed"
+        assert end.at >= start.at, "the other way round: CUDA does not say what it answers then"
+        return end.at - start.at
 
     def wait_event(self, stream: Stream, event: Event) -> None:
         assert isinstance(event, FakeEvent)
-        self._enqueue(stream, _Op("wait for an event", lambda at: _merge(at.clock, event.clock), lambda: event.passed))
+
+        def run(at: FakeStream) -> None:
+            _merge(at.clock, event.clock)
+            at.now = max(at.now, event.at)
+
+        self._enqueue(stream, _Op("wait for an event", run, lambda: event.passed))
+
+    def delay(self, nanoseconds: int, stream: Stream | None = None) -> None:
+        """Work that takes that long, on the current stream if none is given."""
+        self._enqueue(stream or self.current_stream(), _Op("delay", lambda at: None, cost=nanoseconds))
 
     # ---- work --------------------------------------------------------------------------------------------------------
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         assert dst.dtype == src.dtype == torch.uint8 and dst.dim() == src.dim() == 1 and dst.shape == src.shape
         assert dst.is_contiguous() and src.is_contiguous()
-        self._enqueue_work(stream, "copy", lambda: dst.copy_(src), (src,), (dst,))
+        assert isinstance(stream, FakeStream)
+        cost = self.world.cost(stream, "copy", dst.numel())
+        self._enqueue_work(stream, "copy", lambda: dst.copy_(src), (src,), (dst,), cost)
 
     def launch(
         self,
@@ -271,9 +313,10 @@ class FakeDevice(Device):
         writes: Sequence[torch.Tensor] = (),
         what: str = "kernel",
         stream: Stream | None = None,
+        cost: int = 0,
     ) -> None:
-        """A kernel of the caller's own, on the current stream if none is given."""
-        self._enqueue_work(stream or self.current_stream(), what, function, reads, writes)
+        """A kernel of the caller's own, on the current stream if none is given. cost: simulated ns."""
+        self._enqueue_work(stream or self.current_stream(), what, function, reads, writes, cost)
 
     def _enqueue_work(
         self,
@@ -282,6 +325,7 @@ class FakeDevice(Device):
         function: Callable[[], object],
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
+        cost: int,
     ) -> None:
         for tensor in (*reads, *writes):
             self.world.keep(tensor)
@@ -293,7 +337,7 @@ class FakeDevice(Device):
                 self.world.access(at, tensor, write=True, what=what)
             function()
 
-        self._enqueue(stream, _Op(what, run))
+        self._enqueue(stream, _Op(what, run, cost=cost))
 
     # ---- words -------------------------------------------------------------------------------------------------------
     def wait_value(self, stream: Stream, pad: torch.Tensor, index: int, value: int, *, exact: bool = False) -> None:
@@ -302,6 +346,8 @@ class FakeDevice(Device):
 
         def run(at: FakeStream) -> None:
             _merge(at.clock, self.world.words.get(address, {}))
+            written = self.world.written.get(address, ())
+            at.now = max(at.now, min((when for word, when in written if reached(word, value, exact=exact)), default=0))
 
         with _disable_current_modes():
             what = f"wait for word {index} {'==' if exact else '>='} {value} (is {int(pad[index])} when enqueued)"
@@ -310,7 +356,9 @@ class FakeDevice(Device):
     def write_value(self, stream: Stream, pad: torch.Tensor, index: int, value: int) -> None:
         def run(at: FakeStream) -> None:
             pad[index] = as_int32(value)
-            self.world.words[pad.data_ptr() + 4 * index] = dict(at.clock)
+            address = pad.data_ptr() + 4 * index
+            self.world.words[address] = dict(at.clock)
+            self.world.written.setdefault(address, []).append((as_int32(value), at.now))
 
         self._enqueue(stream, _Op(f"write word {index} = {as_int32(value)}", run))
 
@@ -341,7 +389,7 @@ class FakeDevice(Device):
             stream.queue.append(op)
             self.world.changed.notify_all()
             if not self.world.deferred and stream is self.current_stream():
-                self.world.drive(op)
+                self.world.drive(lambda: op.done)
 
     def _host_waits(self, what: str) -> None:
         if self.world.strict and not threading.current_thread().name.startswith("commfuse-"):
@@ -370,6 +418,7 @@ class Watched(TorchDispatchMode):
         world, stream = self._device.world, self._device.current_stream()
         with world.changed:
             stream.clock[stream] = stream.clock.get(stream, 0) + 1
+            stream.now += world.cost(stream, str(func), 0)
             named = {argument.name: argument for argument in schema.arguments}
             given = [*zip(schema.arguments, args, strict=False), *((named[name], value) for name, value in kwargs.items())]
             for argument, value in given:

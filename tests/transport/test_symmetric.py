@@ -302,11 +302,11 @@ def test_pull_before_publish_and_credit_in_streams() -> None:
             sent = device.record(device.side_stream("scatter"))
             with pytest.raises(Stuck):
                 world.run()
-            assert not pulled._event.done() and not sent.done()
+            assert not pulled.landed.done() and not sent.done()
             exchange("stands")
             exchange("goes on")
             world.run()
-            assert pulled._event.done() and sent.done() and out.tolist() == [7] * 64
+            assert pulled.landed.done() and sent.done() and out.tolist() == [7] * 64
         else:
             exchange("stands")
             segment = transport.segment(0)
