@@ -29,6 +29,7 @@ import warnings
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -53,29 +54,32 @@ class CompileError(CommFuseError):
 
 @dataclass(frozen=True)
 class Spec:
-    """One kernel to be compiled: file `name`.cu, its entry `name`, and the macros that specialise it."""
+    """One kernel to be compiled: file `name`.cu, its entry `name`, and the macros that specialise it.
+
+    folder: of the file; "": the package's own."""
 
     name: str
     macros: tuple[tuple[str, str], ...] = ()
+    folder: str = ""
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join(f'{key}={value}' for key, value in self.macros)})"
 
 
 @cache
-def source(name: str) -> str:
+def source(name: str, folder: str = "") -> str:
     """The text that NVRTC gets for kernel `name`: the prelude and the file, with line markers for its messages."""
-    folder = resources.files("commfuse_dp.kernels").joinpath("cuda")
+    own = resources.files("commfuse_dp.kernels").joinpath("cuda")
     parts = []
-    for file in (PRELUDE, f"{name}.cu"):
-        parts.append(f'#line 1 "{file}"\n{folder.joinpath(file).read_text(encoding="utf-8")}')
+    for place, file in ((own, PRELUDE), (Path(folder) if folder else own, f"{name}.cu")):
+        parts.append(f'#line 1 "{file}"\n{place.joinpath(file).read_text(encoding="utf-8")}')
     return "\n".join(parts)
 
 
 def cache_key(spec: Spec, architecture: str, compiler: str) -> str:
     """Hex SHA-256 over everything that decides what the compiler makes of it."""
     digest = hashlib.sha256()
-    for part in (source(spec.name), repr(spec.macros), architecture, compiler, STANDARD):
+    for part in (source(spec.name, spec.folder), repr(spec.macros), architecture, compiler, STANDARD):
         digest.update(len(part).to_bytes(8, "little") + part.encode())
     return digest.hexdigest()
 
@@ -103,7 +107,7 @@ def compile_cubin(spec: Spec, architecture: str) -> bytes:
     log = io.StringIO()
     options = core.ProgramOptions(name=f"{spec.name}.cu", arch=architecture, std=STANDARD, define_macro=list(spec.macros))
     try:
-        code = core.Program(source(spec.name), "c++", options).compile("cubin", logs=log).code
+        code = core.Program(source(spec.name, spec.folder), "c++", options).compile("cubin", logs=log).code
     except Exception as error:
         text = "\n".join(part for part in (log.getvalue().strip(), str(error).strip()) if part)
         raise CompileError(f"kernel {spec} did not compile for {architecture} with {compiler_version()}:\n{text}") from error

@@ -80,7 +80,7 @@ def test_the_cache_saves_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert file.read_bytes() == whole
     assert len(compiled) == 4
     text = nvrtc.source(spec.name)
-    monkeypatch.setattr(nvrtc, "source", lambda name: text.replace("template <", "/* changed */ template <", 1))
+    monkeypatch.setattr(nvrtc, "source", lambda *of: text.replace("template <", "/* changed */ template <", 1))
     assert nvrtc.cubin(spec, "sm_90", disk)[:4] == b"\x7fELF"
     assert len(compiled) == 5 and len(list((tmp_path / "cubins").iterdir())) == 2
 
@@ -94,7 +94,7 @@ def test_an_error_shows_file_line_and_text(monkeypatch: pytest.MonkeyPatch) -> N
     assert f"kernel {wrong} did not compile for sm_90 with nvrtc 1" in text
     assert 'error: identifier "nonsense" is undefined' in text and "inbox_sum.cu(" in text
     source = nvrtc.source(name) + "\nint last_line = oops;\n"
-    monkeypatch.setattr(nvrtc, "source", lambda name: source)
+    monkeypatch.setattr(nvrtc, "source", lambda *of: source)
     lines = source[source.index('#line 1 "inbox_sum.cu"') :].count("\n") - 1  # the marker speaks of the line that follows it
     with pytest.raises(CompileError, match=rf'inbox_sum\.cu\({lines}\): error: identifier "oops" is undefined'):
         nvrtc.compile_cubin(USUAL[0], "sm_90")
