@@ -61,6 +61,42 @@ def reached(word: int, value: int, *, exact: bool = False) -> bool:
     return as_int32(word - value) == 0 if exact else as_int32(word - value) >= 0
 
 
+Span = tuple[torch.Tensor, int, torch.Tensor, int, int]  # destination, its first byte, source, its first byte, bytes
+
+
+class Batch:
+    """Work for one stream that is given to the driver in few calls, in its order: waits and writes of words that follow each
+    other are one call. What is still held back goes at `submit`, which must be called before anything else is asked of the
+    stream, also after an error: a write that is lost stops a peer.
+
+    Nothing is checked, and no view is made: spans lie in uint8 tensors, 1-D and contiguous.
+    """
+
+    __slots__ = ("_device", "_stream")
+
+    def __init__(self, device: Device, stream: Stream) -> None:
+        self._device, self._stream = device, stream
+
+    def copy(self, dst: torch.Tensor, dst_start: int, src: torch.Tensor, src_start: int, nbytes: int) -> None:
+        """dst[dst_start :][: nbytes] <- src[src_start :][: nbytes], as `Device.copy`."""
+        to, at = dst.narrow(0, dst_start, nbytes), src.narrow(0, src_start, nbytes)
+        self._device.copy(to, at, self._stream)
+
+    def copy_all(self, spans: Sequence[Span]) -> None:
+        """Several copies, in any order among themselves: nothing may tell one of them from the others."""
+        for span in spans:
+            self.copy(*span)
+
+    def wait(self, pad: torch.Tensor, place: int, value: int, *, exact: bool = False) -> None:
+        self._device.wait_value(self._stream, pad, place, value, exact=exact)
+
+    def write(self, pad: torch.Tensor, place: int, value: int) -> None:
+        self._device.write_value(self._stream, pad, place, value)
+
+    def submit(self) -> None:
+        return
+
+
 class Device(ABC):
     """One accelerator as one rank uses it. All methods but `peek`, `poke` and `elapsed` only enqueue, and return at once."""
 
@@ -112,6 +148,10 @@ class Device(ABC):
         """Several `write_value`, in any order among themselves; cheaper than one by one."""
         for word in words:
             self.write_value(stream, *word)
+
+    def batch(self, stream: Stream) -> Batch:
+        """To enqueue much at once."""
+        return Batch(self, stream)
 
     # ---- out of band -------------------------------------------------------------------------------------------------
     @abstractmethod

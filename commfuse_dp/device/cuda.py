@@ -24,6 +24,13 @@ through this API is not visible to CUDA", same manual). Hence:
 * they are few: "gather", "scatter", "reduce" and "watch", below the 8 channels of the default CUDA_DEVICE_MAX_CONNECTIONS;
 * what one process orders by a value is also ordered by events wherever both ends are its own (the transport's business).
 
+[Note: Few calls]
+A call of the driver through cuda-bindings costs the host a microsecond or more, whatever it does. So:
+* waits and writes of words that follow each other in a stream are one `cuStreamBatchMemOp`, which keeps their order;
+* copies that nothing tells apart are one `cuMemcpyBatchAsync` (CUDA 12.8), whose copies run in any order: there can be no word
+  between them. It takes the flag PREFER_OVERLAP_WITH_COMPUTE, a hint to use copy engines where CUDA would not by itself, as
+  inside one GPU. An older driver, and the legacy default stream, which it refuses, get single copies.
+
 [Note: Lifetime]
 Nothing calls `record_stream`: it would let the allocator's pools grow by every buffer whose copy was late. Whoever enqueues a
 copy keeps both tensors until an event behind it is done. Streams are made once per process and never destroyed: the
@@ -40,11 +47,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from commfuse_dp.device.base import Device, Event, Stream, Word
+from commfuse_dp.device.base import Batch, Device, Event, Span, Stream, Word
 from commfuse_dp.errors import TransportError
 
 MIN_DRIVER = 12000  # cuDriverGetVersion: stream memory operations are there without a kernel module's parameter
 _BATCH = 255  # cuStreamBatchMemOp takes fewer than 256 operations
+_LEGACY_STREAMS = (0, 1)  # the null stream, and CU_STREAM_LEGACY
 
 PeerWrites = Literal["value", "copy"]
 
@@ -161,7 +169,10 @@ class CudaDevice(Device):
         self._eq = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
         self._threads = threading.local()
         self._known: dict[int, CudaStream] = {}
-        self._operations: dict[int, Any] = {}  # address -> CUstreamBatchMemOpParams, made once: addresses come again
+        self._writes: dict[int, Any] = {}  # address -> CUstreamBatchMemOpParams, made once: addresses come again
+        self._waits: dict[tuple[int, int], Any] = {}  # the same of (address, flags)
+        self._copy_attributes: Any = None  # of cuMemcpyBatchAsync; made with the first batch
+        self._copies_in_batches = hasattr(driver, "cuMemcpyBatchAsync")
         self._own_words: dict[int, torch.Tensor] = {}  # stream -> word for "copy"
 
     def _bind(self) -> None:
@@ -249,8 +260,7 @@ class CudaDevice(Device):
             self._write_own(stream, *targets[0])
             return
         for first in range(0, len(targets), _BATCH):
-            batch = [self._operation(*target) for target in targets[first : first + _BATCH]]
-            self._do(self._driver.cuStreamBatchMemOp(stream.handle, len(batch), batch, 0), "cuStreamBatchMemOp")
+            self.operate(stream, [self.write_operation(*target) for target in targets[first : first + _BATCH]])
 
     def _write_own(self, stream: CudaStream, address: int, value: int) -> None:
         self._do(self._driver.cuStreamWriteValue32(stream.handle, address, value & 0xFFFFFFFF, 0), "cuStreamWriteValue32")
@@ -267,17 +277,65 @@ class CudaDevice(Device):
                 last = value
             self._do(self._driver.cuMemcpyAsync(address, own.data_ptr(), 4, stream.handle), "cuMemcpyAsync")
 
-    def _operation(self, address: int, value: int) -> Any:
-        operation = self._operations.get(address)
+    # ---- batches -----------------------------------------------------------------------------------------------------
+    def batch(self, stream: Stream) -> CudaBatch:
+        assert isinstance(stream, CudaStream)
+        return CudaBatch(self, stream)
+
+    def write_operation(self, address: int, value: int) -> Any:
+        """For `operate`, before the next one of this address."""
+        operation = self._writes.get(address)
         if operation is None:
             kind = self._driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
-            operation = self._operations[address] = self._driver.CUstreamBatchMemOpParams()
+            operation = self._writes[address] = self._driver.CUstreamBatchMemOpParams()
             operation.operation = kind
             operation.writeValue.operation = kind
             operation.writeValue.address = self._driver.CUdeviceptr(address)
             operation.writeValue.flags = 0
         operation.writeValue.value = value & 0xFFFFFFFF
         return operation
+
+    def wait_operation(self, address: int, value: int, exact: bool) -> Any:
+        """For `operate`, before the next one of this address."""
+        flags = self._eq if exact else self._geq
+        operation = self._waits.get((address, flags))
+        if operation is None:
+            kind = self._driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
+            operation = self._waits[address, flags] = self._driver.CUstreamBatchMemOpParams()
+            operation.operation = kind
+            operation.waitValue.operation = kind
+            operation.waitValue.address = self._driver.CUdeviceptr(address)
+            operation.waitValue.flags = flags
+        operation.waitValue.value = value & 0xFFFFFFFF
+        return operation
+
+    def operate(self, stream: CudaStream, operations: list[Any]) -> None:
+        """At most _BATCH operations, all of different words or kinds, in their order."""
+        self._do(self._driver.cuStreamBatchMemOp(stream.handle, len(operations), operations, 0), "cuStreamBatchMemOp")
+
+    def copy_bytes(self, stream: CudaStream, to: int, at: int, nbytes: int) -> None:
+        """Between addresses; nbytes > 0."""
+        self._do(self._driver.cuMemcpyAsync(to, at, nbytes, stream.handle), "cuMemcpyAsync")
+
+    def copy_many(self, stream: CudaStream, to: list[int], at: list[int], sizes: list[int]) -> None:
+        """Between addresses, in any order; sizes > 0, at least one. See [Note: Few calls]."""
+        if self._copies_in_batches and stream.handle not in _LEGACY_STREAMS:
+            driver = self._driver
+            if self._copy_attributes is None:
+                self._copy_attributes = driver.CUmemcpyAttributes()
+                self._copy_attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+                self._copy_attributes.flags = int(driver.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
+            try:
+                result = driver.cuMemcpyBatchAsync(to, at, sizes, len(sizes), [self._copy_attributes], [0], 1, stream.handle)
+            except RuntimeError:  # cuda-bindings does not find the function in the driver
+                self._copies_in_batches = False
+            else:
+                if int(result[0]) != int(driver.CUresult.CUDA_ERROR_NOT_SUPPORTED):
+                    self._do(result, "cuMemcpyBatchAsync")
+                    return
+                self._copies_in_batches = False
+        for span in zip(to, at, sizes, strict=True):
+            self.copy_bytes(stream, *span)
 
     def _do(self, result: tuple[Any, ...], call: str) -> None:
         if int(result[0]) != 0:
@@ -305,6 +363,60 @@ class CudaDevice(Device):
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
+
+
+class CudaBatch(Batch):
+    """See [Note: Few calls]. Addresses are worked out here, without making views."""
+
+    __slots__ = ("_cuda", "_cuda_stream", "_held", "_words")
+
+    def __init__(self, device: CudaDevice, stream: CudaStream) -> None:
+        super().__init__(device, stream)
+        self._cuda, self._cuda_stream = device, stream
+        self._held: list[Any] = []
+        self._words: set[int] = set()  # addresses of what is held: there is one operation for each
+
+    def copy(self, dst: torch.Tensor, dst_start: int, src: torch.Tensor, src_start: int, nbytes: int) -> None:
+        if nbytes:
+            if self._held:
+                self.submit()
+            self._cuda.copy_bytes(self._cuda_stream, dst.data_ptr() + dst_start, src.data_ptr() + src_start, nbytes)
+
+    def copy_all(self, spans: Sequence[Span]) -> None:
+        spans = [span for span in spans if span[4]]
+        if len(spans) <= 1:
+            for span in spans:
+                self.copy(*span)
+            return
+        self.submit()
+        to = [span[0].data_ptr() + span[1] for span in spans]
+        at = [span[2].data_ptr() + span[3] for span in spans]
+        self._cuda.copy_many(self._cuda_stream, to, at, [span[4] for span in spans])
+
+    def wait(self, pad: torch.Tensor, place: int, value: int, *, exact: bool = False) -> None:
+        address = pad.data_ptr() + 4 * place
+        self._make_room(address)
+        self._held.append(self._cuda.wait_operation(address, value, exact))
+
+    def write(self, pad: torch.Tensor, place: int, value: int) -> None:
+        if self._cuda.peer_writes == "copy":
+            self.submit()
+            self._cuda.write_value(self._cuda_stream, pad, place, value)
+            return
+        address = pad.data_ptr() + 4 * place
+        self._make_room(address)
+        self._held.append(self._cuda.write_operation(address, value))
+
+    def _make_room(self, address: int) -> None:
+        if address in self._words or len(self._held) == _BATCH:
+            self.submit()
+        self._words.add(address)
+
+    def submit(self) -> None:
+        if self._held:
+            held, self._held = self._held, []
+            self._words.clear()
+            self._cuda.operate(self._cuda_stream, held)
 
 
 def _checked_pair(result: tuple[Any, ...], call: str) -> tuple[int, int]:

@@ -40,9 +40,26 @@ class BufferPool:
             # The allocator may hand out what the current stream still reads: `mark` comes after that.
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device), self._ordering.mark()
 
-    def give(self, buffer: torch.Tensor) -> None:
-        """The caller promises that what the current stream has been given so far is the last to read or write the buffer."""
-        self._free[buffer.numel()].append((buffer, self._ordering.mark()))
+    def mark(self) -> Event | None:
+        """For `give`: one event for several buffers."""
+        return self._ordering.mark()
+
+    def give(self, buffer: torch.Tensor, mark: Event | None = None) -> None:
+        """The caller promises that what the current stream has been given so far is the last to read or write the buffer.
+
+        mark: taken behind that, on the same stream."""
+        self._free[buffer.numel()].append((buffer, self._ordering.mark() if mark is None else mark))
+
+    def settle(self) -> None:
+        """At the start of a step: give out buffers in the order of the step before, so that in a program of a steady order each
+        slice comes to lie where it lay, and whatever holds its address stays right. Of no matter to what is correct."""
+        for free in self._free.values():
+            if free and free[0][1] is not None:  # on a host the one that is still in the cache is worth more
+                free.extend(sorted((free.popleft() for _ in range(len(free))), key=_address))
 
     def clear(self) -> None:
         self._free.clear()
+
+
+def _address(entry: tuple[torch.Tensor, Event | None]) -> int:
+    return entry[0].data_ptr()

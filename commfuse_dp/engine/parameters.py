@@ -10,15 +10,13 @@ on small layers the time is in Python, not in the GEMMs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
 from commfuse_dp.config import CommFuseConfig
-from commfuse_dp.device.base import Event, Word
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.plan import Unit, UnitSlice
-from commfuse_dp.engine.window import Key, Window
+from commfuse_dp.engine.window import Held, Key, Window
 from commfuse_dp.errors import CommFuseError, ConfigError, Where
 from commfuse_dp.kernels.publish import PublishPlan
 from commfuse_dp.ops.pieces import Piece
@@ -41,15 +39,6 @@ class Visit:
         self.key = key
         self.data: torch.Tensor | None = None  # bytes that `pieces` are views of
         self.pieces: list[Piece] = []
-
-
-class Taken(NamedTuple):
-    """A slice for a kernel that waits by itself."""
-
-    visit: Visit
-    data: torch.Tensor | None  # bytes in the window; None: an own slice
-    arrival: Word | None  # reached when they are there; None: they are
-    landed: Event | None = None  # behind their copy
 
 
 class _Reading:
@@ -113,6 +102,7 @@ class ParameterStream:
             self._bind_own(unit, reading)
         if not self._transport.in_place and self._world_size > 1:
             self._window = Window(self._transport, self._pool, config.prefetch_bytes, self._probe, self._locate)
+        self._transport.describe_pulls(self._describe)
         self.exposed = True
 
     def _check_room(self, unit: Unit) -> None:
@@ -141,10 +131,16 @@ class ParameterStream:
         item = self._readings[key[0]].by_owner[key[1]][key[2]].item
         return item.offset, item.nbytes
 
+    def _describe(self, owner: int, key: int, epoch: int, start: int, nbytes: int) -> Where:
+        items = [visit.item for visit in self._readings[key].by_owner[owner]] if self._readings else []
+        found = next((item for item in items if item.offset == start), None)
+        return Where(self._units[key].name, epoch, str(found) if found is not None else f"bytes {start}", nbytes)
+
     # ---- epochs ------------------------------------------------------------------------------------------------------
     def start(self, epoch: int, sequence: list[Key]) -> None:
         """Publish this rank's parameters as version `epoch`, and begin to fetch the others' along a recording."""
         self._epoch = epoch
+        self._pool.settle()
         if self._window is not None:
             self._window.start(epoch, sequence)  # asked for now, served as soon as the owners have published
         with torch.no_grad():
@@ -153,6 +149,7 @@ class ParameterStream:
                 for unit in batch:
                     self._transport.publish(unit.index, self._epoch, more=True)
                 self._transport.push()
+            self._transport.publish_complete(epoch)
 
     def stop(self, where: Where) -> list[Key]:
         """This rank reads no more of the epoch; returns the order in which it fetched slices."""
@@ -241,40 +238,37 @@ class ParameterStream:
         """The slices of `owner`, each to be read by `read`."""
         return self._readings[unit.index].by_owner[owner]
 
-    def take_whole(self, unit: Unit) -> list[Taken] | None:
-        """All slices at once, own first, without waiting; None if they do not fit into the window together."""
-        reading = self._readings[unit.index]
+    def visits_forward(self, unit: Unit) -> list[Visit]:
+        """All slices in the order in which they come, own first."""
+        return self._readings[unit.index].forward
+
+    def take_whole(self, unit: Unit) -> list[Held] | None:
+        """All slices of others at once, in the order of `visits_forward`, without waiting where they have a word of arrival
+        (`transfer.arrival`); None if they do not fit into the window together."""
         window = self._window
-        if window is not None:
-            window.announce(reading.remote_forward)
-            if not window.holds(reading.remote_forward):
+        if window is None:
+            return []
+        keys = self._readings[unit.index].remote_forward
+        if not window.holds(keys):
+            window.announce(keys)
+            if not window.holds(keys):
                 return None
-        taken = []
+        taken = [window.take_held(key) for key in keys]
         start, stood = None, []
-        for visit in reading.forward:
-            if visit.item.owner == self._rank:
-                taken.append(Taken(visit, None, None))
-                continue
-            assert window is not None
-            transfer = window.take(visit.key)
-            where = Where(unit.name, self._epoch, str(visit.item), visit.item.nbytes)
+        for held in taken:
+            transfer = held.transfer
             if transfer.arrival is None:
                 start = start if start is not None else self._probe.mark()
-                transfer.wait(where)
+                transfer.wait()
                 stood.append(transfer.landed)
-            else:
-                transfer.concerns(where)
-            taken.append(Taken(visit, window.buffer(visit.key), transfer.arrival, transfer.landed))
         if stood:
             self._probe.stood(unit.name, start, stood)
         return taken
 
-    def done_whole(self, taken: Sequence[Taken], *, keep: bool) -> None:
-        """The current stream has been given the last that reads the slices."""
-        for item in taken:
-            if item.data is not None:
-                assert self._window is not None
-                self._window.done(item.visit.key, pin=keep)
+    def done_whole(self, unit: Unit, *, keep: bool) -> None:
+        """The current stream has been given the last that reads the slices that were taken, and that waits for them."""
+        if self._window is not None:
+            self._window.done_all(self._readings[unit.index].remote_forward, pin=keep)
 
     def forget(self, unit: Unit) -> None:
         """The unit's backward is over: what was held for it may go."""

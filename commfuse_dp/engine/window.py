@@ -22,27 +22,31 @@ that run the same program therefore pull in the same order, which two-sided tran
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from commfuse_dp.device.base import Event
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import Probe
-from commfuse_dp.transport.base import Transfer, Transport
+from commfuse_dp.transport.base import PullRequest, Transfer, Transport
 
 Key = tuple[int, int, int]  # unit, owner, index of the slice
 
 
-class _Entry:
-    __slots__ = ("buffer", "nbytes", "pins", "refs", "transfer")
+class Held:
+    """A slice in the window, or on its way there."""
 
-    def __init__(self, transfer: Transfer, buffer: torch.Tensor | None) -> None:
-        self.nbytes = buffer.numel() if buffer is not None else 0
-        self.transfer = transfer
-        self.buffer = buffer
+    __slots__ = ("buffer", "nbytes", "pins", "refs", "taken", "transfer")
+
+    def __init__(self, buffer: torch.Tensor, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.transfer: Transfer  # set at once by the pull
+        self.buffer: torch.Tensor | None = buffer
         self.refs = 1
         self.pins = 0  # refs that hold it for a backward, beyond the budget
+        self.taken = False  # somebody has waited for it: its buffer is not written to any more
 
 
 class Window:
@@ -56,7 +60,7 @@ class Window:
         self._budget = budget
         self._probe = probe
         self._locate = locate  # key -> (offset in the owner's segment, bytes)
-        self._entries: dict[Key, _Entry] = {}
+        self._entries: dict[Key, Held] = {}
         self._pins: dict[int, list[Key]] = defaultdict(list)  # unit -> slices held for its backward
         self._sequence: list[Key] = []
         self._positions: dict[Key, list[int]] = {}
@@ -93,14 +97,20 @@ class Window:
     # ---- use ---------------------------------------------------------------------------------------------------------
     def announce(self, keys: list[Key]) -> None:
         """The caller is about to take these keys: fetch what the recording did not foresee, as far as there is room."""
+        pulls: list[tuple[Key, Held, PullRequest]] = []
         for key in keys:
             if key not in self._entries and not self._foreseen(key):
                 if self.used > self._pinned and not self._fits(key):
-                    return
-                self._pull(key).refs = 0  # held for the `take` that follows
+                    break
+                self._plan(key, pulls).refs = 0  # held for the `take` that follows
+        self._pull(pulls)
 
     def take(self, key: Key) -> Transfer:
-        """The transfer of a slice, perhaps still under way. Each `take` is followed by one `done`."""
+        """The transfer of a slice, perhaps still under way: to be waited for. Each `take` is followed by one `done`."""
+        return self.take_held(key).transfer
+
+    def take_held(self, key: Key) -> Held:
+        """`take`, with the buffer that the slice comes to."""
         self._record.append(key)
         entry = self._entries.get(key)
         if self._foreseen(key):
@@ -110,7 +120,7 @@ class Window:
             if position >= self._ahead:  # not fetched yet: the window is full, or the order jumped ahead
                 self._ahead = position + 1
                 if entry is None:
-                    entry = self._pull(key)
+                    entry = self._pull_one(key)
                 else:
                     entry.refs += 1
             else:
@@ -119,41 +129,45 @@ class Window:
             if self._sequence:
                 self._probe.counters.order_misses += 1
             if entry is None:
-                entry = self._pull(key)
+                entry = self._pull_one(key)
             else:
                 entry.refs += 1
-        return entry.transfer
+        entry.taken = True
+        return entry
 
     def done(self, key: Key, *, pin: bool = False) -> None:
         """Compute has read the slice. `pin`: keep it for the unit's backward, whatever the window says."""
+        self.done_all((key,), pin=pin)
+
+    def done_all(self, keys: Sequence[Key], *, pin: bool = False) -> None:
+        """`done` for slices that were read together."""
         if pin:
-            self._pins[key[0]].append(key)
-            entry = self._entries[key]
-            if not entry.pins:
-                self._pinned += entry.nbytes
-            entry.pins += 1
+            for key in keys:
+                self._pins[key[0]].append(key)
+                entry = self._entries[key]
+                if not entry.pins:
+                    self._pinned += entry.nbytes
+                entry.pins += 1
         else:
-            self._drop(key)
+            mark = self._pool.mark()
+            for key in keys:
+                self._drop(key, mark)
         self._fill()
 
     def unpin(self, unit: int) -> None:
         """The unit's backward is over (or will not come)."""
-        for key in self._pins.pop(unit, ()):
+        pins = self._pins.pop(unit, ())
+        mark = self._pool.mark() if pins else None
+        for key in pins:
             entry = self._entries[key]
             entry.pins -= 1
             if not entry.pins:
                 self._pinned -= entry.nbytes
-            self._drop(key)
+            self._drop(key, mark)
 
     def holds(self, keys: list[Key]) -> bool:
         """All of them are here, or on their way."""
         return all(key in self._entries for key in keys)
-
-    def buffer(self, key: Key) -> torch.Tensor:
-        """Where the slice arrives."""
-        buffer = self._entries[key].buffer
-        assert buffer is not None
-        return buffer
 
     # ---- inside ------------------------------------------------------------------------------------------------------
     def _foreseen(self, key: Key) -> bool:
@@ -170,46 +184,71 @@ class Window:
         for skipped in range(self._cursor, min(position, self._ahead)):
             self._drop(self._sequence[skipped])
 
-    def _drop(self, key: Key) -> None:
+    def _drop(self, key: Key, mark: Event | None = None) -> None:
+        """mark: behind the last that reads the slice; None: behind what the current stream has been given so far."""
         entry = self._entries[key]
         entry.refs -= 1
         if entry.refs <= 0:
-            entry.transfer.wait(Where(f"unit {key[0]}", self._epoch, f"{key[1]}.{key[2]}"))  # no-op unless it was skipped
+            if not entry.taken:  # it was skipped, but is still being written
+                entry.transfer.wait(Where(f"unit {key[0]}", self._epoch, f"{key[1]}.{key[2]}"))
+                mark = None
             del self._entries[key]
-            self._free(entry)
+            self._free(entry, mark)
 
-    def _free(self, entry: _Entry) -> None:
+    def _free(self, entry: Held, mark: Event | None = None) -> None:
         if entry.buffer is not None:
-            self.used -= entry.buffer.numel()
+            self.used -= entry.nbytes
             self._probe.counters.window_bytes = self.used
-            self._pool.give(entry.buffer)
+            self._pool.give(entry.buffer, mark)
             entry.buffer = None
 
     def _fits(self, key: Key) -> bool:
         return self.used - self._pinned + self._locate(key)[1] <= self._budget
 
     def _fill(self) -> None:
-        sequence = self._sequence
+        sequence, entries = self._sequence, self._entries
+        pulls: list[tuple[Key, Held, PullRequest]] = []
         while self._ahead < len(sequence):
             key = sequence[self._ahead]
-            entry = self._entries.get(key)
+            entry = entries.get(key)
             if entry is not None:
                 entry.refs += 1
             elif self._fits(key):
-                self._pull(key)
+                self._plan(key, pulls)
             else:
-                return
+                break
             self._ahead += 1
+        self._pull(pulls)
 
-    def _pull(self, key: Key) -> _Entry:
+    def _plan(self, key: Key, pulls: list[tuple[Key, Held, PullRequest]]) -> Held:
+        """Make room for a slice that is going to be pulled, by `_pull`, before anything else is done here."""
         unit, owner, _ = key
         offset, nbytes = self._locate(key)
         buffer, free = self._pool.take_later(nbytes)
-        transfer = self._transport.pull(owner, unit, self._epoch, start=offset, nbytes=nbytes, out=buffer, after=free)
-        entry = self._entries[key] = _Entry(transfer, buffer)
+        entry = self._entries[key] = Held(buffer, nbytes)
+        pulls.append((key, entry, PullRequest(owner, unit, offset, nbytes, buffer, free)))
         self.used += nbytes
+        return entry
+
+    def _pull(self, pulls: list[tuple[Key, Held, PullRequest]]) -> None:
+        if not pulls:
+            return
+        try:
+            transfers = self._transport.pull_all(self._epoch, [request for _, _, request in pulls])
+        except BaseException:
+            for key, entry, _ in pulls:  # a broken transport: nothing of it is to be waited for
+                del self._entries[key]
+                self.used -= entry.nbytes
+            raise
+        for (_, entry, _), transfer in zip(pulls, transfers, strict=True):
+            entry.transfer = transfer
         counters = self._probe.counters
         counters.window_bytes = self.used
         if self.used > counters.window_bytes_peak:
             counters.window_bytes_peak = self.used
+
+    def _pull_one(self, key: Key) -> Held:
+        pulls: list[tuple[Key, Held, PullRequest]] = []
+        entry = self._plan(key, pulls)
+        self._pull(pulls)
         return entry

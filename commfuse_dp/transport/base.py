@@ -71,6 +71,17 @@ class Tag(NamedTuple):
 CHANNEL_PARAM, CHANNEL_GRAD, CHANNEL_COLLECTIVE, CHANNEL_REPLICA = 1, 2, 3, 4
 
 
+class PullRequest(NamedTuple):
+    """A pull as one of several, see `Transport.pull_all`."""
+
+    owner: int
+    key: int
+    start: int
+    nbytes: int
+    out: torch.Tensor
+    after: Event | None = None
+
+
 class Transfer(ABC):
     """A pull under way."""
 
@@ -142,6 +153,22 @@ class Transport(ABC):
         `after`: device-ordered transports write to `out` only behind this event (its last reader's); others ignore it.
         May be called before the owner has published `epoch`: the transfer then completes after it has.
         """
+
+    def pull_all(self, epoch: int, requests: Sequence[PullRequest]) -> Sequence[Transfer]:
+        """Several pulls into buffers, in their order; cheaper than one by one where that costs much."""
+        return [
+            self.pull(owner, key, epoch, start=start, nbytes=nbytes, out=out, after=after)
+            for owner, key, start, nbytes, out, after in requests
+        ]
+
+    def publish_complete(self, epoch: int) -> None:
+        """Every key that this rank publishes in `epoch` has been published. All ranks say so, or none; waits may then be for
+        all keys of an owner at once."""
+        return
+
+    def describe_pulls(self, describe: Callable[[int, int, int, int, int], Where]) -> None:
+        """describe(owner, key, epoch, start, nbytes): what the bytes are, for errors of waits that nobody stands in."""
+        return
 
     @abstractmethod
     def finish(self, epoch: int) -> None:

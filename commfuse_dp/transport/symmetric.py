@@ -7,16 +7,26 @@ Bytes are moved by copy engines, order is made by stream memory operations: no m
 
   parameters, one epoch
     o current   |finished(r) >= e-1   copy shards -> segment   write published[o, key] = e  to every rank
-    r gather    |after (last reader of the buffer)   |published[o, key] >= e   copy segment of o -> buffer   (event)
-    r current                                                                            |event   GEMM reads the buffer
+    r gather    |after (last reader of the buffer)   |published[o, key] >= e   copy segment of o -> buffer   write arrival
+    r current                                                                 |arrival (or the kernel)  GEMM reads the buffer
     r gather    ... all copies of e ...   write finished[r] = e  to every rank
   So: a segment is written only after the copies of all readers; a buffer only after its last GEMM; nothing is read early.
+
+  Once a rank has published everything, o writes complete[o] = e, and r, which has too, waits for that instead of each key.
 
   gradients, one message
     r' current  |event: the last bytes at this place of the staging have left    GEMM -> staging
     r' scatter       |event of current   |credit >= the message whose place is taken   copy staging -> inbox   write arrival
     o  current or reduce                                                        |arrival == fingerprint   sum   write credit
   So: staging and inbox are overwritten only when what was there has been read; a sum starts only when the bytes are there.
+
+[Note: Words for pulls]
+A slice has an arrival word of its own, whose value is the number of its pulls: it is known when the pull is enqueued, it only
+rises, and in a program of a steady order all slices of a layer have the same. The write follows its copy in the stream "gather",
+slice by slice, so a kernel's tile may start while the next slice is still coming. Nothing is written between the copies of one
+`copy_all`, which run in any order: it serves where there are no words (see [Note: Kernels that wait]), and one event tells that
+all are there. Waits for an own word are enqueued behind the write that they wait for, so the two cannot stand in a circle,
+whatever channels the streams are mapped to.
 
 [Note: Where credit is waited for]
 In the stream "scatter", not in the stream that computes: the staging gives compute another inbox's length of slack. Messages
@@ -51,7 +61,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -61,7 +71,8 @@ from commfuse_dp.device.timing import EventTimer
 from commfuse_dp.errors import CommFuseError, Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport import messages as msg
-from commfuse_dp.transport.base import NOWHERE, ExchangeFn, Tag, Transport
+from commfuse_dp.transport.accounts import window_bytes
+from commfuse_dp.transport.base import NOWHERE, ExchangeFn, PullRequest, Tag, Transport
 from commfuse_dp.transport.parts import Channel
 from commfuse_dp.transport.symmetric_core import Core, Layout
 from commfuse_dp.transport.symmetric_memory import SymmetricMemory
@@ -165,7 +176,22 @@ class SymmetricTransport(Transport):
         after: Event | None = None,
     ) -> Pull:
         """`after` None: `out` may be fresh from the allocator, so the copy runs behind all that is in the current stream."""
-        return self._windows.pull(owner, key, epoch, start, nbytes, out, after)
+        size = window_bytes(self._windows.sizes, owner, key, self.world_size)
+        if out is None:
+            raise ValueError(
+                f"pull: transport {self.name} needs out = contiguous uint8 of the bytes to be pulled; None was given"
+            )
+        request = PullRequest(owner, key, start, size - start if nbytes is None else nbytes, out, after)
+        return self._windows.pull(epoch, (request,))[0]
+
+    def pull_all(self, epoch: int, requests: Sequence[PullRequest]) -> list[Pull]:
+        return self._windows.pull(epoch, requests)
+
+    def publish_complete(self, epoch: int) -> None:
+        self._windows.publish_complete(epoch)
+
+    def describe_pulls(self, describe: Callable[[int, int, int, int, int], Where]) -> None:
+        self._windows.describe = describe
 
     def direct(self, owner: int, key: int, epoch: int, where: Where = NOWHERE) -> torch.Tensor:
         """The owner's segment itself, for kernels that read a peer's memory: the current stream waits for `epoch`.

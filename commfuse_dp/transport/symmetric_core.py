@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from commfuse_dp.device.base import Device, Event, Stream, Word
-from commfuse_dp.errors import TransportError, Where
+from commfuse_dp.device.base import Batch, Device, Event, Stream, Word
+from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, CHANNEL_GRAD, CHANNEL_PARAM, ExchangeFn
 from commfuse_dp.transport.ring import align
 from commfuse_dp.transport.symmetric_memory import SymmetricMemory
 from commfuse_dp.transport.symmetric_ring import ARRIVAL_WORDS
-from commfuse_dp.transport.symmetric_watch import Condition, Wait, Watchdog
+from commfuse_dp.transport.symmetric_watch import Condition, Place, Wait, Watchdog
 
 CHANNELS = (CHANNEL_PARAM, CHANNEL_GRAD, CHANNEL_COLLECTIVE)  # each has rings of its own
 
@@ -122,16 +124,31 @@ class Core:
         return self.device.record(stream, timing=self.probe.timing is not None)
 
     # ---- waiting for words -------------------------------------------------------------------------------------------
-    def stand(self, stream: Stream, conditions: tuple[Condition, ...], where: Where, doing: str) -> Wait:
-        """The stream waits for words, and the watchdog looks after it. The caller sets `event` if more belongs to the wait."""
-        wait = Wait(conditions, where, doing)
+    def stand(
+        self,
+        stream: Stream,
+        conditions: Sequence[Condition],
+        places: Sequence[Place],
+        doing: str,
+        *,
+        about: object = None,
+        batch: Batch | None = None,
+    ) -> Wait:
+        """The stream waits for words, and the watchdog looks after it. `behind` ends the wait, once all that belongs to it is
+        enqueued. batch: of the stream, if the caller has more to put into it."""
+        wait = Wait(conditions, places, doing, about)
         self.watch.note(stream, wait)
-        for pad, place, value, exact in [condition[1:5] for condition in conditions]:
-            self.device.wait_value(stream, pad, place, value, exact=exact)
+        waits = self.device.batch(stream) if batch is None else batch
+        for _, pad, place, value, exact, _ in conditions:
+            waits.wait(pad, place, value, exact=exact)
+        if batch is None:
+            waits.submit()
         return wait
 
-    def behind(self, stream: Stream, wait: Wait) -> Event:
-        """The event that ends the wait: behind all that is in the stream now."""
-        wait.event = event = self.record(stream)
+    def behind(self, stream: Stream, waits: Sequence[Wait]) -> Event:
+        """The event that ends the waits: behind all that is in the stream now."""
+        event = self.record(stream)
+        for wait in waits:
+            wait.event = event
         self.check()  # on a device whose calls wait, the wait may just have ended badly
         return event

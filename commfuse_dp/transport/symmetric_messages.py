@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from commfuse_dp.device.base import Word
@@ -74,12 +76,14 @@ class Messages:
         if behind > box.credited:
             box.credited = behind
             credit = Condition(dst, core.own.credit, pair_of(dst, tag.channel), behind)
-            wait = core.stand(scatter, (credit,), _where(tag, nbytes), "to read earlier messages, which fill its inbox")
+            wait = core.stand(
+                scatter, (credit,), (partial(_where, tag, nbytes),), "to read earlier messages, which fill its inbox"
+            )
         remote, pair = core.blocks[dst], pair_of(core.rank, tag.channel)
         timing = core.probe.timing if core.probe.sink is not None else None
         begun = timing.mark(scatter) if timing is not None else None
         device.copy(remote.rings[pair].narrow(0, place, nbytes), staging.narrow(0, offset, nbytes), scatter)
-        left = core.behind(scatter, wait) if wait is not None else core.record(scatter)
+        left = core.behind(scatter, (wait,)) if wait is not None else core.record(scatter)
         if timing is not None and begun is not None:
             about: dict[str, object] = {"nbytes": nbytes, "peer": dst, "key": tag.key, "seq": tag.seq, "part": tag.part}
             timing.span(SEND, "message", begun, left, about)
@@ -120,8 +124,8 @@ class Messages:
         pair = pair_of(src, tag.channel)
         index = pair * ARRIVAL_WORDS + entry.word
         condition = Condition(src, core.own.arrival, index, entry.value, exact=True, before=entry.before)
-        wait = core.stand(stream, (condition,), where if where is not NOWHERE else _where(tag, entry.nbytes), f"to send {tag}")
-        core.behind(stream, wait)
+        place = where if where is not NOWHERE else partial(_where, tag, entry.nbytes)
+        core.behind(stream, (core.stand(stream, (condition,), (place,), "to send", about=tag),))
         self._inboxes[src, tag.channel].received.add(tag)
         return core.own.rings[pair].narrow(0, entry.offset, entry.nbytes)
 

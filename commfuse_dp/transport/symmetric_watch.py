@@ -25,6 +25,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -50,17 +51,35 @@ class Condition(NamedTuple):
     before: int = 0  # exact: what the word holds until then
 
 
+Place = Where | Callable[[], Where]  # the latter where it is too much to work out for a wait that nobody asks about
+
+
 class Wait:
-    """One or more words that a stream waits for, with an event behind them. Noted before it is put into the stream."""
+    """One or more words that a stream waits for, with an event behind them. Noted before it is put into the stream.
 
-    __slots__ = ("conditions", "doing", "event", "since", "where")
+    places: where in the step they belong, one for each condition or one for all. doing: completes "rank 1 waits for rank 2
+    ...", with what it is `about`, if anything, behind it.
+    """
 
-    def __init__(self, conditions: tuple[Condition, ...], where: Where, doing: str) -> None:
-        self.conditions = conditions
+    __slots__ = ("_about", "_doing", "conditions", "event", "places", "since")
+
+    def __init__(self, conditions: Sequence[Condition], places: Sequence[Place], doing: str, about: object = None) -> None:
+        self.conditions = conditions  # may grow until there is an event
         self.event: Event | None = None  # behind the waits; None: they are just being put into the stream
-        self.where = where
-        self.doing = doing  # completes "rank 1 waits for rank 2 ..."
+        self.places = list(places)
+        self._doing = doing
+        self._about = about
         self.since = time.monotonic()
+
+    @property
+    def doing(self) -> str:
+        return self._doing if self._about is None else f"{self._doing} {self._about}"
+
+    def where(self, condition: Condition | None = None) -> Where:
+        """The place of a condition; of the first if none is given."""
+        single = condition is None or len(self.places) == 1
+        place = self.places[0 if single else next(n for n, c in enumerate(self.conditions) if c is condition)]
+        return place() if callable(place) else place
 
     def over(self) -> bool:
         return self.event is not None and self.event.done()
@@ -185,7 +204,7 @@ class Watchdog(Receiver):
         for wait in behind:
             missing = next((c for c in wait.conditions if c.peer in self.departed and not _holds(self._device, c)), None)
             if missing is not None and not wait.over():
-                self._report_departed(wait, missing.peer)
+                self._report_departed(wait, missing)
                 return
         for wait in heads:
             if now - wait.since >= min(SUSPECT_S, self.deadline_s / 2) and not wait.over():
@@ -201,36 +220,37 @@ class Watchdog(Receiver):
             if reached(word, condition.value, exact=condition.exact):
                 continue
             if condition.exact and word != condition.before and not wait.over():
+                where = wait.where(condition)
                 self.fail(
                     MismatchError,
                     condition.peer,
                     f"rank {self.rank}: another message than expected came from rank {condition.peer} where rank {self.rank} "
-                    f"waits for it {wait.doing} ({wait.where}; transport {self._name}): the ranks run different programs, or "
+                    f"waits for it {wait.doing} ({where}; transport {self._name}): the ranks run different programs, or "
                     "call their layers in another order. All ranks must run the same model in the same order.",
-                    wait.where,
+                    where,
                 )
                 return
             missing = missing if missing is not None else condition
         if missing is None:
             wait.since = now  # the device is busy, nobody is late: see [Note: Whose time is it]
         elif now - wait.since >= self.deadline_s and not wait.over():
-            who = self._channel.describe(missing.peer)
+            who, where = self._channel.describe(missing.peer), wait.where(missing)
             self.fail(
                 DeadlineError,
                 missing.peer,
-                f"rank {self.rank} waited {self.deadline_s:g} s for {who}: {wait.doing} ({wait.where}; transport "
+                f"rank {self.rank} waited {self.deadline_s:g} s for {who}: {wait.doing} ({where}; transport "
                 f"{self._name}). Either rank {missing.peer} is stuck or much slower, or it runs another program: look at its "
                 "log first. If the step is really that slow, raise deadline_s.",
-                wait.where,
+                where,
             )
 
-    def _report_departed(self, wait: Wait, peer: int) -> None:
-        who = self._channel.describe(peer)
+    def _report_departed(self, wait: Wait, missing: Condition) -> None:
+        who, where = self._channel.describe(missing.peer), wait.where(missing)
         text = (
             f"rank {self.rank}: {who} has closed its transport {self._name}, but it was waited for {wait.doing} "
-            f"({wait.where}). It ended early: look at its log."
+            f"({where}). It ended early: look at its log."
         )
-        self.fail(PeerLostError, peer, text, wait.where)
+        self.fail(PeerLostError, missing.peer, text, where)
 
     # ---- receiver ----------------------------------------------------------------------------------------------------
     def handle(self, src: int, message: bytes) -> None:
@@ -260,9 +280,10 @@ class Watchdog(Receiver):
         where = None
         if waits:
             waiting = next((wait for wait in waits if any(c.peer == culprit for c in wait.conditions)), waits[0])
-            peers = {condition.peer for condition in waiting.conditions}
-            peer = culprit if culprit in peers else min(peers)
-            where = waiting.where
+            condition = next(
+                (c for c in waiting.conditions if c.peer == culprit), min(waiting.conditions, key=lambda c: c.peer)
+            )
+            peer, where = condition.peer, waiting.where(condition)
             text += f" Rank {self.rank} was waiting for rank {peer}: {waiting.doing} ({where})."
         self.fail(PeerLostError, culprit, text, where)
 

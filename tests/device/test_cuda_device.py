@@ -20,12 +20,25 @@ from tests.support.threads import ExchangeFn, run_ranks
 driver = pytest.importorskip("cuda.bindings.driver")
 
 
+STREAM_ORDER = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+
+
+def operation(op: Any) -> tuple[Any, ...]:
+    """(address, value, flags) of a write; of a wait the same behind its name."""
+    if op.operation == driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32:
+        assert op.waitValue.operation == op.operation
+        return "wait", int(op.waitValue.address), int(op.waitValue.value), op.waitValue.flags
+    assert op.writeValue.operation == op.operation == driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
+    return int(op.writeValue.address), int(op.writeValue.value), op.writeValue.flags
+
+
 class Recorder:
     """Calls as (name, arguments); everything else is the real module's. `fails`: name of the call that does not succeed."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.fails = ""
+        self.missing = False
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cu"):
@@ -33,8 +46,13 @@ class Recorder:
 
         def call(*arguments: Any) -> tuple[Any, ...]:
             if name == "cuStreamBatchMemOp":
-                words = [(int(op.writeValue.address), int(op.writeValue.value), op.writeValue.flags) for op in arguments[2]]
-                arguments = (arguments[0], arguments[1], words, arguments[3])
+                arguments = (arguments[0], arguments[1], [operation(op) for op in arguments[2]], arguments[3])
+            if name == "cuMemcpyBatchAsync":
+                (attributes,) = arguments[4]
+                order, overlap = attributes.srcAccessOrder, attributes.flags
+                arguments = (*(list(a) for a in arguments[:3]), arguments[3], (order, overlap), *arguments[5:])
+                if self.missing:
+                    raise RuntimeError('Function "cuMemcpyBatchAsync_v2" not found')
             self.calls.append((name, *arguments))
             ok = driver.CUresult.CUDA_SUCCESS
             return (driver.CUresult.CUDA_ERROR_NOT_SUPPORTED if name == self.fails else ok, 0)
@@ -49,7 +67,8 @@ def device() -> Any:
     made.peer_writes = "value"
     made._driver, made._geq, made._eq = Recorder(), 0, 1
     made._threads = threading.local()
-    made._known, made._operations, made._own_words = {}, {}, {}
+    made._known, made._own_words, made._writes, made._waits = {}, {}, {}, {}
+    made._copy_attributes, made._copies_in_batches = None, True
     return made
 
 
@@ -128,6 +147,83 @@ def test_copies_and_errors(device: Any) -> None:
     device._driver.fails = "cuStreamWriteValue32"
     with pytest.raises(TransportError, match="cuStreamWriteValue32 failed: CUDA_ERROR_NOT_SUPPORTED"):
         device.write_value(stream(), PAD, 0, 1)
+
+
+def test_a_batch_keeps_its_order_with_few_calls(device: Any) -> None:
+    a, b = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    batch = device.batch(stream())
+    batch.wait(PAD, 0, 3)
+    batch.wait(PAD, 1, -1, exact=True)
+    batch.copy(a, 8, b, 16, 24)
+    batch.copy(a, 0, b, 0, 0)  # nothing
+    batch.write(PAD, 2, 5)
+    batch.wait(PAD, 3, 6)
+    batch.write(PAD, 2, 7)  # an operation is an object of its word: the first must be gone
+    batch.copy(a, 32, b, 32, 8)
+    batch.write(PAD, 4, 8)
+    assert len(device._driver.calls) == 5  # what is not followed by anything is held back
+    batch.submit()
+    batch.submit()
+    assert device._driver.calls == [
+        ("cuStreamBatchMemOp", 7, 2, [("wait", AT, 3, 0), ("wait", AT + 4, 0xFFFFFFFF, 1)], 0),
+        ("cuMemcpyAsync", a.data_ptr() + 8, b.data_ptr() + 16, 24, 7),
+        ("cuStreamBatchMemOp", 7, 2, [(AT + 8, 5, 0), ("wait", AT + 12, 6, 0)], 0),
+        ("cuStreamBatchMemOp", 7, 1, [(AT + 8, 7, 0)], 0),
+        ("cuMemcpyAsync", a.data_ptr() + 32, b.data_ptr() + 32, 8, 7),
+        ("cuStreamBatchMemOp", 7, 1, [(AT + 16, 8, 0)], 0),
+    ]
+
+
+def test_a_batch_of_more_words_than_a_call_takes(device: Any) -> None:
+    pad = torch.zeros(600, dtype=torch.int32)
+    batch = device.batch(stream())
+    for place in range(600):
+        batch.write(pad, place, place)
+    batch.submit()
+    assert [call[2] for call in device._driver.calls] == [255, 255, 90]
+    assert [word[1] for call in device._driver.calls for word in call[3]] == list(range(600))
+
+
+def test_words_of_peers_by_copies_in_a_batch(device: Any) -> None:
+    device.peer_writes = "copy"
+    own = device._own_words[7] = torch.zeros(1, dtype=torch.int32)
+    batch = device.batch(stream())
+    batch.wait(PAD, 0, 3)
+    batch.write(PAD, 1, 4)
+    batch.submit()
+    assert [call[0] for call in device._driver.calls] == ["cuStreamBatchMemOp", "cuStreamWriteValue32", "cuMemcpyAsync"]
+    assert device._driver.calls[2][1:3] == (AT + 4, own.data_ptr())
+
+
+def spans(count: int) -> list[Any]:
+    a, b = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    return [(a, 8 * n, b, 16 * n, 4 * n) for n in range(count)]
+
+
+def test_copies_in_any_order_are_one_call(device: Any) -> None:
+    found = spans(3)  # the first is empty
+    a, b = found[0][0].data_ptr(), found[0][2].data_ptr()
+    batch = device.batch(stream())
+    batch.wait(PAD, 0, 1)
+    batch.copy_all(found)
+    assert device._driver.calls[1:] == [
+        ("cuMemcpyBatchAsync", [a + 8, a + 16], [b + 16, b + 32], [4, 8], 2, (STREAM_ORDER, 1), [0], 1, 7)
+    ]
+    assert int(driver.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE) == 1
+
+
+@pytest.mark.parametrize("why", ["not in the driver", "not supported", "legacy stream", "one copy"])
+def test_copies_one_by_one(device: Any, why: str) -> None:
+    device._driver.missing = why == "not in the driver"
+    device._driver.fails = "cuMemcpyBatchAsync" if why == "not supported" else ""
+    handle = 0 if why == "legacy stream" else 7
+    found = spans(2 if why == "one copy" else 4)
+    for _ in range(2):  # what has failed once is not tried again
+        device.batch(stream(handle)).copy_all(found)
+    names = [call[0] for call in device._driver.calls]
+    single = len(found) - 1
+    tried = ["cuMemcpyBatchAsync"] if why == "not supported" else []
+    assert names == tried + ["cuMemcpyAsync"] * 2 * single
 
 
 def test_streams_are_equal_by_their_handle() -> None:

@@ -16,13 +16,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from commfuse_dp.device.base import Event
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.gradients import GradientStream
 from commfuse_dp.engine.ordering import StreamOrdering
+from commfuse_dp.engine.whole import _ReadTable
+from commfuse_dp.engine.window import Held
 from commfuse_dp.errors import ConfigError
 from commfuse_dp.kernels.table import SliceTable
 from commfuse_dp.transport.base import ExchangeFn, Transport
-from tests.engine.test_engine import base_case, cases, run_program
+from tests.engine.test_engine import Step, base_case, cases, run_program
 from tests.support.fake_device import FakeWorld, Race, Watched
 from tests.support.fake_symmetric import open_fake
 
@@ -72,8 +75,8 @@ def _old_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window buffer comes back with an event that has long passed: it is written again under its reader."""
     give = BufferPool.give
 
-    def hasty(self: BufferPool, buffer: torch.Tensor) -> None:
-        give(self, buffer)
+    def hasty(self: BufferPool, buffer: torch.Tensor, mark: Event | None = None) -> None:
+        give(self, buffer, mark)
         free = self._free[buffer.numel()]
         vars(self).setdefault("first", free[-1][1])
         free[-1] = (buffer, vars(self)["first"])
@@ -82,9 +85,20 @@ def _old_event(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _old_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel waits for the words of the step before."""
+    """A kernel waits for the words of the pull before."""
+    of = _ReadTable.of
+
+    def hasty(self: _ReadTable, held: list[Held]) -> tuple[SliceTable, int]:
+        table, epoch = of(self, held)
+        return table, epoch - 1
+
+    monkeypatch.setattr(_ReadTable, "of", hasty)
+
+
+def _old_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel reads where the slices lay in the step before."""
     repoint = SliceTable.repoint
-    monkeypatch.setattr(SliceTable, "repoint", lambda self, data, bias=None, words=None: repoint(self, data, bias))
+    monkeypatch.setattr(SliceTable, "repoint", lambda self, data, *more: repoint(self, [e.data for e in self.entries], *more))
 
 
 def _no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +145,17 @@ def test_a_mistake_is_a_race(monkeypatch, mistake, kernels):
     mistake(monkeypatch)
     with pytest.raises(Race):
         run_on_device(case)
+
+
+def test_an_old_table_is_wrong(monkeypatch):
+    """Bytes that are long there, of another slice: no race, but numbers that differ."""
+    _old_table(monkeypatch)
+    with pytest.raises(AssertionError):
+        run_on_device(base_case(bytes=1 << 12))
+
+
+def test_slices_that_are_not_used_after_all():
+    run_on_device(base_case(bytes=1 << 16, steps=[Step([0, 1, 2, 3]), Step([0, 3, 3]), Step([0]), Step([0, 1, 2, 3])]))
 
 
 def test_an_inbox_that_is_too_small_is_refused_with_the_size_that_it_needs():

@@ -146,12 +146,12 @@ def test_staging_that_is_still_being_sent_is_waited_for() -> None:
 
 
 def test_nothing_is_asked_of_the_device_unless_somebody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a meter: two marks a product that waits itself, two a sum, three at the ends of a step, three of the meter's."""
+    """With a meter: a mark a pull, two a product that waits itself, two a sum, three at a step's ends, three the meter's."""
     _, metered, _ = train("auto")[0]
     monkeypatch.setattr(StepMeter, "step", lambda self: nullcontext())
     _, bare, _ = train("auto")[0]
     assert "mark" not in bare
-    assert sum(metered.values()) - sum(bare.values()) == 10
+    assert sum(metered.values()) - sum(bare.values()) == 11
 
 
 def test_copies_sums_and_waits_in_a_trace() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.window import Key, Window
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import Probe
-from commfuse_dp.transport.base import Transfer
+from commfuse_dp.transport.base import Transfer, Transport
 
 SIZES = [64, 64, 192, 128, 320, 64]  # bytes of the slice of each unit
 NOWHERE = Where()
@@ -41,6 +43,8 @@ class LateTransfer(Transfer):
 
 class FakeTransport:
     """Only what the window uses."""
+
+    pull_all = Transport.pull_all
 
     def __init__(self) -> None:
         self.pulls: list[tuple[Key, int]] = []
@@ -95,6 +99,24 @@ def test_any_order_after_any_recording_brings_the_right_bytes_once(steps, budget
     pulls = rig.step(steps[-1], announce=announce)
     assert rig.probe.counters.order_misses == misses  # as recorded
     assert len(pulls) <= len(steps[-1])  # at most one transfer for a use
+
+
+def test_a_skipped_slice_is_waited_for_before_its_buffer_is_free(monkeypatch):
+    rig, transfers = Rig(1200), []
+    pull = FakeTransport.pull
+
+    def noted(self: FakeTransport, *arguments: Any, **more: Any) -> Transfer:
+        transfers.append(pull(self, *arguments, **more))
+        return transfers[-1]
+
+    def give(self: BufferPool, buffer: torch.Tensor, mark: object = None) -> None:
+        assert [transfer.waited for transfer in transfers if transfer.out is buffer][-1:] == [True]
+
+    monkeypatch.setattr(FakeTransport, "pull", noted)
+    monkeypatch.setattr(BufferPool, "give", give)
+    rig.step(order(0, 1, 2, 3))
+    rig.step(order(0, 3))
+    assert rig.probe.counters.order_misses == 1
 
 
 def order(*units: int) -> list[tuple[int, bool]]:

@@ -41,7 +41,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from commfuse_dp.device.base import Device, Event, Stream, Word, as_int32, reached
+from commfuse_dp.device.base import Batch, Device, Event, Span, Stream, Word, as_int32, reached
 
 PATIENCE_S = 20.0  # inline: longest time that a thread stands before the test is given up
 
@@ -232,6 +232,39 @@ class FakeWorld:
         self.accesses[storage] = kept
 
 
+class FakeBatch(Batch):
+    """As CUDA's: words that follow each other are held back until a copy, or `submit`; copies in any order are shuffled."""
+
+    __slots__ = ("_fake", "_held", "_on")
+
+    def __init__(self, device: FakeDevice, stream: Stream) -> None:
+        super().__init__(device, stream)
+        self._fake, self._on = device, stream
+        self._held: list[Callable[[], None]] = []
+
+    def copy(self, dst: torch.Tensor, dst_start: int, src: torch.Tensor, src_start: int, nbytes: int) -> None:
+        self.submit()
+        super().copy(dst, dst_start, src, src_start, nbytes)
+
+    def copy_all(self, spans: Sequence[Span]) -> None:
+        self.submit()
+        spans = list(spans)
+        with self._fake.world.changed:
+            self._fake.world.random.shuffle(spans)
+        super().copy_all(spans)
+
+    def wait(self, pad: torch.Tensor, place: int, value: int, *, exact: bool = False) -> None:
+        self._held.append(lambda: self._fake.wait_value(self._on, pad, place, value, exact=exact))
+
+    def write(self, pad: torch.Tensor, place: int, value: int) -> None:
+        self._held.append(lambda: self._fake.write_value(self._on, pad, place, value))
+
+    def submit(self) -> None:
+        held, self._held = self._held, []
+        for enqueue in held:
+            enqueue()
+
+
 class FakeDevice(Device):
     def __init__(self, world: FakeWorld, rank: int) -> None:
         self.torch_device = torch.device("cpu")
@@ -361,6 +394,9 @@ class FakeDevice(Device):
             self.world.written.setdefault(address, []).append((as_int32(value), at.now))
 
         self._enqueue(stream, _Op(f"write word {index} = {as_int32(value)}", run))
+
+    def batch(self, stream: Stream) -> FakeBatch:
+        return FakeBatch(self, stream)
 
     # ---- out of band -------------------------------------------------------------------------------------------------
     def peek(self, pad: torch.Tensor) -> list[int]:

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from commfuse_dp.device.base import Event, Word
+from commfuse_dp.device.base import Batch, Event, Word
 from commfuse_dp.errors import MismatchError, PeerLostError, TransportError, Where
 from commfuse_dp.transport import symmetric, symmetric_watch
-from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, CHANNEL_GRAD, Tag
+from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, CHANNEL_GRAD, PullRequest, Tag
 from commfuse_dp.transport.symmetric import SymmetricTransport
 from commfuse_dp.transport.symmetric_core import Core
 from commfuse_dp.transport.symmetric_messages import Messages
 from commfuse_dp.transport.symmetric_ring import Outbox, PlaceRing, StagingRing
-from commfuse_dp.transport.symmetric_watch import Condition
 from commfuse_dp.transport.symmetric_windows import Pull, Windows
-from tests.support.fake_device import FakeEvent, FakeWorld, Race, Stuck
+from tests.support.fake_device import FakeBatch, FakeEvent, FakeWorld, Race, Stuck
 from tests.support.fake_symmetric import die, open_fake
 from tests.support.threads import ExchangeFn, run_ranks
 from tests.support.transports import pattern
@@ -86,16 +85,29 @@ class Step:
                 self.launch(lambda s=segment, d=data: s.copy_(d), writes=[segment])
                 self.transport.publish(key, epoch, more=True)
             self.transport.push()
+            if epoch > 1:  # from now on a wait for all keys of an owner serves
+                self.transport.publish_complete(epoch)
             self.windows(epoch)
             self.gradients(epoch)
             self.transport.finish(epoch)
 
     def windows(self, epoch: int) -> None:
-        for number, owner in enumerate((self.rank + step) % self.n for step in range(self.n)):
-            size = SIZES[0][owner]
+        owners = [(self.rank + step) % self.n for step in range(self.n)]
+        together = self.n - 1 if epoch == EPOCHS else 0  # so many with one call
+        requests = []
+        for owner in owners[:together]:
             whole, free = self.buffers.pop(0)
-            buffer = whole[:size]
-            pull = self.transport.pull(owner, 0, epoch, nbytes=size, out=buffer, after=free)
+            requests.append((whole, PullRequest(owner, 0, 0, SIZES[0][owner], whole[: SIZES[0][owner]], free)))
+        pulls = self.transport.pull_all(epoch, [request for _, request in requests])
+        for number, owner in enumerate(owners):
+            size = SIZES[0][owner]
+            if number < together:
+                whole, pull = requests[number][0], pulls[number]
+                buffer = requests[number][1].out
+            else:
+                whole, free = self.buffers.pop(0)
+                buffer = whole[:size]
+                pull = self.transport.pull(owner, 0, epoch, nbytes=size, out=buffer, after=free)
             if number % 2 or pull.arrival is None:
                 assert pull.done() and pull.wait(WHERE) is buffer
             else:
@@ -150,7 +162,7 @@ def test_steps_in_random_orders(world_size: int, seed: int) -> None:
 
 def test_ranks_on_one_gpu_have_no_arrival_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SymmetricTransport.__init__, "__kwdefaults__", {"probe": None, "kernels_may_wait": False})
-    monkeypatch.setattr(Windows, "_signal", lambda self: pytest.fail("a word was written"))
+    monkeypatch.setattr(Windows, "_signal", lambda self, number: pytest.fail("a word was written"))
     run_steps(FakeWorld(2, seed=4))
 
 
@@ -183,7 +195,18 @@ def test_orders_differ_and_repeat() -> None:
 
 # ---- what a missing wait looks like ------------------------------------------------------------------------------------
 def _publication(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Windows, "_published_by", lambda self, owner, key, epoch: Condition(owner, self._pads[0], 0, 0))
+    patch.setattr(Windows, "_publication", lambda self, owner, key, epoch: None)
+
+
+def _complete_too_early(patch: pytest.MonkeyPatch) -> None:
+    wait_finished = Windows.wait_finished
+
+    def hasty(self: Windows, epoch: int, where: Where) -> None:
+        wait_finished(self, epoch, where)
+        publish_complete(self, epoch + 1)
+
+    publish_complete = Windows.publish_complete
+    patch.setattr(Windows, "wait_finished", hasty)
 
 
 def _readers(patch: pytest.MonkeyPatch) -> None:
@@ -193,10 +216,10 @@ def _readers(patch: pytest.MonkeyPatch) -> None:
 def _buffer(patch: pytest.MonkeyPatch) -> None:
     pull = Windows.pull
 
-    def hasty(self: Windows, owner: int, key: int, epoch: int, start: int, nbytes: Any, out: Any, after: Any) -> Pull:
-        never = FakeEvent(self._core.device.world)  # type: ignore[attr-defined]
+    def hasty(self: Windows, epoch: int, requests: Sequence[PullRequest]) -> list[Pull]:
+        never = FakeEvent(self.core.device.world)  # type: ignore[attr-defined]
         never.passed = True
-        return pull(self, owner, key, epoch, start, nbytes, out, never)
+        return pull(self, epoch, [request._replace(after=never) for request in requests])
 
     patch.setattr(Windows, "pull", hasty)
 
@@ -206,7 +229,32 @@ def _transfer(patch: pytest.MonkeyPatch) -> None:
 
 
 def _word_too_early(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Windows, "_signal", lambda self: Word(self._pads[0], 0, 0))
+    pull = Windows.pull
+
+    def hasty(self: Windows, epoch: int, requests: Sequence[PullRequest]) -> list[Pull]:
+        pulls = pull(self, epoch, requests)
+        for made in pulls:
+            assert made.arrival is not None
+            made.arrival = made.arrival._replace(value=made.arrival.value - 1)  # that of the slice's last pull
+        return pulls
+
+    patch.setattr(Windows, "pull", hasty)
+
+
+def _words_held_back(patch: pytest.MonkeyPatch) -> None:
+    """An arrival word that is written before its copy: words of a batch that overtake what comes before them."""
+    patch.setattr(FakeBatch, "submit", lambda self: None)
+    patch.setattr(FakeBatch, "wait", Batch.wait)
+    patch.setattr(FakeBatch, "write", Batch.write)
+    copy = Batch.copy
+    late: list[Callable[[], None]] = []
+
+    def hold(self: FakeBatch, *span: Any) -> None:
+        late.append(lambda: copy(self, *span))
+        if len(late) > 1:
+            late.pop(0)()
+
+    patch.setattr(FakeBatch, "copy", hold)
 
 
 def _direct_reads(patch: pytest.MonkeyPatch) -> None:
@@ -236,7 +284,7 @@ def _credit(patch: pytest.MonkeyPatch) -> None:
 def _arrival(patch: pytest.MonkeyPatch) -> None:
     stand = Core.stand
     patch.setattr(
-        Core, "stand", lambda self, stream, c, where, doing: stand(self, stream, () if c[0].exact else c, where, doing)
+        Core, "stand", lambda self, stream, c, *more, **rest: stand(self, stream, () if c[0].exact else c, *more, **rest)
     )
 
 
@@ -254,10 +302,12 @@ def _credit_too_early(patch: pytest.MonkeyPatch) -> None:
     "without",
     [
         _publication,
+        _complete_too_early,
         _readers,
         _buffer,
         _transfer,
         _word_too_early,
+        _words_held_back,
         _direct_reads,
         _staging,
         _credit,

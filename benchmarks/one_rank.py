@@ -1,0 +1,226 @@
+"""One rank of transport `symmetric` and its engine in one process, with peers that do nothing: all that the host does is there.
+
+Nothing on a device-ordered path waits on the host, so the peers may be missing: all calls are made, and no one answers.
+
+    NullDevice        a driver whose calls do nothing but count
+    UnwaitingDevice   CUDA's own, on a GPU: waits for words of peers wait for a word that is there already
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.device.base import Batch, Device, Event, Span, Stream, Word
+from commfuse_dp.engine.engine import Engine
+from commfuse_dp.engine.operand import UnitOperand
+from commfuse_dp.engine.plan import Unit
+from commfuse_dp.schedule.layout import chunk_bounds
+from commfuse_dp.transport.parts import Channel, Receiver
+from commfuse_dp.transport.symmetric import SymmetricTransport
+from commfuse_dp.transport.symmetric_memory import SymmetricMemory
+
+
+class NullStream(Stream):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class NullEvent(Event):
+    __slots__ = ()
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+
+class NullBatch(Batch):
+    """Counts the calls that CUDA's batches make."""
+
+    __slots__ = ("_counts", "_held")
+
+    def __init__(self, device: NullDevice, stream: Stream) -> None:
+        super().__init__(device, stream)
+        self._counts = device.counts
+        self._held = False
+
+    def copy(self, dst: torch.Tensor, dst_start: int, src: torch.Tensor, src_start: int, nbytes: int) -> None:
+        self.submit()
+        self._counts["copy"] += 1
+
+    def copy_all(self, spans: Sequence[Span]) -> None:
+        self.submit()
+        self._counts["copies"] += 1
+
+    def wait(self, pad: torch.Tensor, place: int, value: int, *, exact: bool = False) -> None:
+        self._held = True
+
+    def write(self, pad: torch.Tensor, place: int, value: int) -> None:
+        self._held = True
+
+    def submit(self) -> None:
+        if self._held:
+            self._held = False
+            self._counts["words"] += 1
+
+
+class NullDevice(Device):
+    """Streams, events, copies and words that are nothing. `counts`: calls by kind; on a GPU each is one call of the driver."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self.counts: Counter[str] = Counter()
+        self._streams = {"main": NullStream("main")}
+        self._current: Stream = self._streams["main"]
+
+    def current_stream(self) -> Stream:
+        return self._current
+
+    def side_stream(self, name: str) -> Stream:
+        return self._streams.setdefault(name, NullStream(name))
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        yield
+        self._current = before
+
+    def record(self, stream: Stream, *, timing: bool = False) -> Event:
+        self.counts["record"] += 1
+        return NullEvent()
+
+    def elapsed(self, start: Event, end: Event) -> int:
+        return 0
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        self.counts["wait_event"] += 1
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        self.counts["copy"] += 1
+
+    def wait_value(self, stream: Stream, pad: torch.Tensor, index: int, value: int, *, exact: bool = False) -> None:
+        self.counts["words"] += 1
+
+    def write_value(self, stream: Stream, pad: torch.Tensor, index: int, value: int) -> None:
+        self.counts["words"] += 1
+
+    def write_values(self, stream: Stream, words: Sequence[Word]) -> None:
+        self.counts["words"] += 1
+
+    def batch(self, stream: Stream) -> NullBatch:
+        return NullBatch(self, stream)
+
+    def peek(self, pad: torch.Tensor) -> list[int]:
+        return [0] * pad.numel()
+
+    def poke(self, words: Sequence[Word]) -> None:
+        return
+
+
+class NobodyThere(Channel):
+    """A control channel on which nothing comes."""
+
+    def start(self, receiver: Receiver) -> None:
+        return
+
+    def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None, *, hold: bool = False) -> None:
+        return
+
+    def poll(self, timeout_s: float) -> None:
+        time.sleep(timeout_s)
+
+    def flush(self, timeout_s: float) -> bool:
+        return True
+
+    def close(self) -> None:
+        return
+
+
+class OwnMemory(SymmetricMemory):
+    """The peers' blocks are memory of this process."""
+
+    def __init__(self, device: torch.device, world_size: int) -> None:
+        self._device, self._world_size = device, world_size
+
+    def allocate(self, nbytes: int, purpose: str) -> list[torch.Tensor]:
+        return [torch.zeros(nbytes, dtype=torch.uint8, device=self._device) for _ in range(self._world_size)]
+
+    def close(self) -> None:
+        return
+
+
+@dataclass
+class Policy:
+    """Mixed precision as in training: parameters in float32, computed and sent in bfloat16, summed in float32."""
+
+    compute_dtype: torch.dtype | None = torch.bfloat16
+    reduce_dtype: torch.dtype | None = torch.float32
+    keep_after_forward: bool = False
+    reduce_grads: bool = True
+    all_reduce_grads: bool = True
+    divide_factor: float | None = None
+
+
+@dataclass
+class Slot:
+    """A float32 parameter of which this rank has its rows."""
+
+    name: str
+    shape: tuple[int, ...]
+    rank: int
+    world_size: int
+    device: torch.device
+    requires_grad: bool = True
+    grad_dtype: torch.dtype = torch.float32
+    grad: torch.Tensor | None = None
+    rows: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        low, high = chunk_bounds(self.shape[0], self.world_size)[self.rank]
+        self.rows = torch.zeros(high - low, *self.shape[1:], device=self.device)
+
+    def local(self) -> torch.Tensor:
+        return self.rows
+
+    def deliver(self, grad: torch.Tensor) -> None:
+        self.grad = grad
+
+
+class OneRank:
+    """Rank 0 of `world_size` with a stack of `layers` square linears of `width` features, without bias."""
+
+    def __init__(
+        self, device: Device, world_size: int, *, layers: int, width: int, window: int, config: dict[str, Any], **settings: Any
+    ) -> None:
+        """window: layers that fit into the window of parameters."""
+        where = device.torch_device
+        nbytes = width * width * 2
+        self.config = CommFuseConfig(prefetch_bytes=window * nbytes, inbox_bytes=4 * nbytes, slices_per_rank=1, **config)
+        self.transport = SymmetricTransport(
+            0,
+            world_size,
+            lambda item: [item] * world_size,
+            device=device,
+            memory=OwnMemory(where, world_size),
+            channel=NobodyThere(),
+            inbox_bytes=self.config.inbox_bytes,
+            deadline_s=600.0,
+            **settings,
+        )
+        policy = Policy()
+        self.slots = [Slot(f"layer{n}", (width, width), 0, world_size, where) for n in range(layers)]
+        units = [Unit(n, slot.name, [slot], policy, 1) for n, slot in enumerate(self.slots)]
+        self.engine = Engine(self.transport, units, self.config, device=where, replicas=None)
+        self.operands = [UnitOperand(self.engine, unit) for unit in units]
+
+    def close(self) -> None:
+        self.engine.close()
