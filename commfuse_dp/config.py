@@ -42,10 +42,13 @@ class CommFuseConfig(BaseModel):
         "if all ranks share a host and reach each other's memory, else p2p (NCCL); 'mpi' only when asked for (python -m "
         "commfuse_dp.run under mpiexec asks for it).",
     )
-    order: Literal["pairwise", "ring"] = Field(
-        "pairwise",
+    order: Literal["auto", "pairwise", "ring", "hierarchical"] = Field(
+        "auto",
         description="Which peer comes first: r+1, r+2, ... (pairwise) or r-1, r-2, ... (ring). The plain collectives forward "
-        "through neighbours in ring order; fused layers fetch every slice straight from its owner in both.",
+        "through neighbours in ring order; fused layers fetch every slice straight from its owner in both. 'hierarchical' "
+        "(FSDP2 and ZeRO-3, several hosts with equally many ranks, two or more): shards cross to a host once per step, and so "
+        "does the sum of a host's gradients; costs (hosts - 1) / ranks of the model in memory per rank. 'auto': hierarchical "
+        "where it can be had and transport is 'auto', else pairwise.",
     )
     slices_per_rank: int | None = Field(
         None,

@@ -56,12 +56,13 @@ class Probe:
     On a device waits are measured by events (`timing`), and only while somebody watches: a StepMeter inside a step, an attached
     SpanRecorder. They are in the counters after `settle`. `timing` is None at all other times, and on a host always."""
 
-    __slots__ = ("_timer", "_watchers", "counters", "exposed_by_layer", "sink", "timing")
+    __slots__ = ("_timer", "_watchers", "across", "counters", "exposed_by_layer", "sink", "timing")
     made: ClassVar[int] = 0  # in this process: whatever uses CommFuse makes one
 
     def __init__(self) -> None:
         Probe.made += 1
         self.counters = Counters()
+        self.across: Counters | None = None  # what crossed hosts, where `counters` counts what moved inside them
         self.exposed_by_layer: dict[str, int] = {}
         self.sink: SpanSink | None = None
         self.timing: EventTimer | None = None

@@ -200,6 +200,11 @@ class HookState:
         if not self.config.enabled:
             self.transport_reason = "enabled=False"
             return
+        if self.config.order == "hierarchical":
+            raise ConfigError(
+                f"order='hierarchical' is for FSDP2 and ZeRO-3, whose layers are fused; {self.framework}'s hook sends buckets: "
+                "use order='auto', 'pairwise' or 'ring'"
+            )
         transport, self.transport_reason = open_transport(
             self.config.transport,
             group=self.group,
@@ -217,7 +222,7 @@ class HookState:
         """Arguments of every collective of this state."""
         assert self.thread is not None
         return {
-            "order": self.config.order,
+            "order": "ring" if self.config.order == "ring" else "pairwise",
             "slices_per_rank": self.config.slices_per_rank or 1,
             "transport": self.thread.transport,
         }

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from commfuse_dp.errors import TransportError
 from commfuse_dp.transport.base import Transport
-from commfuse_dp.transport.one_sided import OneSidedTransport
 from commfuse_dp.transport.select import open_transport
 
 INBOX_BYTES = 8 << 20  # per pair of ranks; pieces up to half of it travel in one message
@@ -75,9 +74,8 @@ def failed(transport: Transport, what: str, error: BaseException) -> None:
     The transport cannot be used any more, for the ranks' calls no longer match; one that was opened here is closed, and the
     next call of all ranks opens another.
     """
-    if isinstance(transport, OneSidedTransport):
-        with contextlib.suppress(TransportError):
-            transport.abort(f"its {what} failed: {type(error).__name__}: {error}")
+    with contextlib.suppress(TransportError):
+        transport.abort(f"its {what} failed: {type(error).__name__}: {error}")
     with _lock:
         holders = [opened for opened in _opened.values() if transport in opened.values()]
         for opened in holders:

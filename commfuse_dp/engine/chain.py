@@ -25,6 +25,7 @@ import torch
 
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.plan import Geometry, UnitSlice
+from commfuse_dp.engine.route import Route
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
 
 
@@ -43,13 +44,25 @@ class _Link:
         self.reserved = False  # the buffer is a slot in the next rank's inbox
 
 
-class Chain:
+class Chain(Route):
     """All slices of one unit's gradient on this rank."""
 
-    def __init__(self, transport: Transport, pool: BufferPool, geometry: Geometry, unit: int, seq: int) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        pool: BufferPool,
+        geometry: Geometry,
+        *,
+        unit: int,
+        seq: int,
+        out_dtype: torch.dtype,
+        divisor: float | None,
+    ) -> None:
         self._transport = transport
         self._pool = pool
         self._dtype = geometry.dtype
+        self._out_dtype = out_dtype
+        self._divisor = divisor
         rank, world_size = transport.rank, transport.world_size
         self._previous, self._next = (rank - 1) % world_size, (rank + 1) % world_size
         self._links: dict[tuple[int, int], _Link] = {}
@@ -62,7 +75,6 @@ class Chain:
 
     # ---- producing ---------------------------------------------------------------------------------------------------
     def reserve(self, item: UnitSlice, own: torch.Tensor) -> torch.Tensor:
-        """Bytes for the own partial of `item`. own: the bytes for it if this rank is its owner."""
         link = self._links[item.owner, item.index]
         if link.last:
             return own
@@ -81,7 +93,6 @@ class Chain:
 
     # ---- passing on --------------------------------------------------------------------------------------------------
     def advance(self) -> bool:
-        """Add what has arrived, send what there is room for. Never blocks. True if anything was done."""
         worked = False
         for key, link in list(self._open.items()):
             if link.buffer is None:
@@ -117,7 +128,6 @@ class Chain:
         return not self._open
 
     def missing(self) -> tuple[UnitSlice, int, str] | None:
-        """What this rank's part waits for, computed as it is: (slice, peer, what the peer is to do)."""
         for link in self._open.values():
             if not link.arrived:
                 return link.item, self._previous, "its sum of the partial gradients"
@@ -125,5 +135,12 @@ class Chain:
         return None
 
     def uncomputed(self) -> Iterator[UnitSlice]:
-        """Slices whose own partial has not been computed."""
         return (link.item for link in self._open.values() if link.buffer is None)
+
+    def total(self, own: torch.Tensor) -> torch.Tensor:
+        sums = own.view(self._dtype)
+        if self._dtype != self._out_dtype:
+            sums = sums.to(self._out_dtype)
+            if own.numel():
+                self._pool.give(own)
+        return sums if self._divisor is None else sums.div_(self._divisor)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from commfuse_dp.collectives.summation import sum_in_rank_order
 from commfuse_dp.engine.engine import Engine
+from commfuse_dp.engine.parameters import flat_order
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import now_ns
 from commfuse_dp.schedule.orders import gather_owners, scatter_owners
@@ -82,7 +83,7 @@ class CollectivePort:
         self._engine = engine
         self.transport = engine.transport
         self.rank, self.world_size = engine.rank, engine.world_size
-        self.order = engine.config.order
+        self.order = flat_order(engine.config)
         self._calls = 0
 
     @property

@@ -20,7 +20,7 @@ from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.gradients import GradientStream, ReplicaGroup, Scatter
 from commfuse_dp.engine.ordering import ordering_of
-from commfuse_dp.engine.parameters import Consume, ParameterStream
+from commfuse_dp.engine.parameters import Consume, ParameterStream, owner_orders
 from commfuse_dp.engine.plan import Unit, UnitSlice
 from commfuse_dp.engine.whole import Whole, WholeProducts
 from commfuse_dp.engine.window import Key
@@ -29,7 +29,6 @@ from commfuse_dp.kernels.choice import Chooser, Row
 from commfuse_dp.kernels.gemms import Gemms
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.probe import COMPUTE, Probe, now_ns
-from commfuse_dp.schedule.orders import scatter_owners
 from commfuse_dp.transport.base import Transport
 
 Produce = Callable[[UnitSlice, "list[Piece]"], None]
@@ -74,7 +73,7 @@ class Engine:
         self.parameters.while_waiting = self.gradients.relieve
         self._sequences: dict[bool, list[Key]] = {}  # recorded orders, by whether gradients are computed
         self._mode = False
-        self._scatter_order = scatter_owners(self.rank, self.world_size, config.order)
+        self._scatter_order = owner_orders(transport, config)[1]
         self._active = False  # between begin_step and the end of the pass it belongs to
         self._armed = False  # the end-of-backward callback of the running backward is registered
         self._broken = ""  # the text alone: a kept exception keeps its frames, and with them shared memory, for ever

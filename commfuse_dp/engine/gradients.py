@@ -17,7 +17,8 @@ Sums are finished strictly in the order in which their layers' backward began, n
 cannot change a result (each is a sum of its own), but with replicas each sum starts an all-reduce, and these must be
 started in the same order on all ranks.
 
-Replicated units (ZeRO-1/2) take another way among more than two ranks, see chain.py; here they only keep their turn.
+Replicated units (ZeRO-1/2) take another way among more than two ranks (chain.py), and so does everything in the hierarchical
+order (two_level.py); here they only keep their turn.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.chain import Chain
 from commfuse_dp.engine.ordering import Ordering
 from commfuse_dp.engine.plan import Geometry, Unit, UnitSlice
+from commfuse_dp.engine.route import Route
+from commfuse_dp.engine.two_level import Outbox, TwoLevel
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import COMPUTE, SEND, Probe, now_ns
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
@@ -42,11 +45,14 @@ SEQUENCE_LIMIT = 1 << 31
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
+def _wider(dtype: torch.dtype, other: torch.dtype | None) -> torch.dtype:
+    return other if other is not None and other.itemsize > dtype.itemsize else dtype
+
+
 class Scatter:
     """One unit's reduce-scatter under way."""
 
     __slots__ = (
-        "chain",
         "divisor",
         "geometry",
         "include",
@@ -54,6 +60,7 @@ class Scatter:
         "own_done",
         "partials",
         "replicate",
+        "route",
         "seq",
         "step",
         "summed",
@@ -76,7 +83,7 @@ class Scatter:
         self.own_done = 0  # own slices computed
         self.summed = 0  # own slices reduced
         self.partials: torch.Tensor | None = None
-        self.chain: Chain | None = None
+        self.route: Route | None = None
         self.unloaded: dict[tuple[int, int], torch.Tensor] = {}  # (rank, slice) -> partial that was copied out of the inbox
 
     def tag(self, item: UnitSlice) -> Tag:
@@ -122,6 +129,7 @@ class GradientStream:
         self._queue: deque[Scatter] = deque()
         self._replicating: deque[tuple[Scatter, torch.Tensor, dist.Work]] = deque()
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self._outbox = Outbox(transport, pool)  # of routes through hosts
 
     @property
     def idle(self) -> bool:
@@ -141,18 +149,42 @@ class GradientStream:
             replicate=self._replicas is not None and policy.all_reduce_grads,
             step=step,
         )
-        if unit.replicated and self._transport.world_size > 2:
-            scatter.chain = Chain(self._transport, self._pool, scatter.geometry, unit.index, scatter.seq)
-        for item in scatter.geometry.slices[self._rank] if self._announces and scatter.chain is None else ():
+        scatter.route = self._route_of(scatter, dtype)
+        for item in scatter.geometry.slices[self._rank] if self._announces and scatter.route is None else ():
             for peer in self._peers:
                 self._transport.expect(peer, scatter.tag(item), item.nbytes)
         self._queue.append(scatter)
         return scatter
 
+    def _route_of(self, scatter: Scatter, dtype: torch.dtype) -> Route | None:
+        """None: straight to the owners."""
+        unit, transport = scatter.unit, self._transport
+        out_dtype = self._out_dtype(scatter)
+        divisor = None if self._replicas is not None else scatter.divisor
+        if unit.replicated and transport.world_size > 2:
+            return Chain(
+                transport, self._pool, scatter.geometry, unit=unit.index, seq=scatter.seq, out_dtype=out_dtype, divisor=divisor
+            )
+        if transport.hosts is None:
+            return None
+        return TwoLevel(
+            transport,
+            transport.hosts,
+            self._pool,
+            self._outbox,
+            scatter.geometry,
+            _wider(dtype, unit.policy.reduce_dtype),
+            unit=unit.index,
+            seq=scatter.seq,
+            out_dtype=out_dtype,
+            divisor=divisor,
+            scratch=self._scratch_for,
+        )
+
     def reserve(self, scatter: Scatter, item: UnitSlice) -> torch.Tensor:
         """Bytes that the partial of `item` is to be computed into. Blocks while its owner has no free slot."""
-        if scatter.chain is not None:
-            return scatter.chain.reserve(item, self._own_part(scatter, item) if item.owner == self._rank else _NOTHING)
+        if scatter.route is not None:
+            return scatter.route.reserve(item, self._own_part(scatter, item) if item.owner == self._rank else _NOTHING)
         if item.owner == self._rank:
             return self._own_part(scatter, item)
         if self._probe.timing is not None:
@@ -166,9 +198,9 @@ class GradientStream:
         """The partial of `item` has been computed into `buffer`, from start_ns on (0: spans are off).
 
         when: it will have been, once this word is reached (device-ordered transports)."""
-        if scatter.chain is not None:
+        if scatter.route is not None:
             scatter.own_done += item.owner == self._rank
-            scatter.chain.produced(item, buffer)
+            scatter.route.produced(item, buffer)
             return
         if item.owner == self._rank:
             scatter.own_done += 1
@@ -223,32 +255,34 @@ class GradientStream:
     # ---- summing -----------------------------------------------------------------------------------------------------
     def poll(self) -> bool:
         """Finish the sums whose partials have all arrived; never blocks. True if anything was summed."""
-        worked = self._advance_chains()
+        worked = self._advance_routes()
         while self._queue and self._ready(self._queue[0]):
             worked = True
             head = self._queue[0]
             with self._ordering.reducing():
                 self._sum_next(head)
-                if head.chain is not None or head.summed == len(head.geometry.slices[self._rank]):
+                if head.route is not None or head.summed == len(head.geometry.slices[self._rank]):
                     self._queue.popleft()
                     self._complete(head)
         if worked:
             self._transport.push()  # the credits
         return worked
 
-    def _advance_chains(self) -> bool:
-        """In any order: others wait for what is to be passed on. True if anything was done."""
+    def _advance_routes(self) -> bool:
+        """Others wait for what is to be passed on, also that of later units. True if anything was done."""
         worked = False
         for scatter in self._queue:
-            if scatter.chain is not None:
-                worked |= scatter.chain.advance()
+            if scatter.route is not None:
+                worked |= scatter.route.advance()
+                if scatter.route.holds_up:
+                    break
         return worked
 
     def relieve(self) -> None:
         """What a rank does while it waits for anything: sum, and see to it that nobody waits for room in its inbox."""
         if not self.poll() and not self._transport.device_ordered:  # there nobody waits on the host, and inboxes have room
             for scatter in self._queue:
-                if scatter.chain is not None:
+                if scatter.route is not None:
                     continue
                 # Twice, because places in the ring are contiguous: half of it may be lost to a gap at its end.
                 if 2 * scatter.geometry.segment_bytes[self._rank] > self._inbox_bytes:
@@ -271,15 +305,15 @@ class GradientStream:
 
     def _ready(self, scatter: Scatter) -> bool:
         """The next slice can be summed (or there is none, and the unit has only to be completed)."""
-        if scatter.chain is not None:
-            return scatter.chain.done
+        if scatter.route is not None:
+            return scatter.route.done
         item = self._next_item(scatter)
         if item is None:  # an empty shard
             return True
         return scatter.own_done > scatter.summed and all(self._arrived(scatter, item, peer) for peer in self._peers)
 
     def _sum_next(self, scatter: Scatter) -> None:
-        item = self._next_item(scatter) if scatter.chain is None else None
+        item = self._next_item(scatter) if scatter.route is None else None
         if item is not None:
             self._sum(scatter, item)
             scatter.summed += 1
@@ -332,8 +366,8 @@ class GradientStream:
         dtype = scatter.geometry.dtype
         if scatter.own is None:  # nothing of this unit is kept here
             scatter.own = torch.empty(0, dtype=torch.uint8, device=self._pool.device)
-        if scatter.chain is not None:
-            total = self._chain_total(scatter, scatter.own.view(dtype))
+        if scatter.route is not None:
+            total = scatter.route.total(scatter.own)
         elif self._is_final(scatter):
             total = scatter.own.view(dtype)
         else:
@@ -352,14 +386,6 @@ class GradientStream:
             unit.replica_partial = total
             return
         self._replicating.append((scatter, total, self._replicas.all_reduce(total)))
-
-    def _chain_total(self, scatter: Scatter, total: torch.Tensor) -> torch.Tensor:
-        """The sum of the chain's end, in the dtype that is delivered, averaged."""
-        if not self._is_final(scatter):
-            own, total = total, total.to(self._out_dtype(scatter))
-            if own.numel():
-                self._pool.give(own.view(torch.uint8))
-        return total if self._replicas is not None else total.div_(scatter.divisor)
 
     def _deliver(self, scatter: Scatter, total: torch.Tensor) -> None:
         """Cut the flat sum (head rows, main rows) into the parameters' gradients."""
@@ -386,8 +412,8 @@ class GradientStream:
             if self.poll():
                 continue
             head = self._queue[0]
-            if head.chain is not None:
-                self._await_chain(head, head.chain, self.relieve)
+            if head.route is not None:
+                self._await_route(head, head.route, self.relieve)
                 continue
             item = self._next_item(head)
             if item is None:
@@ -410,6 +436,7 @@ class GradientStream:
                 doing="its partial gradient",
             )
             self._probe.exposed(f"{head.unit.name} (tail)", start, now_ns())
+        self._send_kept()
         while self._replicating:
             scatter, total, work = self._replicating.popleft()
             start = now_ns()
@@ -423,10 +450,23 @@ class GradientStream:
         self._probe.joined()
         self._ordering.join()
 
-    def _await_chain(self, scatter: Scatter, chain: Chain, meanwhile: Callable[[], object]) -> None:
-        for item in chain.uncomputed():
+    def _send_kept(self) -> None:
+        """Block until nothing is kept for others."""
+        while (kept := self._outbox.oldest()) is not None:
+            item, dst = kept
+            start = now_ns()
+            self._transport.wait_until(
+                self._outbox.flush,
+                peer=dst,
+                where=Where("(sums for other ranks)", 0, str(item), item.nbytes),
+                doing="a free slot in its gradient inbox",
+            )
+            self._probe.exposed("(sums for other ranks)", start, now_ns())
+
+    def _await_route(self, scatter: Scatter, route: Route, meanwhile: Callable[[], object]) -> None:
+        for item in route.uncomputed():
             raise RuntimeError(f"gradient of layer {scatter.unit.name!r} was opened but slice {item} was never computed")
-        missing = chain.missing()
+        missing = route.missing()
         if missing is None:
             return
         item, peer, doing = missing
@@ -434,7 +474,7 @@ class GradientStream:
 
         def here() -> bool:
             meanwhile()
-            return chain.missing() != missing
+            return route.missing() != missing
 
         self._transport.wait_until(here, peer=peer, where=scatter.where(item), doing=doing)
         self._probe.exposed(f"{scatter.unit.name} (tail)", start, now_ns())
@@ -448,11 +488,11 @@ class GradientStream:
     def abandon(self) -> None:
         """After a step that was broken off: take in and drop what peers have sent for it. Gradients are not delivered."""
         for scatter in self._queue:
-            while scatter.chain is not None and not scatter.chain.done:  # ranks further down wait for what is passed on here
-                self._await_chain(scatter, scatter.chain, self._advance_chains)
+            while scatter.route is not None and not scatter.route.done:  # ranks further down wait for what is passed on here
+                self._await_route(scatter, scatter.route, self._advance_routes)
         while self._queue:
             scatter = self._queue.popleft()
-            if scatter.chain is not None:
+            if scatter.route is not None:
                 continue
             for item in scatter.geometry.slices[self._rank][scatter.summed :]:
                 tag = scatter.tag(item)
@@ -460,5 +500,6 @@ class GradientStream:
                     if (peer, item.index) not in scatter.unloaded:
                         self._transport.receive(peer, tag, scatter.where(item))
                         self._transport.release(peer, tag)
+        self._send_kept()
         while self._replicating:
             self._replicating.popleft()[2].wait()

@@ -21,12 +21,32 @@ from commfuse_dp.errors import CommFuseError, ConfigError, Where
 from commfuse_dp.kernels.publish import PublishPlan
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.probe import RECEIVE, now_ns
-from commfuse_dp.schedule.orders import gather_owners, scatter_owners
+from commfuse_dp.schedule.orders import (
+    gather_owners,
+    hierarchical_gather_owners,
+    hierarchical_scatter_owners,
+    scatter_owners,
+)
 from commfuse_dp.transport.base import Transfer, Transport
 
 Consume = Callable[[UnitSlice, "list[Piece]"], None]
 
 PUSH_BYTES = 1 << 20
+
+
+def owner_orders(transport: Transport, config: CommFuseConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Owners in the order in which this rank reads their slices, own first, and produces for them, own last."""
+    rank = transport.rank
+    if transport.hosts is not None:
+        members = transport.hosts.members
+        return hierarchical_gather_owners(rank, members), hierarchical_scatter_owners(rank, members)
+    order = flat_order(config)
+    return gather_owners(rank, transport.world_size, order), scatter_owners(rank, transport.world_size, order)
+
+
+def flat_order(config: CommFuseConfig) -> str:
+    """The order where every rank turns to every other."""
+    return "ring" if config.order == "ring" else "pairwise"
 
 
 class Visit:
@@ -96,7 +116,7 @@ class ParameterStream:
             if self._transport.device_ordered:
                 self._check_room(unit)
         self._transport.expose([unit.params.segment_bytes for unit in self._units])
-        orders = [order(self._rank, self._world_size, config.order) for order in (gather_owners, scatter_owners)]
+        orders = owner_orders(self._transport, config)
         self._readings = [_Reading(unit, self._rank, *orders) for unit in self._units]
         for unit, reading in zip(self._units, self._readings, strict=True):
             self._bind_own(unit, reading)

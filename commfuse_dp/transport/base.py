@@ -51,6 +51,7 @@ import torch
 from commfuse_dp.device.base import Device, Event, Word
 from commfuse_dp.errors import DeadlineError, Where
 from commfuse_dp.probe import Probe
+from commfuse_dp.transport.hosts import Hosts
 
 # Collective object exchange used only while a transport is set up: every rank gives one picklable object and gets all of
 # them in rank order (for example a wrapper of torch.distributed.all_gather_object).
@@ -109,6 +110,7 @@ class Transport(ABC):
     in_place: ClassVar[bool]  # pulled slices are read where the owner published them: no window buffers are needed
     device_ordered: ClassVar[bool] = False  # see [Note: Device-ordered transports]
     device: Device | None = None  # whose streams its waits stand in, if device_ordered
+    hosts: Hosts | None = None  # the hierarchical order, where one transport serves a host and another one what is between
 
     def __init__(self, rank: int, world_size: int, *, deadline_s: float, probe: Probe | None = None) -> None:
         self.rank = rank
@@ -249,6 +251,10 @@ class Transport(ABC):
                     where=where,
                 )
             self.progress(min(left, 1.0))
+
+    def abort(self, reason: str) -> None:
+        """Tell all peers that this rank has failed, if the transport can: their waits then end at once."""
+        return
 
     @abstractmethod
     def close(self) -> None:

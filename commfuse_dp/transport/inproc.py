@@ -59,6 +59,7 @@ class _Mailbox:
     queue: list[tuple[int, int, int, bytes]] = field(default_factory=list)  # heap of (due tick, number, source, message)
     held: list[tuple[int, bytes]] = field(default_factory=list)
     tick: int = 0
+    rung: bool = False  # somebody wants `take` to return
     number: int = 0
     last_due: dict[tuple[int, bool], int] = field(default_factory=dict)  # (source, ordered lane only) -> latest due tick
 
@@ -77,8 +78,9 @@ class _Mailbox:
 
     def take(self, timeout_s: float) -> list[tuple[int, bytes]]:
         with self.arrival:
-            if timeout_s > 0 and not self.queue:
+            if timeout_s > 0 and not self.queue and not self.rung:
                 self.arrival.wait(timeout_s)
+            self.rung = False
             self.tick += 1
             if timeout_s > 0 and self.queue:
                 self.tick = max(self.tick, self.queue[0][0])  # nothing else to do: time flies
@@ -115,8 +117,8 @@ class InprocWorld:
         self._barrier = threading.Barrier(world_size)
         self._slots: list[Any] = [None] * world_size
 
-    def transport(self, rank: int, *, probe: Probe | None = None) -> InprocTransport:
-        return InprocTransport(rank, self, probe=probe)
+    def transport(self, rank: int, *, probe: Probe | None = None, members: Sequence[int] | None = None) -> InprocTransport:
+        return InprocTransport(rank, self, probe=probe, members=members)
 
     def exchange_for(self, rank: int) -> ExchangeFn:
         """The collective object exchange of one rank. Raises TransportError if a rank is missing past the deadline."""
@@ -203,6 +205,12 @@ class _InprocChannel(Channel):
             else:
                 self._receiver.handle(src, message)
 
+    def wake(self) -> None:
+        box = self._world.mailboxes[self._rank]
+        with box.arrival:
+            box.rung = True
+            box.arrival.notify()
+
     def flush(self, timeout_s: float) -> bool:
         return True
 
@@ -247,7 +255,9 @@ class InprocTransport(OneSidedTransport):
     name: ClassVar[str] = "inproc"
     in_place: ClassVar[bool] = True
 
-    def __init__(self, rank: int, world: InprocWorld, *, probe: Probe | None = None) -> None:
+    def __init__(
+        self, rank: int, world: InprocWorld, *, probe: Probe | None = None, members: Sequence[int] | None = None
+    ) -> None:
         super().__init__(
             rank,
             world.world_size,
@@ -256,4 +266,5 @@ class InprocTransport(OneSidedTransport):
             inbox_bytes=world.inbox_bytes,
             deadline_s=world.deadline_s,
             probe=probe,
+            members=members,
         )

@@ -35,7 +35,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -70,7 +70,10 @@ def _close_at_exit(pid: int) -> None:
 
 
 class OneSidedTransport(Transport, Receiver):
-    """See the module. Subclasses only build the channel and the memory."""
+    """See the module. Subclasses only build the channel and the memory.
+
+    members: the ranks that it connects, if not all: the others take part in its collective calls only, and numbers stay theirs.
+    """
 
     def __init__(
         self,
@@ -82,12 +85,14 @@ class OneSidedTransport(Transport, Receiver):
         inbox_bytes: int,
         deadline_s: float,
         probe: Probe | None = None,
+        members: Sequence[int] | None = None,
     ) -> None:
         super().__init__(rank, world_size, deadline_s=deadline_s, probe=probe)
         self._channel = channel
         self._memory = memory
         self._message_limit = inbox_bytes
-        self._peers = [peer for peer in range(world_size) if peer != rank]
+        self._peers = [peer for peer in (range(world_size) if members is None else members) if peer != rank]
+        self._around = sorted(self._peers, key=lambda peer: (peer - rank) % world_size)
         self._lock = threading.RLock()
         self.changed = threading.Condition(self._lock)
         self._sizes: list[tuple[int, ...]] | None = None
@@ -112,6 +117,7 @@ class OneSidedTransport(Transport, Receiver):
         )
         self._pid = os.getpid()
         self._views: dict[tuple[int, int, int, int], torch.Tensor] = {}  # made once: pulls are the same in every step
+        self.on_news: Callable[[], None] | None = None  # in whichever thread, when something was taken in or lost
         channel.start(self)
         _open_transports.add(self)
         _close_at_exit(self._pid)
@@ -174,11 +180,17 @@ class OneSidedTransport(Transport, Receiver):
             raise ValueError(f"pull: transport {self.name} needs out = contiguous uint8 of {nbytes} bytes; {given} was given")
         if owner == self.rank:
             return OwnCopy(self, owner, key, epoch, start, nbytes, out)
-        fetch = Fetch(self, owner, key, epoch, out)
+        return self.fetch(owner, key, epoch, out, start=start)
+
+    def fetch(
+        self, owner: int, key: int, epoch: int, out: torch.Tensor, *, start: int = 0, then: Callable[[], None] | None = None
+    ) -> Fetch:
+        """A `pull` over the wire. then: called when the bytes are in `out`, in the thread that took them in; must not block."""
+        fetch = Fetch(self, owner, key, epoch, out, then)
         with self._lock:
             self._last_request = request = (self._last_request + 1) % (1 << 32)
             self._fetches[request] = fetch
-            self._channel.post(owner, msg.pack(msg.PULL, key, epoch, request, x=start, y=nbytes))
+            self._channel.post(owner, msg.pack(msg.PULL, key, epoch, request, x=start, y=out.numel()))
         return fetch
 
     def read_again(self, owner: int, key: int, epoch: int, nbytes: int) -> bool:
@@ -289,18 +301,32 @@ class OneSidedTransport(Transport, Receiver):
         def ready_or_gone() -> bool:
             if ready():
                 return True
-            if peer in self._departed and not ready():  # asked twice: an I/O thread may have come in between
-                raise self._gone(peer, f"it was waited for {doing} ({where})", where)
+            self.check_departed(peer, ready, where, doing)
             return False
 
-        try:
+        with self.waiting_for(peer, where, doing):
             super().wait_until(ready_or_gone, peer=peer, where=where, doing=doing)
+
+    def check_departed(self, peer: int, ready: Callable[[], bool], where: Where, doing: str) -> None:
+        """Raise PeerLostError if `peer` has said goodbye, so that what is waited for will not come."""
+        if peer in self._departed and not ready():  # asked again: an I/O thread may have come in between
+            raise self._gone(peer, f"it was waited for {doing} ({where})", where)
+
+    @contextlib.contextmanager
+    def waiting_for(self, peer: int, where: Where, doing: str) -> Iterator[None]:
+        """A loss that is heard of in here says what was waited for."""
+        try:
+            yield
         except PeerLostError as error:
             if error.where is None:
                 who = f"rank {peer}" if peer >= 0 else "its peers"
                 text = f"{error} Rank {self.rank} was waiting for {who}: {doing} ({where})."
                 raise PeerLostError(text, rank=self.rank, peer=error.peer, where=where) from None
             raise
+
+    def wake(self) -> None:
+        """Let a `progress` that sleeps in the user's thread return soon. From any thread."""
+        self._channel.wake()
 
     def abort(self, reason: str) -> None:
         """Tell all peers that this rank has failed: their waits end at once with a PeerLostError that gives `reason`."""
@@ -337,12 +363,16 @@ class OneSidedTransport(Transport, Receiver):
         with self._lock:
             self._take_in(src, message)
             self.changed.notify_all()
+        if self.on_news is not None:
+            self.on_news()
 
     def handle_all(self, src: int, messages: Sequence[bytes]) -> None:
         with self._lock:
             for message in messages:
                 self._take_in(src, message)
             self.changed.notify_all()
+        if self.on_news is not None:
+            self.on_news()
 
     def _take_in(self, src: int, message: bytes) -> None:
         kind, a, b, c, d, x, y = msg.HEADER.unpack_from(message)
@@ -374,6 +404,8 @@ class OneSidedTransport(Transport, Receiver):
                 self._tell_others(src, reason)
             self._fail(src, reason)
             self.changed.notify_all()
+        if self.on_news is not None:
+            self.on_news()
 
     def _on_publish(self, src: int, key: int, epoch: int, *_: int) -> None:
         published = self._published[src]
@@ -410,6 +442,8 @@ class OneSidedTransport(Transport, Receiver):
         if fetch is not None:
             fetch.complete = True
             self.probe.counters.param_bytes_received += fetch.out.numel()
+            if fetch.then is not None:
+                fetch.then()
 
     def _answer(self, src: int, key: int, request: int, start: int, nbytes: int) -> None:
         payload = self._memory.segment(self.rank, key).narrow(0, start, nbytes)
@@ -420,8 +454,7 @@ class OneSidedTransport(Transport, Receiver):
     def _post_all(self, message: bytes, *, hold: bool = False) -> None:
         """To every peer, beginning after this rank, so that not all ranks turn to rank 0 first."""
         with self._lock:
-            for step in range(1, self.world_size):
-                peer = (self.rank + step) % self.world_size
+            for peer in self._around:
                 if peer not in self._departed:
                     self._channel.post(peer, message, hold=hold)
 

@@ -54,6 +54,10 @@ class Channel(ABC):
     def poll(self, timeout_s: float) -> None:
         """Deliver what has come; wait at most timeout_s for the first. Sends what is still queued."""
 
+    def wake(self) -> None:
+        """Let a `poll` that waits return soon; from any thread. Channels whose `poll` waits for 50 ms at most need not."""
+        return
+
     @abstractmethod
     def flush(self, timeout_s: float) -> bool:
         """Send what is queued, for at most timeout_s. True if nothing is left."""

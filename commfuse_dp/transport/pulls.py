@@ -6,6 +6,7 @@ They are the transport's own objects and read its state directly (friends of `On
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -109,11 +110,20 @@ class OwnCopy(View):
 class Fetch(_Pull):
     """Bytes of a peer that come over the wire into `out`; `complete` is set by the receiver."""
 
-    __slots__ = ("complete", "out")
+    __slots__ = ("complete", "out", "then")
 
-    def __init__(self, transport: OneSidedTransport, owner: int, key: int, epoch: int, out: torch.Tensor) -> None:
+    def __init__(
+        self,
+        transport: OneSidedTransport,
+        owner: int,
+        key: int,
+        epoch: int,
+        out: torch.Tensor,
+        then: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__(transport, owner, key, epoch)
         self.out = out
+        self.then = then
         self.complete = False
 
     def _ready(self) -> bool:

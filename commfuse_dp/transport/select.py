@@ -21,6 +21,7 @@ from commfuse_dp.errors import ConfigError, MismatchError, TransportError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import ExchangeFn, Transport
 from commfuse_dp.transport.exchange import exchange_of
+from commfuse_dp.transport.hosts import Hosts, check_hosts
 
 Kind = Literal["auto", "shm", "tcp", "symmetric", "p2p", "mpi"]
 KINDS = ("auto", "shm", "tcp", "symmetric", "p2p", "mpi")
@@ -71,19 +72,23 @@ def open_transport(
     probe: Probe | None,
     device: torch.device,
     device_ordered: bool = False,
+    order: str = "pairwise",
 ) -> tuple[Transport, str]:
     """Collective over `group` (None: the default group, or one rank without torch.distributed).
+
+    order: of the configuration; 'hierarchical' asks for transport hierarchical, 'auto' takes it where it can be had. Callers
+    that cannot use it say 'pairwise'.
 
     device_ordered: the caller can use a transport whose waits stand in streams (base.py); else 'symmetric' is never chosen.
 
     Returns the transport and why it was chosen. Raises ConfigError for an unknown kind, TransportError if a request cannot
-    be met, MismatchError on all ranks if they ask for different kinds, devices or inbox sizes.
+    be met, MismatchError on all ranks if they ask for different kinds, devices, inbox sizes or orders.
     """
     if kind not in KINDS:
         raise ConfigError(f"transport={kind!r}: {', '.join(KINDS)} are allowed")
     exchange = exchange_of(group)
-    wishes = exchange((host_identity(), kind, device.type, inbox_bytes))
-    for position, what in ((1, "transports"), (2, "devices"), (3, "inbox_bytes")):
+    wishes = exchange((host_identity(), kind, device.type, inbox_bytes, order))
+    for position, what in ((1, "transports"), (2, "devices"), (3, "inbox_bytes"), (4, "orders")):
         asked = [wish[position] for wish in wishes]
         if len(set(asked)) > 1:
             raise MismatchError(
@@ -93,6 +98,20 @@ def open_transport(
     chosen, reason = choose(kind, hosts, device)
     world_size = len(wishes)
     rank = dist.get_rank(group) if dist.is_initialized() else 0
+    together = _together(order, kind, hosts, device)
+    if together is not None:
+        transport = _open_hierarchical(
+            together,
+            rank,
+            exchange,
+            inbox_bytes=inbox_bytes,
+            deadline_s=deadline_s,
+            probe=probe if probe is not None else Probe(),
+        )
+        return transport, (
+            f"{'asked for' if order == 'hierarchical' else 'auto'}: {world_size} ranks, {together.per_host} on each of "
+            f"{len(together.members)} hosts: shm inside a host, tcp between hosts"
+        )
     if chosen == "symmetric" and not device_ordered:
         raise TransportError("transport 'symmetric' orders work by CUDA streams, which only FSDP2 models do so far; use 'auto'")
     if device.type == "cuda" and device_ordered and kind in ("auto", "symmetric"):
@@ -121,6 +140,44 @@ def open_transport(
     paired = importlib.import_module("commfuse_dp.transport.paired")
     transport = paired.open_p2p(group, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe, device=device)
     return transport, reason
+
+
+def _together(order: str, kind: str, hosts: list[str], device: torch.device) -> Hosts | None:
+    """The hosts of a hierarchical order; None: it is not wanted, or left out. Raises TransportError if it was asked for and
+    cannot be had."""
+    if order not in ("auto", "hierarchical"):
+        return None
+    try:
+        if kind != "auto":
+            raise TransportError(
+                f"order 'hierarchical' joins one transport inside a host and one between hosts, but transport={kind!r} was "
+                "asked for; use transport='auto'"
+            )
+        if device.type != "cpu":
+            raise TransportError(f"order 'hierarchical' is for CPU tensors so far, but the parameters are on {device}")
+        return check_hosts(hosts)
+    except TransportError as error:
+        if order == "hierarchical":
+            raise TransportError(f"{error}. Or use order='pairwise'.") from None
+        if len(set(hosts)) not in (1, len(hosts)):
+            _log.info("order 'pairwise' instead of 'hierarchical': %s", error)
+        return None
+
+
+def _open_hierarchical(
+    hosts: Hosts, rank: int, exchange: ExchangeFn, *, inbox_bytes: int, deadline_s: float, probe: Probe
+) -> Transport:
+    hierarchical = importlib.import_module("commfuse_dp.transport.hierarchical")
+    shm = importlib.import_module("commfuse_dp.transport.shm")
+    tcp = importlib.import_module("commfuse_dp.transport.tcp")
+    settings = {"inbox_bytes": inbox_bytes, "deadline_s": deadline_s}
+    inner = shm.ShmTransport(rank, hosts.world_size, exchange, probe=probe, members=hosts.siblings(rank), **settings)
+    try:
+        outer = tcp.TcpTransport(rank, hosts.world_size, exchange, probe=hierarchical.AcrossProbe(probe), **settings)
+    except BaseException:
+        inner.close()
+        raise
+    return hierarchical.HierarchicalTransport(hosts, inner, outer, probe=probe)
 
 
 def _open_symmetric(

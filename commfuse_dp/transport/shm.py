@@ -104,18 +104,19 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 class _SharedBlocks:
     """One object per rank, cut into blocks (block `i` of rank `owner`: bytes and place), mapped as far as it is used."""
 
-    def __init__(self, rank: int, world_size: int, exchange: ExchangeFn, backing: Backing, deadline_s: float) -> None:
-        self.rank, self.world_size, self.exchange = rank, world_size, exchange
+    def __init__(self, rank: int, members: Sequence[int], exchange: ExchangeFn, backing: Backing, deadline_s: float) -> None:
+        self.rank, self.members, self.exchange = rank, members, exchange
         self.backing, self.deadline_s = backing, deadline_s
 
     def make(self, nbytes: int, purpose: str) -> dict[int, int]:
         """Collective: allocate nbytes on this rank; returns all ranks' descriptors. Raises the same error on all ranks."""
-        wanted = self.exchange((nbytes, available_memory()))
+        everyone = self.exchange((nbytes, available_memory()))
+        wanted = [everyone[rank] for rank in self.members]
         total = sum(asked for asked, _ in wanted)
         known = [free for _, free in wanted if free is not None]
         if known and self.backing == "memfd" and total > min(known) - _KEEP_FREE:
             raise TransportError(
-                f"not enough memory for {purpose}: the {self.world_size} ranks of this host ask for {total} bytes of shared "
+                f"not enough memory for {purpose}: the {len(self.members)} ranks of this host ask for {total} bytes of shared "
                 f"memory together (this one {nbytes}), {min(known)} are available, {_KEEP_FREE} of which are left to the "
                 "machine. Use fewer ranks per host, a smaller inbox_bytes, or more memory (also of the container)."
             )
@@ -126,7 +127,7 @@ class _SharedBlocks:
             error = self._explain(nbytes, purpose, failure)
         try:
             agree(self.exchange(error))
-            fds = pass_descriptor(self.rank, self.world_size, self.exchange, fd, self.deadline_s)
+            fds = pass_descriptor(self.rank, self.members, self.exchange, fd, self.deadline_s)
         except BaseException:
             if fd >= 0:
                 os.close(fd)
@@ -151,20 +152,22 @@ class SharedMemory(Memory):
 
     def __init__(self, blocks: _SharedBlocks, inbox_bytes: int) -> None:
         self._blocks = blocks
-        rank, world_size = blocks.rank, blocks.world_size
+        rank, members = blocks.rank, blocks.members
         ring = align(inbox_bytes)
         slot = _page(ring)  # every ring starts on a page, so that a rank maps only the ring that it fills
         self._outgoing: dict[int, torch.Tensor] = {}
         self._incoming: dict[int, torch.Tensor] = {}
-        self._segments: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
-        fds = blocks.make(slot * (world_size - 1), f"inboxes (inbox_bytes = {inbox_bytes} for each of {world_size - 1} peers)")
+        self._segments: dict[int, list[torch.Tensor]] = {member: [] for member in members}
+        peers = len(members) - 1
+        fds = blocks.make(slot * peers, f"inboxes (inbox_bytes = {inbox_bytes} for each of {peers} peers)")
         try:
-            inbox = _map(fds[rank], 0, slot * (world_size - 1)) if world_size > 1 else _NOTHING
-            for peer in range(world_size):
+            inbox = _map(fds[rank], 0, slot * peers) if peers else _NOTHING
+            own = members.index(rank)
+            for place, peer in enumerate(members):
                 if peer != rank:
                     # The ring of source s is block s of its owner's object; the owner itself is left out of the count.
-                    self._incoming[peer] = inbox.narrow(0, slot * (peer - (peer > rank)), ring)
-                    self._outgoing[peer] = _map(fds[peer], slot * (rank - (rank > peer)), ring)
+                    self._incoming[peer] = inbox.narrow(0, slot * (place - (place > own)), ring)
+                    self._outgoing[peer] = _map(fds[peer], slot * (own - (own > place)), ring)
         finally:
             for fd in fds.values():
                 os.close(fd)
@@ -172,7 +175,7 @@ class SharedMemory(Memory):
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
         blocks = self._blocks
         check_same_sizes(sizes, blocks.exchange(sizes))
-        totals = [sum(align(row[owner]) for row in sizes) for owner in range(blocks.world_size)]
+        totals = {owner: sum(align(row[owner]) for row in sizes) for owner in blocks.members}
         fds = blocks.make(totals[blocks.rank], f"the published shards ({len(sizes)} windows)")
         try:
             for owner, fd in fds.items():
@@ -204,7 +207,8 @@ class SharedMemory(Memory):
 class ShmTransport(OneSidedTransport):
     """Shared memory between the processes of one host. Collective constructor; Linux only.
 
-    `inbox_bytes`: room for messages from each peer. `backing`: where the memory comes from, see the module.
+    `inbox_bytes`: room for messages from each peer. `backing`: where the memory comes from, see the module. `members`: the
+    ranks of this one's host, ascending, if there are others; these set up transports of theirs in the same calls.
     Raises TransportError on all ranks, with the reason, if one of them cannot be set up.
     """
 
@@ -221,14 +225,16 @@ class ShmTransport(OneSidedTransport):
         deadline_s: float,
         probe: Probe | None = None,
         backing: Backing = "memfd",
+        members: Sequence[int] | None = None,
     ) -> None:
         if backing not in ("memfd", "dev_shm"):
             raise ValueError(f"backing={backing!r}: 'memfd' or 'dev_shm' are allowed")
         if not hasattr(os, "memfd_create"):
             raise TransportError("transport 'shm' needs Linux (memfd_create, abstract UNIX-domain sockets); use 'tcp' or 'p2p'")
-        mesh = connect_mesh(rank, world_size, exchange, deadline_s)
+        members = tuple(range(world_size)) if members is None else tuple(members)
+        mesh = connect_mesh(rank, members, exchange, deadline_s)
         try:
-            memory = SharedMemory(_SharedBlocks(rank, world_size, exchange, backing, deadline_s), inbox_bytes)
+            memory = SharedMemory(_SharedBlocks(rank, members, exchange, backing, deadline_s), inbox_bytes)
         except BaseException:
             mesh.close()
             raise
@@ -240,4 +246,5 @@ class ShmTransport(OneSidedTransport):
             inbox_bytes=inbox_bytes,
             deadline_s=deadline_s,
             probe=probe,
+            members=members,
         )

@@ -13,14 +13,17 @@ closed in the child right after the fork.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import secrets
 import select
 import socket
 import struct
+import threading
 import time
 import weakref
+from collections.abc import Sequence
 
 import torch
 
@@ -63,29 +66,27 @@ def _receive_exactly(sock: socket.socket, nbytes: int) -> bytes:
     return data
 
 
-def connect_mesh(rank: int, world_size: int, exchange: ExchangeFn, deadline_s: float) -> Mesh:
-    """Collective: connect every pair of ranks.
+def connect_mesh(rank: int, members: Sequence[int], exchange: ExchangeFn, deadline_s: float) -> Mesh:
+    """Collective: connect every pair of `members`, the ranks of this one's host, ascending. `exchange` may reach more ranks,
+    which then set up meshes of theirs, and all succeed or fail together.
 
     Raises TransportError on all ranks if one of them cannot connect, DeadlineError if one is late.
     """
     mesh = Mesh()
-    if world_size == 1:
-        exchange(None)
-        return mesh
     token = secrets.token_hex(16).encode()
     error: str | None = None
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         address = b"\0commfuse-" + secrets.token_hex(16).encode()
         try:
             listener.bind(address)
-            listener.listen(world_size)
+            listener.listen(len(members))
         except OSError as failure:
             error = f"rank {rank} cannot listen on an abstract UNIX-domain socket: {failure}"
         cards = exchange((address, token, error))
         agree([card[2] for card in cards])
         try:
             # A connection is complete once it stands in the listener's queue: no rank waits for another one's accept.
-            for peer in range(rank):
+            for peer in (other for other in members if other < rank):
                 sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 mesh.sockets[peer] = sock
                 sock.settimeout(deadline_s)
@@ -94,7 +95,7 @@ def connect_mesh(rank: int, world_size: int, exchange: ExchangeFn, deadline_s: f
                 if uid != os.getuid():
                     raise PermissionError(f"the listener of rank {peer} runs under user {uid}, this rank under {os.getuid()}")
                 sock.sendall(_HELLO.pack(cards[peer][1], rank))
-            _accept_all(rank, world_size, listener, token, mesh, deadline_s)
+            _accept_all(rank, members, listener, token, mesh, deadline_s)
         except OSError as failure:
             error = f"rank {rank} cannot connect to its peers on this host: {failure}"
         except DeadlineError:
@@ -108,9 +109,11 @@ def connect_mesh(rank: int, world_size: int, exchange: ExchangeFn, deadline_s: f
     return mesh
 
 
-def _accept_all(rank: int, world_size: int, listener: socket.socket, token: bytes, mesh: Mesh, deadline_s: float) -> None:
+def _accept_all(
+    rank: int, members: Sequence[int], listener: socket.socket, token: bytes, mesh: Mesh, deadline_s: float
+) -> None:
     limit = time.monotonic() + deadline_s
-    while missing := set(range(rank + 1, world_size)) - set(mesh.sockets):
+    while missing := {peer for peer in members if peer > rank} - set(mesh.sockets):
         listener.settimeout(max(limit - time.monotonic(), 0.001))
         try:
             sock, _ = listener.accept()
@@ -142,14 +145,14 @@ def agree(errors: list[str | None]) -> None:
         raise TransportError("; ".join(reported))
 
 
-def pass_descriptor(rank: int, world_size: int, exchange: ExchangeFn, fd: int, deadline_s: float) -> dict[int, int]:
-    """Collective: give `fd` to every peer; returns the peers' descriptors, which the caller must close.
+def pass_descriptor(rank: int, members: Sequence[int], exchange: ExchangeFn, fd: int, deadline_s: float) -> dict[int, int]:
+    """Collective: give `fd` to every other of `members`; returns the peers' descriptors, which the caller must close.
 
     Over sockets of its own, so that descriptors never mix with control messages already under way.
     """
     received: dict[int, int] = {}
     error: str | None = None
-    mesh = connect_mesh(rank, world_size, exchange, deadline_s)
+    mesh = connect_mesh(rank, members, exchange, deadline_s)
     try:
         for sock in mesh.sockets.values():
             sock.settimeout(deadline_s)
@@ -178,10 +181,10 @@ _open_channels: weakref.WeakSet[SocketChannel] = weakref.WeakSet()
 
 
 class SocketChannel(Channel):
-    """Control messages over a mesh. The user's thread does everything, inside `post` and `poll`: there is no other thread.
+    """Control messages over a mesh. There is no thread: the user's does everything, inside `post` and `poll`.
 
     Sockets are non-blocking; what does not fit is queued per peer and sent by later calls, in order. A waiting rank
-    sleeps in epoll: no core is spun.
+    sleeps in epoll: no core is spun. Another thread may `post` and `wake` meanwhile (transport hierarchical does).
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -192,7 +195,10 @@ class SocketChannel(Channel):
         self._partial: dict[int, bytes] = {}
         self._peer_of: dict[int, int] = {}
         self._closed = False
+        self._sending = threading.Lock()  # the queues, and what the kernel is asked to report
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
+        self._epoll.register(self._bell, select.EPOLLIN)
         for peer, sock in mesh.sockets.items():
             sock.setblocking(False)
             self._queued[peer] = bytearray()
@@ -205,27 +211,34 @@ class SocketChannel(Channel):
         self._receiver = receiver
 
     def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None, *, hold: bool = False) -> None:
-        sock = self._mesh.sockets.get(dst)
-        if sock is None:  # lost, which poll has reported, or closed
-            return
-        queue = self._queued[dst]
-        if hold and (not queue or dst in self._held) and len(queue) < HELD_BYTES:
-            queue += message
-            self._held.add(dst)
-            return
-        if queue:
-            queue += message
-            if dst in self._held:
-                self._send_held(dst)
-            return
-        sent = self._try_send(sock, message)
-        if sent < len(message):
-            queue += message[sent:]
-            self._epoll.modify(sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
+        with self._sending:
+            sock = self._mesh.sockets.get(dst)
+            if sock is None:  # lost, which poll has reported, or closed
+                return
+            queue = self._queued[dst]
+            if hold and (not queue or dst in self._held) and len(queue) < HELD_BYTES:
+                queue += message
+                self._held.add(dst)
+                return
+            if queue:
+                queue += message
+                if dst in self._held:
+                    self._send_held(dst)
+                return
+            sent = self._try_send(sock, message)
+            if sent < len(message):
+                queue += message[sent:]
+                self._epoll.modify(sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
 
     def push(self) -> None:
-        for peer in tuple(self._held):
-            self._send_held(peer)
+        with self._sending:
+            for peer in tuple(self._held):
+                self._send_held(peer)
+
+    def wake(self) -> None:
+        with self._sending:
+            if not self._closed:
+                os.eventfd_write(self._bell, 1)
 
     def _send_held(self, peer: int) -> None:
         self._held.discard(peer)
@@ -245,6 +258,9 @@ class SocketChannel(Channel):
         for fd, events in self._epoll.poll(timeout_s):
             peer = self._peer_of.get(fd)
             if peer is None:
+                if fd == self._bell:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(self._bell)
                 continue
             if events & select.EPOLLOUT:
                 self._send_queued(peer)
@@ -261,10 +277,12 @@ class SocketChannel(Channel):
         return True
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._epoll.close()
-            self._mesh.close()
+        with self._sending:
+            if not self._closed:
+                self._closed = True
+                self._epoll.close()
+                self._mesh.close()
+                os.close(self._bell)
 
     def describe(self, peer: int) -> str:
         return f"rank {peer} (pid {self._mesh.pids.get(peer, '?')})"
@@ -280,12 +298,13 @@ class SocketChannel(Channel):
             return len(data)
 
     def _send_queued(self, peer: int) -> None:
-        queue = self._queued[peer]
-        sock = self._mesh.sockets[peer]
-        if queue:
-            del queue[: self._try_send(sock, queue)]
-        if not queue:
-            self._epoll.modify(sock.fileno(), select.EPOLLIN)
+        with self._sending:
+            queue = self._queued[peer]
+            sock = self._mesh.sockets[peer]
+            if queue:
+                del queue[: self._try_send(sock, queue)]
+            if not queue:
+                self._epoll.modify(sock.fileno(), select.EPOLLIN)
 
     def _take_in(self, peer: int) -> None:
         assert self._receiver is not None
@@ -318,11 +337,12 @@ class SocketChannel(Channel):
 
     def _end(self, peer: int) -> None:
         assert self._receiver is not None
-        sock = self._mesh.sockets.pop(peer)
-        self._epoll.unregister(sock.fileno())
-        del self._peer_of[sock.fileno()]
-        self._queued[peer].clear()
-        sock.close()
+        with self._sending:
+            sock = self._mesh.sockets.pop(peer)
+            self._epoll.unregister(sock.fileno())
+            del self._peer_of[sock.fileno()]
+            self._queued[peer].clear()
+            sock.close()
         self._receiver.lost(
             peer,
             "its connection ended without a goodbye, so the process died or left in the middle of a step (killed, out of "
@@ -333,7 +353,8 @@ class SocketChannel(Channel):
         """In a child made by fork: close the copies of the sockets without a word to the peers."""
         self._closed = True
         self._mesh.close()
-        self._epoll.close()  # the set itself belongs to the parent, which keeps it: only this descriptor goes
+        self._epoll.close()  # the set itself belongs to the parent, which keeps it: only these descriptors go
+        os.close(self._bell)
 
 
 def _after_fork_in_child() -> None:

@@ -141,7 +141,7 @@ def open_symmetric(
         exchange,
         device=accelerator,
         memory=memory,
-        channel=SocketChannel(connect_mesh(rank, world_size, exchange, deadline_s)),
+        channel=SocketChannel(connect_mesh(rank, range(world_size), exchange, deadline_s)),
         inbox_bytes=inbox_bytes,
         deadline_s=deadline_s,
         probe=probe,

@@ -144,7 +144,13 @@ def _install(zero: Any, config: CommFuseConfig, selection: Selection, group: dis
     optimizer, stage = zero.optimizer, int(zero.zero_optimization_stage())
     probe = Probe()
     transport, transport_reason = open_transport(
-        config.transport, group=group, inbox_bytes=config.inbox_bytes, deadline_s=config.deadline_s, probe=probe, device=device
+        config.transport,
+        group=group,
+        inbox_bytes=config.inbox_bytes,
+        deadline_s=config.deadline_s,
+        probe=probe,
+        device=device,
+        order=config.order if stage == 3 else _flat_order(config),
     )
     slots: list[PartitionedWeight | ReplicatedWeight] = []
     units: list[Unit] = []
@@ -189,6 +195,15 @@ def _install(zero: Any, config: CommFuseConfig, selection: Selection, group: dis
     vars(zero)[_ATTRIBUTE] = application
     application.finalizer = weakref.finalize(zero, _close, engine)
     return report
+
+
+def _flat_order(config: CommFuseConfig) -> str:
+    """ZeRO-1 and 2: gradients travel in chains, which cross to a host once anyway, and parameters are not sharded."""
+    if config.order == "hierarchical":
+        raise ConfigError(
+            "order='hierarchical' is for ZeRO-3 and FSDP2; under ZeRO-1 and 2 gradients travel in chains: use order='auto'"
+        )
+    return "pairwise"
 
 
 def _defer_gather(

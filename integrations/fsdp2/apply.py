@@ -203,6 +203,7 @@ def _install(model: nn.Module, selection: Selection, config: CommFuseConfig) -> 
         probe=probe,
         device=device,
         device_ordered=True,
+        order=config.order,
     )
     replicas = None
     if selection.replicate_group is not None:

@@ -172,7 +172,7 @@ def test_commfuse_0_wins(place):
     ("words", "wanted"),
     [
         ("--commfuse-ordr ring env.py", ["'--commfuse-ordr'", "did you mean '--commfuse-order'"]),
-        ("--commfuse-order rng env.py", ["COMMFUSE_ORDER='rng'", "'pairwise' or 'ring'"]),
+        ("--commfuse-order rng env.py", ["COMMFUSE_ORDER='rng'", "'ring' or 'hierarchical'"]),
         ("--commfuse-order", ["--commfuse-order needs a value"]),
         ("--commfuse-order ring --commfuse_order=ring env.py", ["given twice"]),
         ("--lr 3 env.py", ["unknown option '--lr'", "options of the script go after it"]),

@@ -64,7 +64,7 @@ def open_fake(
         exchange,
         device=world.devices[rank],
         memory=FakeSymmetricMemory(world, rank, exchange, room=room),
-        channel=SocketChannel(connect_mesh(rank, world.world_size, exchange, 20.0)),
+        channel=SocketChannel(connect_mesh(rank, range(world.world_size), exchange, 20.0)),
         inbox_bytes=inbox_bytes,
         deadline_s=deadline_s,
         **settings,

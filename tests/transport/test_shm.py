@@ -188,7 +188,7 @@ def test_a_stranger_on_the_socket_is_turned_away(monkeypatch: pytest.MonkeyPatch
             exchange("strangers are there")
             return cards
 
-        mesh = sockets.connect_mesh(rank, 3, spied, 10.0)
+        mesh = sockets.connect_mesh(rank, range(3), spied, 10.0)
         peers = len(mesh.sockets)
         mesh.close()
         return peers

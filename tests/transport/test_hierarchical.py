@@ -1,0 +1,113 @@
+"""Transport hierarchical: who stands for whom, messages between any two ranks, losses on either level."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commfuse_dp import collectives
+from commfuse_dp.errors import PeerLostError, TransportError
+from commfuse_dp.schedule.orders import gather_owners, hierarchical_gather_owners, hierarchical_scatter_owners, scatter_owners
+from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, Tag
+from commfuse_dp.transport.hosts import Hosts, check_hosts
+from commfuse_dp.transport.inproc import Faults, InprocWorld
+from tests.support.hosts import open_hierarchical, shuffled_hosts
+from tests.support.threads import ExchangeFn, run_ranks
+
+shapes = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(0, 99))
+
+
+@given(shapes)
+def test_every_shard_comes_through_one_gateway_per_host(shape):
+    count, per_host, seed = shape
+    n = count * per_host
+    hosts = Hosts.of(shuffled_hosts(n, per_host, seed))
+    for rank, owner in itertools.product(range(n), range(n)):
+        gateway = hosts.gateway(rank, owner)
+        assert gateway in hosts.siblings(rank) and owner in hosts.rail(gateway)
+        assert {hosts.gateway(sibling, owner) for sibling in hosts.siblings(rank)} == {gateway}
+        assert hosts.distance(rank, owner) == 0 or hosts.place(rank)[0] != hosts.place(owner)[0]
+
+
+@given(shapes)
+def test_own_first_own_last_and_nobody_twice(shape):
+    count, per_host, seed = shape
+    n = count * per_host
+    members = Hosts.of(shuffled_hosts(n, per_host, seed)).members
+    for rank in range(n):
+        gather, scatter = hierarchical_gather_owners(rank, members), hierarchical_scatter_owners(rank, members)
+        assert sorted(gather) == sorted(scatter) == list(range(n))
+        assert gather[0] == scatter[-1] == rank
+    for step in range(n):  # a permutation in every step: no rank is turned to by two
+        for order in (hierarchical_gather_owners, hierarchical_scatter_owners):
+            assert len({order(rank, members)[step] for rank in range(n)}) == n
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_one_host_is_the_pairwise_order(n):
+    for rank in range(n):
+        assert hierarchical_gather_owners(rank, [range(n)]) == gather_owners(rank, n)
+        assert hierarchical_scatter_owners(rank, [range(n)]) == scatter_owners(rank, n)
+
+
+@given(shapes)
+def test_all_ranks_of_a_host_produce_for_a_gateway_in_its_order(shape):
+    """[Note: One order on every way] in engine/two_level.py."""
+    count, per_host, seed = shape
+    n = count * per_host
+    hosts = Hosts.of(shuffled_hosts(n, per_host, seed))
+    for ranks in hosts.members:
+        for gateway in ranks:
+            rail = set(hosts.rail(gateway))
+            orders = {
+                tuple(owner for owner in hierarchical_scatter_owners(rank, hosts.members) if owner in rail) for rank in ranks
+            }
+            assert len(orders) == 1 and orders.pop()[-1] == gateway
+
+
+@pytest.mark.parametrize(
+    ("identities", "part"), [("aaaa", "all ranks are on one"), ("abcd", "a host of its own"), ("aaab", r"\(0, 1, 2\), \(3,\)")]
+)
+def test_hosts_that_allow_no_hierarchy(identities, part):
+    with pytest.raises(TransportError, match=part):
+        check_hosts(identities)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_collectives_between_all_ranks(seed):
+    """Plain collectives send between any two ranks, on whichever level these meet."""
+    n = 4
+    world = InprocWorld(n, inbox_bytes=4096, deadline_s=20.0, faults=Faults(seed=seed, max_delay=3))
+    identities = shuffled_hosts(n, 2, seed)
+
+    def body(rank: int, exchange: ExchangeFn) -> None:
+        transport = open_hierarchical(rank, identities, world, exchange, inbox_bytes=4096)
+        mine = torch.arange(6, dtype=torch.float64) + 10 * rank
+        for order in ("pairwise", "ring"):
+            total = collectives.all_reduce(mine.clone(), transport=transport, order=order)
+            assert torch.equal(total, sum(torch.arange(6, dtype=torch.float64) + 10 * r for r in range(n)))
+        transport.close()
+
+    run_ranks(n, body)
+
+
+@pytest.mark.parametrize("waiting", [0, 2])
+def test_a_rank_that_is_gone_is_named_on_its_own_and_on_the_other_host(waiting):
+    n, gone = 4, 1
+    world = InprocWorld(n, inbox_bytes=4096, deadline_s=20.0)
+
+    def body(rank: int, exchange: ExchangeFn) -> None:
+        transport = open_hierarchical(rank, ["a", "a", "b", "b"], world, exchange, inbox_bytes=4096)
+        try:
+            if rank == waiting:
+                with pytest.raises(PeerLostError, match="rank 1") as caught:
+                    transport.receive(gone, Tag(CHANNEL_COLLECTIVE))
+                assert caught.value.peer == gone
+        finally:
+            transport.close()
+
+    run_ranks(n, body)
