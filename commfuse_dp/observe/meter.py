@@ -17,6 +17,7 @@ class StepReading:
 
     wall_ns: int
     counters: Counters  # of this step alone (window_bytes_peak: since the meter was made)
+    across: Counters | None  # what crossed hosts, in the hierarchical order; `counters` has what moved inside the host
     exposed_by_layer: dict[str, int]  # layer -> ns in which its compute was blocked; layers that never waited are left out
 
     @property
@@ -40,6 +41,10 @@ class StepReading:
     def bytes_sent(self) -> int:
         return self.counters.param_bytes_sent + self.counters.grad_bytes_sent
 
+    @property
+    def across_bytes_received(self) -> int:
+        return self.across.param_bytes_received + self.across.grad_bytes_received if self.across is not None else 0
+
 
 @dataclass(frozen=True)
 class StepSummary:
@@ -51,6 +56,7 @@ class StepSummary:
     exposed_bound_ms: float  # the part of exposed_ms that is an upper bound; 0 on a host
     bytes_received: float
     bytes_sent: float
+    across_bytes_received: float  # from other hosts, in the hierarchical order, for this one's host; else 0
     waits: float
     window_bytes_peak: int
     exposed_ms_by_layer: dict[str, float]  # mean a step, worst layer first: which layer is to blame
@@ -86,6 +92,7 @@ class StepMeter:
         try:
             self.probe.settle()
             counters = self.probe.counters.snapshot()
+            across = self.probe.across.snapshot() if self.probe.across is not None else None
             layers = dict(self.probe.exposed_by_layer)
             start = self._clock()
             yield
@@ -95,7 +102,12 @@ class StepMeter:
             self.probe.unwatch()
         blocked = {name: ns - layers.get(name, 0) for name, ns in self.probe.exposed_by_layer.items()}
         self.readings.append(
-            StepReading(wall, self.probe.counters.since(counters), {name: ns for name, ns in blocked.items() if ns})
+            StepReading(
+                wall,
+                self.probe.counters.since(counters),
+                self.probe.across.since(across) if self.probe.across is not None and across is not None else None,
+                {name: ns for name, ns in blocked.items() if ns},
+            )
         )
 
     def summary(self, *, skip: int = 0) -> StepSummary:
@@ -115,6 +127,7 @@ class StepMeter:
             exposed_bound_ms=median(r.exposed_bound_ms for r in readings),
             bytes_received=median(r.bytes_received for r in readings),
             bytes_sent=median(r.bytes_sent for r in readings),
+            across_bytes_received=median(r.across_bytes_received for r in readings),
             waits=median(r.counters.waits for r in readings),
             window_bytes_peak=max(r.counters.window_bytes_peak for r in readings),
             exposed_ms_by_layer={name: ns / 1e6 / len(readings) for name, ns in worst},

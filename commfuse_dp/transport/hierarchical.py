@@ -89,7 +89,7 @@ class HierarchicalTransport(Transport):
 
     @property
     def across(self) -> Counters:
-        """What crossed hosts, to and from this rank."""
+        """What crossed hosts, to and from this rank (`probe.across`)."""
         return self._outer.probe.counters
 
     def _key(self, key: int, distance: int) -> int:

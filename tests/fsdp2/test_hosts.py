@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import commfuse_dp
+from commfuse_dp.observe import StepMeter
 from commfuse_dp.transport import select
 from tests.fsdp2 import pair
 from tests.fsdp2.models import ByteModel
@@ -30,23 +31,27 @@ def hosts(*names: str):
         select.host_identity = known
 
 
-def train(rank: int, world_size: int, names: str) -> tuple[str, str]:
+def train(rank: int, world_size: int, names: str) -> tuple[str, str, float]:
+    """(transport, why, bytes from other hosts per step)"""
     with hosts(*names), Twin(ByteModel, config=settings("auto", order="auto")) as twin:
+        meter = StepMeter(twin.report.probe)
         for _ in range(4):
-            twin.step()
-        return twin.report.transport, twin.report.transport_reason
+            with meter.step():
+                twin.step()
+        return twin.report.transport, twin.report.transport_reason, meter.summary().across_bytes_received
 
 
 @pytest.mark.parametrize("names", ["aabb", "abab"])
 def test_training_equals_stock(workers, names):
-    for transport, reason in workers(4).run(train, names):
+    for transport, reason, across in workers(4).run(train, names):
         assert transport == "hierarchical" and "2 on each of 2 hosts" in reason
+        assert across > 0
 
 
 @pytest.mark.parametrize("names", ["aaab", "abcd"])
 def test_auto_stays_flat_where_hosts_have_other_numbers(workers, names):
-    [(transport, _), *_] = workers(4).run(train, names)
-    assert transport == "tcp"
+    [(transport, _, across), *_] = workers(4).run(train, names)
+    assert (transport, across) == ("tcp", 0)
 
 
 def with_groups_and_accumulation(rank: int, world_size: int) -> None:
