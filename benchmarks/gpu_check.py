@@ -55,9 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = record.about(command.strip())
     print(f"GPU check on {facts['device']}: {', '.join(share.name for share in given.shares)}", flush=True)
     extra = ["--device", given.device, "--jobs", str(given.jobs), *(["--small"] if given.small else [])]
+    advice = checkout.advice() if any(share.name == "training" for share in given.shares) else None
+    if advice is not None:
+        print(advice, flush=True)
     outcomes, problems = run_parts(given.shares, given.budget_s - OVERHEAD_S, extra)
     date = datetime.date.today().isoformat()
-    for path in record.write(given.save, facts, outcomes, problems, date):
+    for path in record.write_somewhere(given.save, facts, outcomes, problems, date):
         print(f"wrote {path}")
     return verdict(outcomes, problems, strict=given.strict)
 

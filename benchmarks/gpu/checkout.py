@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# What the training part needs besides torch; the other parts need less.
-NEEDED = {"pydantic": "pydantic>=2.7", "wrapt": "wrapt>=1.16"}
+NEEDED = {"pydantic": "pydantic>=2.7"}  # what commfuse_dp.apply needs besides torch: the part training; the others do not
 
 
 def prepare() -> None:
@@ -26,6 +26,18 @@ def prepare() -> None:
 def missing() -> list[str]:
     """Requirements of commfuse_dp.apply that are not installed, as pip names them."""
     return [requirement for name, requirement in NEEDED.items() if importlib.util.find_spec(name) is None]
+
+
+def advice() -> str | None:
+    """One line on what is missing, what cannot run without it and what can; None if nothing is."""
+    absent = missing()
+    if not absent:
+        return None
+    command = f"{sys.executable} -m pip install {' '.join(map(repr, absent))}"
+    return (
+        f"{', '.join(absent)} is not installed: `{command}`, or put a folder that has it on PYTHONPATH. Without it the part "
+        "training cannot run, and counts as wrong; all other parts run."
+    )
 
 
 def environment() -> dict[str, str]:

@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import TimeoutError as NotDone
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -73,7 +74,7 @@ def run(report: Reporter, options: Options) -> None:
     if options.jobs <= 1:
         for cell in todo:
             if report.enough(CELL_S if options.device == "cuda" else 0.0, str(cell)):
-                _take(report, cell, [check(cell, options.device)])
+                _take(report, cell, [check(cell, options.device, ahead=options.ahead)])
     else:
         _in_parallel(report, list(groups.values()), options)
     generator = random.Random(1)
@@ -93,7 +94,7 @@ def _in_parallel(report: Reporter, groups: Sequence[Sequence[Cell]], options: Op
             with report.guarded(str(group[0])):
                 for cell, rows in zip(group, future.result(), strict=True):
                     _take(report, cell, [rows])
-    except TimeoutError:
+    except NotDone:
         for group in futures.values():
             report.fail(f"{group[0]} and {len(group) - 1} more: not done in time")
     finally:
@@ -112,8 +113,8 @@ def check_group(group: Sequence[Cell], device: str) -> list[list[Row]]:
     return [check(cell, device) for cell in group]
 
 
-def check(cell: Cell, device: str) -> list[Row]:
-    """Rows of one cell: each backend, each configuration."""
+def check(cell: Cell, device: str, *, ahead: bool = False) -> list[Row]:
+    """Rows of one cell: each backend, each configuration. ahead: see Options."""
     torch.backends.cuda.matmul.allow_tf32 = cell.tf32
     where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
     pad = torch.zeros(cell.ranks, dtype=torch.int32, device=where) if device == "cuda" else None
@@ -127,8 +128,8 @@ def check(cell: Cell, device: str) -> list[Row]:
         product.spoil()
         row: Row = {"backend": name, "unfused_error": unfused, "allowed": limit}
         try:
-            error = _run_late(product, call, number) if device == "cuda" else _run(product, call)
-            wrong = worst_error(error, oracle)
+            result = _run_late(product, call, number, ahead=ahead) if device == "cuda" else _run(product, call)
+            wrong = worst_error(result, oracle)
             row |= {"error": wrong, "ok": wrong <= limit, "why": f"error {wrong:.3g}, allowed {limit:.3g}"}
         except Exception as failure:
             row |= {"ok": False, "why": f"{type(failure).__name__}: {str(failure).strip()[:300]}"}
@@ -157,37 +158,48 @@ def _run(product: Product, call: Any) -> torch.Tensor:
     return product.result()
 
 
-def _run_late(product: Product, call: Any, epoch: int) -> torch.Tensor:
-    """The result, where the slices came (or were taken) while the call ran."""
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _run_late(product: Product, call: Any, epoch: int, *, ahead: bool) -> torch.Tensor:
+    """The result, where the slices came (or were taken) while the call ran.
+
+    All copies are between pinned host memory and the GPU, so that no kernel is needed beside the one that holds the GPU; by the
+    driver, not by torch, whose sanitizer knows nothing of words and would report what they order as a race."""
     from commfuse_dp.device.cuda import CudaDevice
 
     device = CudaDevice(product.device)
     side = device.side_stream("gather")
-    pads = dict(zip(product.order, product.table.entries, strict=True))
+    entries = dict(zip(product.order, product.table.entries, strict=True))
     if product.op != "wgrad":
         host = {rank: product.sources[rank].cpu().pin_memory() for rank in product.awaited}
         for rank in product.awaited:
             product.windows[rank].fill_(float("nan"))
         device.wait_event(side, device.record(device.current_stream()))
-        call(epoch)  # first the reader: on a machine where it could not wait it would now read NaN
+        if not ahead:  # first the reader: on a machine where it could not wait it would now read NaN
+            call(epoch)
         for rank in product.awaited:
-            with device.on(side):
-                product.windows[rank].copy_(host[rank], non_blocking=True)
-            entry = pads[rank]
+            device.copy(_bytes(product.windows[rank]), _bytes(host[rank]), side)
+            entry = entries[rank]
             assert entry.pad is not None
             device.write_value(side, entry.pad, entry.index, epoch)
+        if ahead:
+            call(epoch)
         torch.cuda.synchronize()
         return product.result()
     taken = {rank: torch.empty(grad.shape, dtype=grad.dtype, pin_memory=True) for rank, grad in enumerate(product.grads)}
+    spoilt = {
+        rank: torch.full(grad.shape, float("nan"), dtype=grad.dtype).pin_memory() for rank, grad in enumerate(product.grads)
+    }
     device.wait_event(side, device.record(device.current_stream()))
     call(epoch)
     for rank in product.awaited:
-        entry = pads[rank]
+        entry, grad = entries[rank], _bytes(product.grads[rank])
         assert entry.pad is not None
         device.wait_value(side, entry.pad, entry.index, epoch)
-        with device.on(side):
-            taken[rank].copy_(product.grads[rank], non_blocking=True)
-            product.grads[rank].fill_(float("nan"))  # the kernel must not write again
+        device.copy(_bytes(taken[rank]), grad, side)
+        device.copy(grad, _bytes(spoilt[rank]), side)  # the kernel must not write again
     torch.cuda.synchronize()
     own = product.grads[product.own].cpu()
     return torch.cat([own if rank == product.own else taken[rank] for rank in range(len(product.grads))]).to(product.device)

@@ -34,7 +34,7 @@ def run_ranks(
             {
                 **checkout.environment(),
                 "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
+                "LOCAL_RANK": "0",  # of the one GPU that they share: a DeviceMesh may choose the device by it
                 "WORLD_SIZE": str(size),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),

@@ -135,11 +135,15 @@ class Reporter:
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments of a part. `small`: shapes that a sanitizer or a CPU can do."""
+    """Arguments of a part.
+
+    small: shapes that a sanitizer or a CPU can do. ahead: what a kernel waits for is enqueued before the kernel, not behind it:
+    for tools under which a launch returns when the kernel has ended."""
 
     device: str = "cuda"
     small: bool = False
     jobs: int = 1
+    ahead: bool = False
 
 
 def run_part(name: str, run: Callable[[Reporter, Options], None], arguments: Sequence[str] | None = None) -> int:
@@ -149,6 +153,7 @@ def run_part(name: str, run: Callable[[Reporter, Options], None], arguments: Seq
     parser.add_argument("--limit-s", type=float, default=480.0, help="seconds that this part may take")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the program's logic, not the kernels")
     parser.add_argument("--small", action="store_true", help="small shapes only")
+    parser.add_argument("--ahead", action="store_true", help="slices are under way before a kernel is launched: for sanitizers")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile kernels at the same time")
     given = parser.parse_args(arguments)
     if given.device == "cuda" and (problem := no_gpu()) is not None:
@@ -156,7 +161,7 @@ def run_part(name: str, run: Callable[[Reporter, Options], None], arguments: Seq
         return 2
     reporter = Reporter(name, Clock(given.limit_s), given.out)
     with reporter.guarded(name):
-        run(reporter, Options(given.device, given.small, given.jobs))
+        run(reporter, Options(given.device, given.small, given.jobs, given.ahead))
     outcome = reporter.finish()
     print(f"{name}: {len(outcome.rows)} rows, {len(outcome.failures)} failures, {len(outcome.skipped)} skipped", flush=True)
     return 1 if outcome.failures else 0

@@ -1,4 +1,6 @@
-"""One rank of the comparison with torch's fused ops, on a GPU that all share. Arguments: folder of the result, 1 if small.
+"""One rank of the comparison with torch's fused ops, on a GPU that all share.
+
+Arguments: folder of the result; 1 if small; "commfuse" or "torch".
 
 Both sides do the same thing: gather the rows of W from all ranks and multiply (y = x @ W.T), and multiply and scatter the rows
 of dW = dy.T @ x, summed over the ranks. torch's ops gather the left operand, so there the product is W @ x.T.
@@ -28,14 +30,14 @@ ROUNDS = 9
 SMALL = Shape("small", 256, 512, 1024)
 
 
-def main(folder: str, small: str) -> None:
+def main(folder: str, small: str, side: str) -> None:
     die_with_parent()
     checkout.prepare()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:gloo", timeout=timedelta(seconds=60))
     try:
-        result = Comparison(rank, size, SMALL if small == "1" else LLAMA[1]).run()
+        result = Comparison(rank, size, SMALL if small == "1" else LLAMA[1]).run(side)
         everyone: list[Any] = [None] * size
         dist.all_gather_object(everyone, result)
         if rank == 0:
@@ -70,8 +72,8 @@ class Comparison:
         """One slice in a block of bytes."""
         return block.narrow(0, place * self.slice_bytes, self.slice_bytes).view(torch.bfloat16).view(self.rows, -1)
 
-    def run(self) -> dict[str, Any]:
-        """Milliseconds of each side, errors against one product, and why a side does not apply."""
+    def run(self, side: str) -> dict[str, Any]:
+        """Milliseconds of a side's two products, errors against one product, and why one does not apply."""
         found: dict[str, Any] = {}
         sides: tuple[tuple[str, Callable[[], tuple[Callable[[], Any], Callable[[], float]]]], ...] = (
             ("gather_commfuse", self.our_gather),
@@ -80,6 +82,8 @@ class Comparison:
             ("scatter_torch", self.torch_scatter),
         )
         for name, make in sides:
+            if not name.endswith(side):
+                continue
             problem: str | None = None
             try:
                 call, error = make()

@@ -7,6 +7,7 @@ import platform
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -155,6 +156,17 @@ def _number(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return str(value).replace("|", "/").replace("\n", " ")
+
+
+def write_somewhere(
+    folder: Path, facts: dict[str, Any], outcomes: Sequence[Outcome], problems: Sequence[str], date: str
+) -> list[Path]:
+    """As `write`; where the folder cannot be written to, into a fresh temporary one: the run is over and must not be lost."""
+    try:
+        return write(folder, facts, outcomes, problems, date)
+    except OSError as error:
+        print(f"{folder} cannot be written to ({error})")
+        return write(Path(tempfile.mkdtemp(prefix="commfuse-gpu-check-")), facts, outcomes, problems, date)
 
 
 def write(folder: Path, facts: dict[str, Any], outcomes: Sequence[Outcome], problems: Sequence[str], date: str) -> list[Path]:

@@ -27,7 +27,8 @@ def run(report: Reporter, options: Options) -> None:
     if options.device != "cuda":
         report.skip("sanitizers need a GPU")
         return
-    small = ["--small"]
+    # Tools may make a launch wait for its end, so what a kernel waits for must be on its way before.
+    small = ["--small", "--ahead"]
     tool = _compute_sanitizer()
     runs: list[tuple[str, list[str], dict[str, str]]] = []
     if tool is None:
@@ -38,13 +39,21 @@ def run(report: Reporter, options: Options) -> None:
             runs.append((check, [*prefix, *python_module("benchmarks.gpu.kernels_check"), *small], {}))
     stream_check = {"TORCH_CUDA_SANITIZER": "1"}
     runs.append(("torch sanitizer, kernels", [*python_module("benchmarks.gpu.kernels_check"), *small], stream_check))
-    runs.append(("torch sanitizer, training", [*python_module("benchmarks.gpu.training"), *small], stream_check))
+    advice = checkout.advice()
+    if advice is not None:
+        report.skip(f"torch sanitizer, training: {advice}")
+    else:
+        runs.append(("torch sanitizer, training", [*python_module("benchmarks.gpu.training"), *small], stream_check))
     for number, (name, command, extra) in enumerate(runs):
         if not report.enough(RUN_S, name):
             continue
         limit = (report.clock.left - 2.0) / (len(runs) - number)
         with report.guarded(name):
             code, output = run_limited(command, extra, limit)
+            refusal = refused(output)
+            if refusal is not None:
+                report.skip(f"{name}: {refusal}")
+                continue
             problem = judge(code, output)
             report.row(kind="sanitizer", name=name, ok=problem is None, exit_status=code, tail=output[-1500:])
             if problem is not None:
@@ -78,11 +87,19 @@ def run_limited(command: Sequence[str], extra: dict[str, str], limit_s: float) -
         return None, output
 
 
+REFUSALS = ("Device not supported", "Unable to find a GPU", "not supported on this system", "Insufficient driver")
+
+
+def refused(output: str) -> str | None:
+    """The tool's own words, if it is the tool that does not serve this GPU, driver or machine."""
+    lines = [line.strip() for line in output.splitlines() if line.startswith(("=========", "Error"))]
+    found = [line for line in lines if any(text.lower() in line.lower() for text in REFUSALS)]
+    return f"the sanitizer does not serve this machine: {found[0]}" if found else None
+
+
 def judge(code: int | None, output: str) -> str | None:
     """What is wrong, or None."""
     last = " / ".join(line.strip() for line in output.strip().splitlines()[-3:])
-    if "Device not supported" in output or "Unable to find a GPU" in output:
-        return f"the sanitizer does not serve this GPU: {last}"
     if code is None:
         return f"not done in time: {last}"
     if code == FOUND:

@@ -25,9 +25,9 @@ FLOOR = {"float32": 2e-5, "bfloat16": 2e-3}
 
 def run(report: Reporter, options: Options) -> None:
     """2 and 4 processes on one GPU: FSDP2 and apply() against one process."""
-    absent = checkout.missing()
-    if absent:
-        report.fail(f"commfuse_dp.apply needs {', '.join(absent)}: pip install it, or put it on PYTHONPATH")
+    advice = checkout.advice()
+    if advice is not None:
+        report.fail(advice)
         return
     transport = "auto"
     jobs = [Job(2, dtype, options.device, transport) for dtype in ("bfloat16", "float32")]

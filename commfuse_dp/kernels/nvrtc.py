@@ -149,7 +149,8 @@ class Kernel:
             except Exception as error:
                 raise ToolchainError(f"the driver did not load kernel {spec}: {_first_line(error)}") from error
         # cuLaunchKernel takes a CUkernel in the place of a CUfunction (CUDA 12).
-        self._function = self._driver.CUfunction(int(self._kernel.handle))
+        handle = getattr(self._kernel, "handle", None)  # older releases of cuda-core have it under a private name only
+        self._function = self._driver.CUfunction(int(self._kernel._handle if handle is None else handle))
 
     def launch(self, blocks: int, threads: int, argument: int, stream: int) -> None:
         """`argument`: address of the struct (copied before this returns); `stream`: raw handle of a stream of the device."""
@@ -230,6 +231,10 @@ def _import(name: str) -> ModuleType:
     except Exception as error:  # also what a broken native library raises at import
         raise ToolchainError(f"{name} cannot be imported ({_first_line(error)}): {_FIX}") from error
     if name == "cuda.core" and not hasattr(module, "Program"):
+        try:  # before 0.5 the same classes stand there
+            return importlib.import_module("cuda.core.experimental")
+        except Exception:
+            pass
         raise ToolchainError(f"cuda-core {getattr(module, '__version__', '?')} is too old, 1.0 or newer is needed: {_FIX}")
     return module
 

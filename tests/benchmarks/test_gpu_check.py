@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu import checkout, figures, kernels_check, part, record, sanitizer, schedule, shapes, timings
+from benchmarks.gpu import checkout, figures, kernels_check, part, peers, record, sanitizer, schedule, shapes, timings, training
 from benchmarks.gpu.budget import GRACE_S, LEAST_S, Share, limit_for
 from benchmarks.gpu.part import Clock, Options, Outcome, Reporter, Target
 from benchmarks.gpu.products import Product, worst_error
@@ -171,7 +171,10 @@ def test_judgement_of_sanitizers() -> None:
     assert "errors found: ========= Invalid __global__ read" in str(
         sanitizer.judge(99, "========= Invalid __global__ read of 4")
     )
-    assert "does not serve this GPU" in str(sanitizer.judge(1, "Error: Device not supported."))
+    assert "does not serve this machine: Error: Device not supported." in str(
+        sanitizer.refused("x\nError: Device not supported.\n")
+    )
+    assert sanitizer.refused("RuntimeError: device not supported by this test\n========= ERROR SUMMARY: 0 errors") is None
     assert "not done in time" in str(sanitizer.judge(None, "x"))
     assert "streams are not ordered" in str(sanitizer.judge(0, "torch.cuda._sanitizer.CUDASanitizerErrors: detected 1 errors"))
     assert sanitizer.judge(3, "a\nb") == "exit status 3: a / b"
@@ -283,5 +286,51 @@ def test_runs_from_a_checkout_where_nothing_is_installed() -> None:
 
 def test_missing_requirements_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checkout.missing() == []
+    assert checkout.advice() is None
     monkeypatch.setitem(checkout.NEEDED, "no_such_module_here", "no-such-module>=1")
     assert checkout.missing() == ["no-such-module>=1"]
+    assert "pip install 'no-such-module>=1'" in str(checkout.advice()) and "all other parts run" in str(checkout.advice())
+    report = Reporter("training", Clock(60.0))
+    training.run(report, Options("cpu", small=True))
+    assert report.outcome.failures == [checkout.advice()] and not report.outcome.rows
+
+
+def test_no_part_imports_what_may_be_missing() -> None:
+    """A machine with torch, and without pydantic, typer, rich and wrapt: every part but training runs there."""
+    parts = [f"benchmarks.gpu.{share.name}" for share in gpu_check.SHARES]
+    modules = [
+        "benchmarks.gpu_check",
+        *parts,
+        "benchmarks.gpu.peers_rank",
+        "commfuse_dp.kernels.gemms",
+        "commfuse_dp.device.cuda",
+    ]
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('pydantic', 'typer', 'rich', 'wrapt'))); import importlib\n"
+        f"for name in {modules}: importlib.import_module(name)\n"
+        "from commfuse_dp.kernels.gemms import Gemms; from commfuse_dp.kernels.choice import Chooser; Gemms(Chooser('blas'))\n"
+        "from commfuse_dp.kernels import inbox_sum, publish, nvrtc; print('done')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.stdout.strip().endswith("done"), done.stderr
+
+
+def test_a_record_that_cannot_be_written_where_it_should_is_not_lost(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    facts = record.about("x")
+    paths = record.write_somewhere(tmp_path / "file", facts, outcomes(), [], "2026-01-02")
+    assert all(path.exists() for path in paths) and paths[0].parent != tmp_path
+
+
+def test_torchs_fused_ops_that_hang_leave_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_ranks(module: str, size: int, arguments: list[str], **_: object) -> list[dict]:
+        if arguments[1] == "torch":
+            raise RuntimeError("not done after 5 s; rank 0 ended with status -9\nits last lines")
+        return [{"gather_commfuse": {"ms": 1.0, "error": 0.01}, "scatter_commfuse": {"ms": 2.0, "error": 0.1}}] * 2
+
+    monkeypatch.setattr(peers, "run_ranks", run_ranks)
+    report = Reporter("peers", Clock(60.0))
+    peers.run(report, Options("cuda"))
+    assert [row["name"] for row in report.outcome.rows] == ["gather_commfuse", "scatter_commfuse"]
+    skipped = ["torch's fused ops do not run here: not done after 5 s; rank 0 ended with status -9"]
+    assert report.outcome.skipped == skipped and not report.outcome.failures

@@ -117,8 +117,16 @@ def test_old_cuda_core_is_named(fresh: None, monkeypatch: pytest.MonkeyPatch) ->
     old = types.ModuleType("cuda.core")
     old.__version__ = "0.3.2"
     monkeypatch.setitem(sys.modules, "cuda.core", old)
+    monkeypatch.setitem(sys.modules, "cuda.core.experimental", None)
     with pytest.raises(ToolchainError, match=r"cuda-core 0\.3\.2 is too old"):
         nvrtc._import("cuda.core")
+
+
+def test_older_cuda_core_has_it_elsewhere(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    experimental = types.ModuleType("cuda.core.experimental")
+    monkeypatch.setitem(sys.modules, "cuda.core", types.ModuleType("cuda.core"))
+    monkeypatch.setitem(sys.modules, "cuda.core.experimental", experimental)
+    assert nvrtc._import("cuda.core") is experimental
 
 
 def test_missing_library_is_named(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
