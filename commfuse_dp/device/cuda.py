@@ -325,8 +325,9 @@ class CudaDevice(Device):
                 self._copy_attributes = driver.CUmemcpyAttributes()
                 self._copy_attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
                 self._copy_attributes.flags = int(driver.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
+            pointers = [list(map(driver.CUdeviceptr, addresses)) for addresses in (to, at)]  # in a list it takes no int
             try:
-                result = driver.cuMemcpyBatchAsync(to, at, sizes, len(sizes), [self._copy_attributes], [0], 1, stream.handle)
+                result = driver.cuMemcpyBatchAsync(*pointers, sizes, len(sizes), [self._copy_attributes], [0], 1, stream.handle)
             except RuntimeError:  # cuda-bindings does not find the function in the driver
                 self._copies_in_batches = False
             else:

@@ -50,7 +50,7 @@ class Recorder:
             if name == "cuMemcpyBatchAsync":
                 (attributes,) = arguments[4]
                 order, overlap = attributes.srcAccessOrder, attributes.flags
-                arguments = (*(list(a) for a in arguments[:3]), arguments[3], (order, overlap), *arguments[5:])
+                arguments = (*([int(n) for n in a] for a in arguments[:3]), arguments[3], (order, overlap), *arguments[5:])
                 if self.missing:
                     raise RuntimeError('Function "cuMemcpyBatchAsync_v2" not found')
             self.calls.append((name, *arguments))
@@ -77,6 +77,7 @@ def stream(handle: int = 7) -> CudaStream:
 
 
 PAD = torch.zeros(8, dtype=torch.int32)
+BYTES = torch.zeros(8, dtype=torch.uint8)
 AT = PAD.data_ptr()
 
 
@@ -106,6 +107,37 @@ def test_waits(device: Any) -> None:
     ]
     assert int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ) == 0
     assert int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ) == 1
+
+
+def _without_a_driver() -> bool:
+    try:
+        driver.cuDriverGetVersion()
+    except Exception:
+        return True
+    return False
+
+
+@pytest.mark.skipif(not _without_a_driver(), reason="there is a driver, which would do it")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda device: device.wait_value(stream(), PAD, 3, 5),
+        lambda device: device.write_value(stream(), PAD, 3, -5),
+        lambda device: device.write_values(stream(), [Word(PAD, 0, -1), Word(PAD, 1, 2)]),
+        lambda device: device.copy(BYTES, BYTES, stream()),
+        lambda device: device.copy_many(stream(), [AT], [AT + 4], [4]),
+        lambda device: device.operate(stream(), [device.wait_operation(AT, -1, True), device.write_operation(AT, -1)]),
+        lambda device: device._do(driver.cuMemcpyDtoHAsync(AT, AT, 4, 7), ""),
+        lambda device: device._make_stream(),
+    ],
+)
+def test_the_real_bindings_take_the_arguments(device: Any, call: Any) -> None:
+    """Nothing can be done without a driver, but its arguments are looked at before it is looked for."""
+    device._driver, device.torch_device = driver, torch.device("cuda", 0)
+    with pytest.raises(Exception) as caught:
+        call(device)
+    assert isinstance(caught.value, RuntimeError) and not isinstance(caught.value, TransportError), repr(caught.value)
+    assert "cuda" in str(caught.value), caught.value
 
 
 def test_many_words_go_in_batches_below_256(device: Any) -> None:
