@@ -21,7 +21,7 @@ from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.gradients import GradientStream, ReplicaGroup, Scatter
 from commfuse_dp.engine.ordering import ordering_of
 from commfuse_dp.engine.parameters import Consume, ParameterStream, owner_orders
-from commfuse_dp.engine.plan import Unit, UnitSlice
+from commfuse_dp.engine.plan import Unit, UnitSlice, absent_slice
 from commfuse_dp.engine.whole import Whole, WholeProducts
 from commfuse_dp.engine.window import Key
 from commfuse_dp.errors import CommFuseError, Where
@@ -55,6 +55,7 @@ class Engine:
         replicas: ReplicaGroup | None,
     ) -> None:
         self.transport = transport
+        transport.layers = [unit.name for unit in units]
         self.units = list(units)
         self.config = config
         self.probe: Probe = transport.probe
@@ -299,13 +300,19 @@ class _Sink:
             unit.accumulated = None  # it travels with this reduction
 
     def slices(self, owner: int) -> tuple[UnitSlice, ...]:
-        return self._geometry.slices[owner]
+        """In the order of sending; on a mirrored transport with a step for every slice that comes in meanwhile."""
+        slices = self._geometry.slices
+        transport = self._engine.transport
+        if self._scatter is None or not transport.mirrored or owner == transport.rank:
+            return slices[owner]
+        beyond = range(len(slices[owner]), len(slices[transport.rank]))
+        return (*slices[owner], *(absent_slice(owner, index) for index in beyond))
 
     def produce_whole(self, wgrad: Callable[[Scatter, list[UnitSlice]], bool], owners: Sequence[int]) -> bool:
         """All partials by one product, if nothing has to be added to them here."""
         if self._scatter is None or self._accumulated is not None:
             return False
-        return wgrad(self._scatter, [item for owner in owners for item in self._geometry.slices[owner]])
+        return wgrad(self._scatter, [item for owner in owners for item in self.slices(owner)])
 
     def fill(self, item: UnitSlice, produce: Produce) -> None:
         """Have the partial of one slice computed and send it (or add it up)."""
@@ -313,6 +320,9 @@ class _Sink:
             self._produce_beside(item, produce, lambda earlier, new: earlier.add_(new))
             return
         gradients = self._engine.gradients
+        if item.absent:
+            gradients.send_nothing(self._scatter, item)
+            return
         buffer = gradients.reserve(self._scatter, item)
         start = now_ns() if self._engine.probe.sink is not None else 0
         target = self._geometry.pieces(item, buffer)

@@ -213,6 +213,10 @@ class GradientStream:
             name = f"{scatter.unit.name} gradient (in place)"
             self._probe.span(SEND, name, start_ns, now_ns(), nbytes=item.nbytes, peer=item.owner)
 
+    def send_nothing(self, scatter: Scatter, item: UnitSlice) -> None:
+        """The step of an absent slice, on a mirrored transport: what a peer sends meanwhile is taken in."""
+        self._transport.send(item.owner, scatter.tag(item), _NOTHING)
+
     def _own_part(self, scatter: Scatter, item: UnitSlice) -> torch.Tensor:
         if scatter.own is None:
             scatter.own = self._own_buffer(scatter)
@@ -486,7 +490,9 @@ class GradientStream:
         self._scratch.clear()
 
     def abandon(self) -> None:
-        """After a step that was broken off: take in and drop what peers have sent for it. Gradients are not delivered."""
+        """After a step that was broken off: take in and drop what peers have sent for it. Gradients are not delivered.
+
+        A mirrored transport's peers were broken off where this rank was, and have not sent what it has not sent."""
         for scatter in self._queue:
             while scatter.route is not None and not scatter.route.done:  # ranks further down wait for what is passed on here
                 self._await_route(scatter, scatter.route, self._advance_routes)
@@ -497,6 +503,8 @@ class GradientStream:
             for item in scatter.geometry.slices[self._rank][scatter.summed :]:
                 tag = scatter.tag(item)
                 for peer in self._peers:
+                    if self._transport.mirrored and not self._transport.arrived(peer, tag):
+                        continue
                     if (peer, item.index) not in scatter.unloaded:
                         self._transport.receive(peer, tag, scatter.where(item))
                         self._transport.release(peer, tag)

@@ -15,8 +15,8 @@ import torch
 
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.buffers import BufferPool
-from commfuse_dp.engine.plan import Unit, UnitSlice
-from commfuse_dp.engine.window import Held, Key, Window
+from commfuse_dp.engine.plan import Unit, UnitSlice, absent_slice
+from commfuse_dp.engine.window import Held, Key, Mirror, Window
 from commfuse_dp.errors import CommFuseError, ConfigError, Where
 from commfuse_dp.kernels.publish import PublishPlan
 from commfuse_dp.ops.pieces import Piece
@@ -52,11 +52,12 @@ def flat_order(config: CommFuseConfig) -> str:
 class Visit:
     """One slice of one unit, as this rank reads it in every step."""
 
-    __slots__ = ("data", "item", "key", "pieces")
+    __slots__ = ("data", "item", "key", "mirror", "pieces")
 
-    def __init__(self, item: UnitSlice, key: Key) -> None:
+    def __init__(self, item: UnitSlice, key: Key, mirror: Mirror) -> None:
         self.item = item
         self.key = key
+        self.mirror = mirror  # of a slice of another rank
         self.data: torch.Tensor | None = None  # bytes that `pieces` are views of
         self.pieces: list[Piece] = []
 
@@ -66,15 +67,28 @@ class _Reading:
 
     __slots__ = ("by_owner", "forward", "remote_backward", "remote_forward", "shards")
 
-    def __init__(self, unit: Unit, rank: int, gather_order: Sequence[int], scatter_order: Sequence[int]) -> None:
-        visits = [
-            [Visit(item, (unit.index, owner, item.index)) for item in own] for owner, own in enumerate(unit.params.slices)
-        ]
+    def __init__(
+        self, unit: Unit, rank: int, gather_order: Sequence[int], scatter_order: Sequence[int], *, mirrored: bool
+    ) -> None:
+        slices = unit.params.slices
+        count = max(len(own) for own in slices)
+        visits: list[list[Visit]] = []
+        for owner, own in enumerate(slices):
+            visits.append([Visit(item, (unit.index, owner, item.index), _mirror(slices, rank, item.index)) for item in own])
+            for index in range(len(own), count) if mirrored and owner != rank else ():
+                item = absent_slice(owner, index)
+                visits[owner].append(Visit(item, (unit.index, owner, index), _mirror(slices, rank, index)))
         self.by_owner = visits
         self.forward = [visit for owner in gather_order for visit in visits[owner]]
         self.remote_forward = [visit.key for visit in self.forward if visit.item.owner != rank]
         self.remote_backward = [visit.key for owner in scatter_order if owner != rank for visit in visits[owner]]
         self.shards: list[tuple[torch.Tensor, int, int]] = []  # (view of the own segment, part, first row in the local shard)
+
+
+def _mirror(slices: Sequence[Sequence[UnitSlice]], rank: int, index: int) -> Mirror:
+    """slices: of every owner. See [Note: Same walk on all ranks] in window.py."""
+    give = (slices[rank][index].offset, slices[rank][index].nbytes) if index < len(slices[rank]) else (0, 0)
+    return Mirror(max(own[index].nbytes for own in slices if index < len(own)), give)
 
 
 class ParameterStream:
@@ -117,11 +131,13 @@ class ParameterStream:
                 self._check_room(unit)
         self._transport.expose([unit.params.segment_bytes for unit in self._units])
         orders = owner_orders(self._transport, config)
-        self._readings = [_Reading(unit, self._rank, *orders) for unit in self._units]
+        mirrored = self._transport.mirrored
+        self._readings = [_Reading(unit, self._rank, *orders, mirrored=mirrored) for unit in self._units]
         for unit, reading in zip(self._units, self._readings, strict=True):
             self._bind_own(unit, reading)
         if not self._transport.in_place and self._world_size > 1:
-            self._window = Window(self._transport, self._pool, config.prefetch_bytes, self._probe, self._locate)
+            mirror = self._mirror if mirrored else None
+            self._window = Window(self._transport, self._pool, config.prefetch_bytes, self._probe, self._locate, mirror)
         self._transport.describe_pulls(self._describe)
         self.exposed = True
 
@@ -131,7 +147,7 @@ class ParameterStream:
         if unit.replicated and self._world_size > 2:
             raise ConfigError(
                 f"layer {unit.name!r} is replicated (ZeRO-1/2) on {self._world_size} ranks, whose gradients travel in chains: "
-                f"transport {self._transport.name!r} cannot do that. Use transport='p2p'."
+                f"a transport ordered by streams ({self._transport.name!r}) cannot do that."
             )
         owed = 2 * max(unit.geometry(unit.dtype, (True,) * len(unit.slots)).segment_bytes)
         if owed > self._transport.message_limit and self._world_size > 1:
@@ -151,6 +167,9 @@ class ParameterStream:
         item = self._readings[key[0]].by_owner[key[1]][key[2]].item
         return item.offset, item.nbytes
 
+    def _mirror(self, key: Key) -> Mirror:
+        return self._readings[key[0]].by_owner[key[1]][key[2]].mirror
+
     def _describe(self, owner: int, key: int, epoch: int, start: int, nbytes: int) -> Where:
         items = [visit.item for visit in self._readings[key].by_owner[owner]] if self._readings else []
         found = next((item for item in items if item.offset == start), None)
@@ -161,7 +180,7 @@ class ParameterStream:
         """Publish this rank's parameters as version `epoch`, and begin to fetch the others' along a recording."""
         self._epoch = epoch
         self._pool.settle()
-        if self._window is not None:
+        if self._window is not None and not self._transport.mirrored:
             self._window.start(epoch, sequence)  # asked for now, served as soon as the owners have published
         with torch.no_grad():
             for batch in self._batches(sequence):
@@ -170,6 +189,8 @@ class ParameterStream:
                     self._transport.publish(unit.index, self._epoch, more=True)
                 self._transport.push()
             self._transport.publish_complete(epoch)
+        if self._window is not None and self._transport.mirrored:
+            self._window.start(epoch, sequence)  # each pull gives a slice of ours, too
 
     def stop(self, where: Where) -> list[Key]:
         """This rank reads no more of the epoch; returns the order in which it fetched slices."""
@@ -306,8 +327,9 @@ class ParameterStream:
         if item.owner == self._rank:
             consume(item, visit.pieces)
         elif self._window is not None:
-            data = self._await(unit, item, self._window.take(visit.key))
-            consume(item, unit.params.pieces(item, data))
+            transfer = self._window.take(visit.key)
+            if not item.absent:
+                consume(item, unit.params.pieces(item, self._await(unit, item, transfer)))
             self._window.done(visit.key, pin=keep)
         else:
             self._read_in_place(unit, visit, consume)

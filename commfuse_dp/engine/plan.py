@@ -97,8 +97,18 @@ class UnitSlice:
     heads: tuple[tuple[int, int, int, int], ...]  # (part, byte offset in the slice, first row, rows)
     main_offset: int  # byte offset in the slice, -1: the main part is not included
 
+    @property
+    def absent(self) -> bool:
+        """The owner has no such slice: see `absent_slice`."""
+        return self.main_offset < 0 and not self.heads
+
     def __str__(self) -> str:
         return f"{self.owner}.{self.index} ({self.start}:{self.stop})"
+
+
+def absent_slice(owner: int, index: int) -> UnitSlice:
+    """Stands for a slice that other owners have: a step that all ranks of a mirrored transport take."""
+    return UnitSlice(owner, index, 0, 0, 0, 0, (), -1)
 
 
 def _align(nbytes: int) -> int:

@@ -119,10 +119,11 @@ class WholeProducts:
         owed: dict[int, int] = {}
         for item in order:
             owed[item.owner] = owed.get(item.owner, 0) + item.nbytes
+        steps, order = order, [item for item in order if not item.absent]
         if (
             grad.dtype != x.dtype
             or not scatter.include[0]
-            or any(n > room for owner, n in owed.items() if owner != self._engine.rank)
+            or any(n > room for n in owed.values())  # the own part, too: all ranks of a mirrored transport decide alike
         ):
             return False
         gradients = self._engine.gradients
@@ -148,7 +149,12 @@ class WholeProducts:
             self._write.repoint([entry.data for entry in entries])
         self._gemms.wgrad(grad, x, self._write, epoch=value)
         complete = {entry.index for entry in entries if entry.pad is not None}
-        for place, (item, buffer) in enumerate(zip(order, buffers, strict=True)):
+        places = iter(enumerate(buffers))
+        for item in steps:
+            if item.absent:
+                gradients.send_nothing(scatter, item)
+                continue
+            place, buffer = next(places)
             when = Word(self._pad, place, value) if place in complete else None
             gradients.send(scatter, item, buffer, 0, when=when)
         return True

@@ -17,12 +17,18 @@ otherwise fill the window, and everything after it would be fetched only when it
 [Note: Same walk on all ranks]
 The walk moves only at `take` and `done`, by rules that depend on nothing but the sequence of layers and the sizes. Ranks
 that run the same program therefore pull in the same order, which two-sided transports rely on. Arrival times play no part.
+
+On a mirrored transport a pull is half of a step that all ranks take together, so they must also take equally many. Uneven
+shards would make them differ: what fits into the budget here need not fit there. So there every rank accounts a slice with the
+largest size that it has on any owner (`Mirror.weight`), and walks also over slices that an owner does not have: then keys
+(unit, owner, slice) differ from rank to rank only by a shift of the owner, and all else that the walk depends on is equal.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -35,13 +41,20 @@ from commfuse_dp.transport.base import PullRequest, Transfer, Transport
 Key = tuple[int, int, int]  # unit, owner, index of the slice
 
 
+class Mirror(NamedTuple):
+    """What a mirrored transport's pull of a slice also is."""
+
+    weight: int  # bytes that all ranks account for it
+    give: tuple[int, int]  # start and bytes of the slice of the own segment that a peer gets meanwhile
+
+
 class Held:
     """A slice in the window, or on its way there."""
 
     __slots__ = ("buffer", "nbytes", "pins", "refs", "taken", "transfer")
 
     def __init__(self, buffer: torch.Tensor, nbytes: int) -> None:
-        self.nbytes = nbytes
+        self.nbytes = nbytes  # as accounted
         self.transfer: Transfer  # set at once by the pull
         self.buffer: torch.Tensor | None = buffer
         self.refs = 1
@@ -53,13 +66,20 @@ class Window:
     """Remote parameter slices of one epoch, by key. All methods are called by the compute thread."""
 
     def __init__(
-        self, transport: Transport, pool: BufferPool, budget: int, probe: Probe, locate: Callable[[Key], tuple[int, int]]
+        self,
+        transport: Transport,
+        pool: BufferPool,
+        budget: int,
+        probe: Probe,
+        locate: Callable[[Key], tuple[int, int]],
+        mirror: Callable[[Key], Mirror] | None = None,
     ) -> None:
         self._transport = transport
         self._pool = pool
         self._budget = budget
         self._probe = probe
         self._locate = locate  # key -> (offset in the owner's segment, bytes)
+        self._mirror = mirror  # on a mirrored transport
         self._entries: dict[Key, Held] = {}
         self._pins: dict[int, list[Key]] = defaultdict(list)  # unit -> slices held for its backward
         self._sequence: list[Key] = []
@@ -203,7 +223,8 @@ class Window:
             entry.buffer = None
 
     def _fits(self, key: Key) -> bool:
-        return self.used - self._pinned + self._locate(key)[1] <= self._budget
+        nbytes = self._mirror(key).weight if self._mirror is not None else self._locate(key)[1]
+        return self.used - self._pinned + nbytes <= self._budget
 
     def _fill(self) -> None:
         sequence, entries = self._sequence, self._entries
@@ -225,9 +246,10 @@ class Window:
         unit, owner, _ = key
         offset, nbytes = self._locate(key)
         buffer, free = self._pool.take_later(nbytes)
-        entry = self._entries[key] = Held(buffer, nbytes)
-        pulls.append((key, entry, PullRequest(owner, unit, offset, nbytes, buffer, free)))
-        self.used += nbytes
+        weight, give = self._mirror(key) if self._mirror is not None else (nbytes, (0, 0))
+        entry = self._entries[key] = Held(buffer, weight)
+        pulls.append((key, entry, PullRequest(owner, unit, offset, nbytes, buffer, free, give)))
+        self.used += weight
         return entry
 
     def _pull(self, pulls: list[tuple[Key, Held, PullRequest]]) -> None:

@@ -4,9 +4,10 @@ Two families stand behind one interface, so that engine and collectives are writ
 
 * one-sided (`inproc`, `shm`, `tcp`): *publish once, pull at will*. A rank publishes its shards under an epoch; peers pull
   slices whenever they need them, in any order, without the owner's compute taking part.
-* two-sided (`p2p` over torch.distributed, later MPI and NCCL): `TwoSidedTransport` below, made to look one-sided by
-  `paired.PairedTransport`, which pairs every pull with the mirrored send of the same exchange (all ranks must then pull
-  in the same order, as SPMD programs do).
+* two-sided (`p2p` over torch.distributed, `mpi`): `TwoSidedTransport` below, made to look one-sided by
+  `paired.PairedTransport`, which has every pull answered by a send of its owner.
+
+`p2p` on GPUs is neither: there a pull is half of an exchange ([Note: Mirrored transports]).
 
 Life of one transport, on every rank alike:
 
@@ -37,6 +38,16 @@ instead, and what was said above about time holds for the order of work in strea
 * Every message is announced by `expect`; messages of one pair and channel are sent in the order of their announcements.
 * A deadline or a lost peer is found by a thread of the transport. It releases the streams, whose data is then worthless,
   and every call from then on raises.
+
+[Note: Mirrored transports]
+Where `mirrored` is True nothing is asked for: whatever a rank does with the peer t places further on, in the order of the ring,
+its peer t places back does with it at the same moment. Both directions of such a step are one grouped exchange (grouped.py).
+So all ranks must take the same steps, also where shards are uneven and a step has nothing to bring or to give:
+* `pull_all` takes the place of `pull`. Each request brings a slice of its owner, and gives one of the own segment (`give`) to
+  the peer that mirrors the owner. The own window must have been published.
+* `send(dst, tag, ...)` also takes in the message of the same tag that was announced (`expect`) from the peer that mirrors dst.
+  A rank that has nothing to send in a step sends an empty tensor. `arrived`: the step has been taken.
+* `finish` and `wait_finished` are local: nobody reads the own segments but in steps of our own.
 """
 
 from __future__ import annotations
@@ -81,6 +92,7 @@ class PullRequest(NamedTuple):
     nbytes: int
     out: torch.Tensor
     after: Event | None = None
+    give: tuple[int, int] = (0, 0)  # mirrored transports: start and bytes of what a peer gets of the own segment meanwhile
 
 
 class Transfer(ABC):
@@ -111,6 +123,7 @@ class Transport(ABC):
     device_ordered: ClassVar[bool] = False  # see [Note: Device-ordered transports]
     device: Device | None = None  # whose streams its waits stand in, if device_ordered
     hosts: Hosts | None = None  # the hierarchical order, where one transport serves a host and another one what is between
+    mirrored: ClassVar[bool] = False  # see [Note: Mirrored transports]
 
     def __init__(self, rank: int, world_size: int, *, deadline_s: float, probe: Probe | None = None) -> None:
         self.rank = rank
@@ -118,6 +131,7 @@ class Transport(ABC):
         self.deadline_s = deadline_s
         self.probe = probe if probe is not None else Probe()
         self.activity = 0  # messages taken in so far
+        self.layers: Sequence[str] = ()  # what the keys of gradients stand for, in errors
 
     # ---- windows: published parameters -------------------------------------------------------------------------------
     @abstractmethod
@@ -160,7 +174,7 @@ class Transport(ABC):
         """Several pulls into buffers, in their order; cheaper than one by one where that costs much."""
         return [
             self.pull(owner, key, epoch, start=start, nbytes=nbytes, out=out, after=after)
-            for owner, key, start, nbytes, out, after in requests
+            for owner, key, start, nbytes, out, after, _ in requests
         ]
 
     def publish_complete(self, epoch: int) -> None:

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_dp.errors import TransportError, Where
-from commfuse_dp.transport.base import GRAD_LANE, NOWHERE, PARAM_LANE
+from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, NOWHERE, PARAM_LANE
 from commfuse_dp.transport.p2p import open_lanes, transfer_error
 
 Part = tuple[int, torch.Tensor]  # (peer, contiguous tensor on the exchange's device)
@@ -91,7 +91,8 @@ class TorchGroupedExchange(GroupedExchange):
 
     Args:
         lanes: a communicator for each of PARAM_LANE and GRAD_LANE, of the same ranks. All ranks must take part in the first
-            exchange of each (torch makes NCCL's communicator then): `open_grouped` does that.
+            exchange of each (torch makes NCCL's communicator then): `open_grouped` does that. If there is one for CONTROL_LANE,
+            it is `control`, for the user's own purposes.
         device: of what is exchanged.
         deadline_s: longest wait of the host, in seconds (CPU).
         keep: called by `close` if the communicators can be used again.
@@ -106,6 +107,7 @@ class TorchGroupedExchange(GroupedExchange):
         keep: Callable[[], None] | None = None,
     ) -> None:
         self._lanes = {lane: lanes[lane] for lane in LANES}
+        self.control = lanes.get(CONTROL_LANE)
         self.rank, self.world_size = lanes[PARAM_LANE].rank(), lanes[PARAM_LANE].size()
         self.device, self.deadline_s = device, deadline_s
         self._keep = keep
@@ -211,6 +213,16 @@ class _TorchExchanged(Exchanged):
         self._tensors = []
 
 
+def wrong_device(device: torch.device) -> str | None:
+    """Why grouped exchanges of this process cannot be on `device`, if they cannot."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return None
+    return (
+        f"grouped exchanges on {device} while the current device is cuda:{torch.cuda.current_device()}: call "
+        f"torch.cuda.set_device({device.index}) first"
+    )
+
+
 def open_grouped(group: dist.ProcessGroup | None, *, deadline_s: float, device: torch.device) -> TorchGroupedExchange:
     """Collective over `group` (None: the default group): grouped exchanges on communicators of their own.
 
@@ -219,22 +231,28 @@ def open_grouped(group: dist.ProcessGroup | None, *, deadline_s: float, device: 
     Raises TransportError if torch.distributed is not initialised, if the group has no backend for `device`, if that is not the
     current device (torch's grouped calls need that), or if the communicators cannot be made.
     """
+    wrong = wrong_device(device)
+    if wrong is not None:
+        raise TransportError(wrong)
     if device.type == "cuda":
-        current = torch.cuda.current_device()
-        if device.index not in (None, current):
-            raise TransportError(
-                f"grouped exchanges on {device} while the current device is cuda:{current}: call "
-                f"torch.cuda.set_device({device.index}) first"
-            )
-        device = torch.device("cuda", current)
+        device = torch.device("cuda", torch.cuda.current_device())
     lanes = open_lanes(group, setup_s=2 * deadline_s, device=device, grouped=True)
     exchange = TorchGroupedExchange(lanes.groups, device=device, deadline_s=deadline_s, keep=lanes.keep)
-    rank, size = exchange.rank, exchange.world_size
-    if size == 1:
-        return exchange
-    for lane in LANES:  # the first one makes the communicator, for which all ranks are needed
-        out, into = torch.full((1,), rank, device=device), torch.empty(1, dtype=torch.int64, device=device)
-        exchange.exchange(lane, [((rank + 1) % size, out)], [((rank - 1) % size, into)], where=Where("(start)")).wait()
-        if int(into.item()) != (rank - 1) % size:
-            raise TransportError(f"rank {rank} received {int(into.item())} where rank {(rank - 1) % size} introduces itself")
+    try:
+        for lane in LANES if exchange.world_size > 1 else ():
+            _introduce(exchange, lane)
+    except TransportError as error:
+        exchange.abort()
+        raise TransportError(
+            f"the first exchange failed, which makes the communicator: {error} (NCCL refuses several ranks on one GPU)"
+        ) from error
     return exchange
+
+
+def _introduce(exchange: TorchGroupedExchange, lane: int) -> None:
+    """All ranks take part: each tells the next one who it is."""
+    rank, size, device = exchange.rank, exchange.world_size, exchange.device
+    out, into = torch.full((1,), rank, device=device), torch.empty(1, dtype=torch.int64, device=device)
+    exchange.exchange(lane, [((rank + 1) % size, out)], [((rank - 1) % size, into)], where=Where("(start)")).wait()
+    if int(into.item()) != (rank - 1) % size:
+        raise TransportError(f"rank {rank} received {int(into.item())} where rank {(rank - 1) % size} introduces itself")

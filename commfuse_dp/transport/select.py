@@ -137,6 +137,12 @@ def open_transport(
         return transport, reason
     if not dist.is_initialized():
         raise TransportError("transport 'p2p' needs torch.distributed: call init_process_group first, or start with torchrun")
+    if device.type == "cuda" and device_ordered:
+        mirrored = _open_nccl(group, exchange, device=device, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe)
+        if not isinstance(mirrored, str):
+            return mirrored, f"{reason}; NCCL in grouped exchanges, ordered by streams"
+        reason = f"{reason}; its transfers are waited for on the host: {mirrored}"
+        _log.warning("transport 'p2p' waits for transfers on the host: %s", mirrored)
     paired = importlib.import_module("commfuse_dp.transport.paired")
     transport = paired.open_p2p(group, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe, device=device)
     return transport, reason
@@ -178,6 +184,33 @@ def _open_hierarchical(
         inner.close()
         raise
     return hierarchical.HierarchicalTransport(hosts, inner, outer, probe=probe)
+
+
+def _open_nccl(
+    group: dist.ProcessGroup | None,
+    exchange: ExchangeFn,
+    *,
+    device: torch.device,
+    inbox_bytes: int,
+    deadline_s: float,
+    probe: Probe | None,
+) -> Transport | str:
+    """The transport whose waits stand in streams; or why some rank cannot have it. Raises TransportError on all ranks alike."""
+    cuda = importlib.import_module("commfuse_dp.device.cuda")
+    grouped, nccl = (importlib.import_module(f"commfuse_dp.transport.{name}") for name in ("grouped", "nccl"))
+    own, problem, wrong = None, None, grouped.wrong_device(device)
+    try:
+        own = cuda.CudaDevice(device)
+    except TransportError as error:
+        problem = str(error)
+    answers = exchange((problem, wrong))
+    for position in (1, 0):
+        found = [f"rank {rank}: {answer[position]}" for rank, answer in enumerate(answers) if answer[position]]
+        if found and position:
+            raise TransportError("; ".join(found))
+        if found:
+            return "; ".join(found)
+    return nccl.open_nccl(group, device=own, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe)
 
 
 def _open_symmetric(

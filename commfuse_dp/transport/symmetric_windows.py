@@ -271,7 +271,7 @@ class Windows:
         return Condition(owner, self._pads[self.core.rank], self._place(owner, key), epoch)
 
     def _source(self, epoch: int, request: PullRequest) -> _Source:
-        owner, key, start, nbytes, out, _ = request
+        owner, key, start, nbytes, out = request[:5]
         source = self._sources.get((owner, key, start, nbytes))
         if source is None:
             size = self._size(owner, key)

@@ -44,18 +44,19 @@ class _End:
     eager: bool = False
     posted: bool = False
     clock: dict[FakeStream, int] = field(default_factory=dict)  # at the post
+    at: int = 0  # simulated ns of the post
     bytes_: torch.Tensor | None = None  # a send that has left
     partner: _End | None = None
 
 
 class FakeBoard:
-    """Where ends find each other. `lost`: ranks whose exchanges are enqueued but never run."""
+    """Where ends find each other."""
 
     def __init__(self, world: FakeWorld) -> None:
         self.world = world
         self.open: dict[tuple[int, int, int, bool], list[_End]] = {}  # lane, src, dst, sending -> without partner yet
         self.aborted: set[int] = set()
-        self.lost: set[int] = set()
+        self.eager = 0.5  # share of the sends that do not wait for their receive
         self.calls: dict[int, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {}  # rank -> (lane, to, from)
 
     def match(self, lane: int, end: _End, *, sending: bool) -> None:
@@ -103,7 +104,7 @@ class FakeGroupedExchange(GroupedExchange):
             assert all(data.is_contiguous() for _, data in parts)
         stream = device.side_stream(LANE_STREAMS[lane])
         with world.changed:
-            out = [_End(self.rank, peer, data, world.random.random() < 0.5) for peer, data in sends if data.numel()]
+            out = [_End(self.rank, peer, data, world.random.random() < board.eager) for peer, data in sends if data.numel()]
             into = [_End(peer, self.rank, data) for peer, data in receives if data.numel()]
             board.calls[self.rank].append((lane, tuple(end.dst for end in out), tuple(end.src for end in into)))
             for end in out:
@@ -119,7 +120,7 @@ class FakeGroupedExchange(GroupedExchange):
 
         def post(at: FakeStream) -> None:
             for end in (*out, *into):
-                end.posted, end.clock = True, dict(at.clock)
+                end.posted, end.clock, end.at = True, dict(at.clock), at.now
                 world.access(at, end.data, write=end.src != self.rank, what=what)
 
         def ready() -> bool:
@@ -143,8 +144,10 @@ class FakeGroupedExchange(GroupedExchange):
                     send.bytes_ = send.data.clone()
                 end.data.copy_(send.bytes_.view(end.data.dtype).view(end.data.shape))
                 _merge(at.clock, send.clock)
+                at.now = max(at.now, send.at)
+            at.now += world.cost(at, "exchange", max(end.data.nbytes for end in (*out, *into)))
 
-        device._enqueue(stream, _Op(f"post {what}", post, lambda: self.rank not in board.lost))
+        device._enqueue(stream, _Op(f"post {what}", post))
         device._enqueue(stream, _Op(f"complete {what}", complete, ready))
         return FakeExchanged(device, device.record(stream))
 

@@ -1,0 +1,57 @@
+"""The mirrored transport over simulated exchanges, with ranks as threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from commfuse_dp.transport.exchange_watch import Ballot
+from commfuse_dp.transport.nccl import NcclTransport, _open_transports
+from tests.support.fake_grouped import FakeBoard, FakeGroupedExchange
+from tests.support.threads import ExchangeFn
+
+
+class FakeBallot(Ballot):
+    """`box`: one for all ranks, the rows of each turn."""
+
+    def __init__(self, box: dict[int, dict[int, list[int]]], rank: int, world_size: int) -> None:
+        self.box, self.rank, self.world_size = box, rank, world_size
+        self.turn = 0
+
+    def cast(self, row: list[int]) -> Callable[[], list[list[int]] | None]:
+        rows = self.box.setdefault(self.turn, {})
+        self.turn += 1
+        rows[self.rank] = row
+
+        def poll() -> list[list[int]] | None:
+            return [rows[rank] for rank in range(self.world_size)] if len(rows) == self.world_size else None
+
+        return poll
+
+
+def die(transport: NcclTransport) -> None:
+    """End a rank without a word: its thread goes, its streams stop. Also for ranks whose test has failed on purpose."""
+    transport._core.closed = True
+    transport._core.watch._stopping = True
+    _open_transports.discard(transport)
+
+
+def open_fake_nccl(
+    board: FakeBoard,
+    rank: int,
+    exchange: ExchangeFn,
+    *,
+    inbox_bytes: int,
+    deadline_s: float = 20.0,
+    compare: bool = True,
+    kind: type[NcclTransport] = NcclTransport,
+) -> NcclTransport:
+    """Collective: one rank's transport."""
+    box = exchange({})[0]
+    return kind(
+        FakeGroupedExchange(board, rank),
+        exchange,
+        device=board.world.devices[rank],
+        inbox_bytes=inbox_bytes,
+        deadline_s=deadline_s,
+        ballot=FakeBallot(box, rank, board.world.world_size) if compare else None,
+    )
