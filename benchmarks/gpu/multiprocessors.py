@@ -131,6 +131,7 @@ def own_operations(cuda: Any, device: torch.device) -> Iterator[Operation]:
         torch.cuda.synchronize()
         yield Operation("copy from pinned host memory", nbytes, False, _copy(cuda, one, host))
         yield Operation("copy to pinned host memory", nbytes, False, _copy(cuda, host, one))
+        yield Operation("copies from pinned host memory, in a batch", nbytes, False, _batch(cuda, one, host))
         yield Operation("copy inside the GPU", nbytes, None, _copy(cuda, two, one))
         yield Operation("copy inside the GPU, asked for a copy engine", nbytes, None, _overlapping(two, one))
 
@@ -145,6 +146,7 @@ def peer_operations(cuda: Any, device: torch.device, peer: torch.device) -> Iter
         torch.cuda.synchronize(peer)
         yield Operation("copy from a peer", nbytes, False, _copy(cuda, here, there))
         yield Operation("copy to a peer", nbytes, False, _copy(cuda, there, here))
+        yield Operation("copies from a peer, in a batch", nbytes, False, _batch(cuda, here, there))
     pad = torch.zeros(8, dtype=torch.int32, device=peer)
     torch.cuda.synchronize(peer)
     yield Operation("a word of a peer", 4, False, lambda stream: cuda.write_value(stream, pad, 0, 1))
@@ -152,6 +154,19 @@ def peer_operations(cuda: Any, device: torch.device, peer: torch.device) -> Iter
 
 def _copy(cuda: Any, target: torch.Tensor, source: torch.Tensor) -> Callable[[Stream], None]:
     return lambda stream: cuda.copy(target, source, stream)
+
+
+def _batch(cuda: Any, target: torch.Tensor, source: torch.Tensor) -> Callable[[Stream], None]:
+    """Two copies as the transport hands over the slices of a layer."""
+    half = target.numel() // 2
+    spans = [(target, start, source, start, half) for start in (0, half)]
+
+    def work(stream: Stream) -> None:
+        batch = cuda.batch(stream)
+        batch.copy_all(spans)
+        batch.submit()
+
+    return work
 
 
 def _overlapping(target: torch.Tensor, source: torch.Tensor) -> Callable[[Stream], None]:

@@ -49,7 +49,7 @@ def run(report: Reporter, options: Options) -> None:
             continue
         limit = (report.clock.left - 2.0) / (len(runs) - number)
         with report.guarded(name):
-            code, output = run_limited(command, extra, limit)
+            code, output = run_limited([*command, "--limit-s", f"{limit:.0f}"], extra, limit)
             refusal = refused(output)
             if refusal is not None:
                 report.skip(f"{name}: {refusal}")
