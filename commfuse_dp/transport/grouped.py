@@ -20,7 +20,9 @@ kernel may wait inside itself for an exchange: it would hold the multiprocessors
     lane           | send x, receive y (behind what was in current at the call) ---^
 An exchange starts behind what is in the current stream when it is called, runs in the communicator's stream, and holds up
 neither the current stream nor the host. `x` may be written and `y` read behind `wait`. Tensors are kept here until the device
-has done the exchange, so nothing depends on `record_stream`, which would let the allocator's pools grow.
+has done the exchange, so nothing here needs `record_stream`. Torch calls it for sends and receives all the same, which tells
+only when memory is freed: a block then comes back late, and the allocator's pools grow. So what is exchanged in every step
+should be memory that is not freed: segments, rings, pooled buffers.
 """
 
 from __future__ import annotations
