@@ -10,6 +10,7 @@ from typing import Any
 VARIANTS = ("compute", "fsdp2", "fsdp2-best", "ddp", "commfuse", "commfuse-unfused")  # those run if nothing is said
 SEPARATE = ("fsdp2-symm", "fsdp2-rs-group")  # FSDP2's own ways to less contention, of use on GPUs
 JOB_VARIANTS = ("fsdp2", *SEPARATE, "commfuse")  # those run under torchrun if nothing is said
+FLAT = "commfuse-flat"  # order pairwise, where CommFuse would take the hierarchical one: several ranks per host
 DEFERRED = ("zero1-commfuse-deferred", "zero2-commfuse-deferred")  # with defer_gather
 DEEPSPEED = (*(f"zero{stage}{kind}" for stage in (1, 2, 3) for kind in ("", "-commfuse")), *DEFERRED)
 
@@ -23,6 +24,7 @@ class Case:
     """Settings of one launch, equal on all ranks. Sizes in bytes."""
 
     world_size: int = 2
+    ranks_per_host: int = 1  # behind one link, where there are links
     variants: tuple[str, ...] = VARIANTS
     steps: int = 3  # steps of one timed block
     rounds: int = 5  # timed blocks of every variant
@@ -32,7 +34,7 @@ class Case:
     keep: bool = False  # parameters stay gathered after forward (reshard_after_forward=False)
     optimizer: str = "fused"
     transport: str = "auto"
-    order: str = "pairwise"
+    order: str = "auto"
     prefetch_bytes: int | None = None  # None: CommFuse's default
     device: str = "cpu"
     seed: int = 0
@@ -89,7 +91,7 @@ class CaseResult:
 
     layer_bytes: int  # parameters of the layers
     root_bytes: int  # parameters of no layer (embeddings, head)
-    minimum_bytes: int  # per step and rank, each way
+    minimum_bytes: int  # per step and rank (host, with several ranks per host), each way
     variants: list[VariantRecord]
     left_out: dict[str, str] = field(default_factory=dict)  # variant -> why it cannot run here
     facts: dict[str, Any] = field(default_factory=dict)  # what it ran on, and how
@@ -112,9 +114,15 @@ class CaseResult:
         return cls(**{**data, "variants": records})
 
 
-def minimum_bytes(layer_bytes: int, root_bytes: int, world_size: int, *, keep: bool) -> int:
+def minimum_bytes(layer_bytes: int, root_bytes: int, world_size: int, *, keep: bool, ranks_per_host: int = 1) -> int:
     """Bytes that a rank must send (and receive) in a step: (N-1)/N x (2 all-gathers + 1 reduce-scatter).
 
     One all-gather only with `keep`, and for what belongs to no layer: FSDP2's root keeps its parameters after forward.
+
+    With several ranks per host, those of a host, with H hosts: (H-1)/H x (1 all-gather + 1 reduce-scatter), as a host can keep
+    for backward what has crossed to it.
     """
+    if ranks_per_host > 1:
+        hosts = world_size // ranks_per_host
+        return 2 * (layer_bytes + root_bytes) * (hosts - 1) // hosts
     return ((2 if keep else 3) * layer_bytes + 2 * root_bytes) * (world_size - 1) // world_size

@@ -36,8 +36,10 @@ def run_case(
         command = [*(program or python_module("benchmarks.worker")), str(case_file), str(result_file)]
         port = _PORT_OF_A_WORLD if world is not None else free_port()
         size = range(case.world_size)
-        commands = [[*(world.command_prefix(rank) if world is not None else []), *command] for rank in size]
-        environments = [_environment(rank, case.world_size, port, world) for rank in size]
+        commands = [
+            [*(world.command_prefix(rank // case.ranks_per_host) if world is not None else []), *command] for rank in size
+        ]
+        environments = [_environment(rank, case, port, world) for rank in size]
         late = threading.Event()
         with Ranks(commands, environments) as ranks:
 
@@ -66,7 +68,8 @@ def run_case(
         return CaseResult.load(result_file)
 
 
-def _environment(rank: int, size: int, port: int, world: ShapedWorld | None) -> dict[str, str]:
+def _environment(rank: int, case: Case, port: int, world: ShapedWorld | None) -> dict[str, str]:
+    size = case.world_size
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // size))
     variables = {
         "RANK": str(rank),
@@ -77,5 +80,6 @@ def _environment(rank: int, size: int, port: int, world: ShapedWorld | None) -> 
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     if world is not None:
-        return {**variables, **world.environment(rank), "BENCH_INTERFACE": world.interface(rank)}
+        host = rank // case.ranks_per_host
+        return {**variables, **world.environment(host), "BENCH_INTERFACE": world.interface(host)}
     return {**variables, "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}

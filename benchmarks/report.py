@@ -231,11 +231,13 @@ def _precision(settings: Summary) -> str:
 
 def _case_lines(case: Summary) -> list[str]:
     summary, link = case["summary"], case["link"]
-    facts = [f"Minimum {summary['minimum_bytes_per_step'] / 1e6:.1f} MB a step and rank, each way"]
+    who = "host" if link and link.get("ranks_per_host", 1) > 1 else "rank"
+    facts = [f"Minimum {summary['minimum_bytes_per_step'] / 1e6:.1f} MB a step and {who}, each way"]
     if link:
         facts.append(
             f"link {link['rate_gbit']:.3f} Gbit/s (mtu {link['mtu']}, bucket {link['burst'] >> 10} KB), measured goodput "
             f"{summary['link_goodput_gbit']:.3f} Gbit/s both ways at once, so {summary['wire_ms']:.0f} ms on the wire"
+            + (f"; {link['ranks_per_host']} ranks behind each end" if who == "host" else "")
         )
     if summary["bound_ms"]:
         facts.append(f"bound {_range(summary['bound_ms'])} ms")

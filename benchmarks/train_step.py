@@ -36,7 +36,7 @@ if __package__ in (None, ""):  # run as a script: make `benchmarks` importable
 
 from benchmarks import job as torchrun
 from benchmarks import picture, report
-from benchmarks.case import DEEPSPEED, JOB_VARIANTS, SEPARATE, VARIANTS, BenchmarkError, Case, minimum_bytes
+from benchmarks.case import DEEPSPEED, FLAT, JOB_VARIANTS, SEPARATE, VARIANTS, BenchmarkError, Case, minimum_bytes
 from benchmarks.launch import run_case
 from benchmarks.models import MODELS
 from benchmarks.models_llama import SHAPES
@@ -44,7 +44,7 @@ from commfuse_dp.cli import netns
 from commfuse_dp.errors import CommFuseError, ConfigError
 
 Say = Callable[[str], None]
-KNOWN = VARIANTS + SEPARATE + DEEPSPEED
+KNOWN = (*VARIANTS, FLAT, *SEPARATE, *DEEPSPEED)
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -165,8 +165,14 @@ def _measure(case: Case, rate: str | None, arguments: argparse.Namespace, say: S
     with contextlib.ExitStack() as stack:
         world = goodput = link = None
         if rate is not None:
-            world = stack.enter_context(netns.shaped_world(case.world_size, rate, mtu=arguments.mtu, burst=arguments.burst))
-            link = {"rate_gbit": (world.rate or 0) / 1e9, "mtu": world.mtu, "burst": world.burst}
+            hosts = case.world_size // case.ranks_per_host
+            world = stack.enter_context(netns.shaped_world(hosts, rate, mtu=arguments.mtu, burst=arguments.burst))
+            link = {
+                "rate_gbit": (world.rate or 0) / 1e9,
+                "mtu": world.mtu,
+                "burst": world.burst,
+                "ranks_per_host": case.ranks_per_host,
+            }
             goodput = world.measure_rate()
             say(f"measured goodput {goodput * 8 / 1e9:.3f} Gbit/s, both ways at once")
         result = run_case(case, world, timeout_s=arguments.timeout, say=say)
@@ -185,7 +191,9 @@ class Calibration:
 
     def rate(self, factor: float, case: Case) -> str:
         """The link on which the minimum communication of `case` takes factor x compute."""
-        least = minimum_bytes(self.layer_bytes, self.root_bytes, case.world_size, keep=case.keep)
+        least = minimum_bytes(
+            self.layer_bytes, self.root_bytes, case.world_size, keep=case.keep, ranks_per_host=case.ranks_per_host
+        )
         return f"{round(8 * least / (factor * self.compute_s))}bit"
 
 
@@ -243,6 +251,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("--world-size", type=int, help="ranks to launch (2); torchrun has its own")
+    parser.add_argument("--ranks-per-host", type=int, default=1, help="that share a link, for --link with a rate (%(default)s)")
     parser.add_argument("--link", default="none", help="comma-separated: none, a rate (1gbit, 800mbit), or 1.5x (see above)")
     parser.add_argument("--suite", choices=sorted(SUITES), help="a fixed list of cases instead of --link, stored in results/")
     parser.add_argument(
@@ -271,7 +280,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--transport", choices=("auto", "shm", "tcp", "symmetric", "p2p"), default="auto", help="CommFuse's transport"
     )
-    parser.add_argument("--order", choices=("pairwise", "ring"), default="pairwise", help="CommFuse's order")
+    parser.add_argument(
+        "--order", choices=("auto", "pairwise", "ring", "hierarchical"), default="auto", help="CommFuse's order"
+    )
     parser.add_argument("--kernels", choices=("auto", "triton", "blas"), default="auto", help="CommFuse's GEMMs on GPUs")
     parser.add_argument("--prefetch-bytes", type=int, help="CommFuse's window (its default; llama3: two layers)")
     parser.add_argument(
@@ -298,7 +309,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that one case may take (%(default)s)")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     arguments = parser.parse_args(argv)
-    for name in ("world_size", "steps", "rounds", "search_rounds", "tokens", "sequence", "batch"):
+    for name in ("world_size", "ranks_per_host", "steps", "rounds", "search_rounds", "tokens", "sequence", "batch"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
@@ -321,6 +332,8 @@ def _case(arguments: argparse.Namespace, job: torchrun.Job | None = None) -> Cas
             "--device cuda needs one process per GPU: start with `torchrun --nproc-per-node <GPUs> benchmarks/train_step.py "
             "--device cuda ...`."
         )
+    if (arguments.world_size or 2) % arguments.ranks_per_host:
+        raise ConfigError(f"--ranks-per-host {arguments.ranks_per_host}: must divide --world-size {arguments.world_size or 2}.")
     if job is None and arguments.apart is not None:
         raise ConfigError("--apart is for torchrun: without it all variants live in the ranks that are launched.")
     shared = {name: getattr(arguments, name) for name in Case.__dataclass_fields__ if hasattr(arguments, name)}

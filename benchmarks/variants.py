@@ -9,6 +9,7 @@
 | ddp | replicated | stock, fastest bucket size, found by `search.best_ddp` |
 | commfuse | as fsdp2, then `commfuse_dp.apply` | fused |
 | commfuse-unfused | the same with fuse="never" | CommFuse's collectives without fusion |
+| commfuse-flat | the same with order="pairwise" | CommFuse without the hierarchical order |
 """
 
 from __future__ import annotations
@@ -223,8 +224,8 @@ class Ddp(Variant):
 class CommFuse(Fsdp2):
     """FSDP2 with its defaults, then the one line that a user adds."""
 
-    def __init__(self, name: str, case: Case, batches: list[Batch], *, fuse: str) -> None:
-        self.fuse = fuse
+    def __init__(self, name: str, case: Case, batches: list[Batch], *, fuse: str, order: str) -> None:
+        self.fuse, self.order = fuse, order
         super().__init__(name, case, batches)
 
     def prepare(self) -> None:
@@ -238,7 +239,7 @@ class CommFuse(Fsdp2):
         case = self.case
         settings: dict[str, Any] = {
             "transport": case.transport,
-            "order": case.order,
+            "order": self.order,
             "kernels": case.kernels,
             "fuse": self.fuse,
         }

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import search
-from benchmarks.case import DEEPSPEED, SEPARATE, BenchmarkError, Block, Case, CaseResult, VariantRecord, minimum_bytes
+from benchmarks.case import DEEPSPEED, FLAT, SEPARATE, BenchmarkError, Block, Case, CaseResult, VariantRecord, minimum_bytes
 from benchmarks.clock import Clock, Footprint, clock_of
 from benchmarks.cuda_variants import Fsdp2SeparateGroup, Fsdp2Symmetric, resident_bytes, why_not
 from benchmarks.models import Batch, batches
@@ -138,7 +138,7 @@ def measure(case: Case, rank: int, say: Callable[[str], None]) -> CaseResult:
         )
         for k, trial in enumerate(trials)
     ]
-    least = minimum_bytes(*sizes, case.world_size, keep=case.keep)
+    least = minimum_bytes(*sizes, case.world_size, keep=case.keep, ranks_per_host=case.ranks_per_host)
     facts = {"parameters": parameters, "schedule": schedule, **_facts(case)}
     return CaseResult(*sizes, minimum_bytes=least, variants=records, left_out=left_out, facts=facts)
 
@@ -235,8 +235,9 @@ def _make(name: str, case: Case, data: list[Batch], rank: int, say: Callable[[st
         return Fsdp2(name, case, data)
     if name in SEPARATE:
         return (Fsdp2Symmetric if name == "fsdp2-symm" else Fsdp2SeparateGroup)(name, case, data)
-    if name in ("commfuse", "commfuse-unfused"):
-        return CommFuse(name, case, data, fuse="auto" if name == "commfuse" else "never")
+    if name in ("commfuse", "commfuse-unfused", FLAT):
+        order = "pairwise" if name == FLAT else case.order
+        return CommFuse(name, case, data, fuse="never" if name == "commfuse-unfused" else "auto", order=order)
     if name in DEEPSPEED:
         from benchmarks.deepspeed_variants import make_zero
 
