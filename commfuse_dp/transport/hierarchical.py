@@ -54,6 +54,32 @@ class AcrossProbe(Probe):
     def sink(self, value: object) -> None:
         """Only the main probe's counts."""
 
+    @property  # type: ignore[override]
+    def timing(self):  # type: ignore[no-untyped-def]
+        return self._main.timing
+
+    @timing.setter
+    def timing(self, value: object) -> None:
+        """Likewise."""
+
+
+def relay_key(hosts: Hosts, key: int, distance: int) -> int:
+    """Key inside a host of what ranks so many hosts further on publish under `key`."""
+    return key * len(hosts.members) + distance
+
+
+def inside_sizes(hosts: Hosts, sizes: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Bytes that every rank publishes inside its host, by `relay_key`: its own shard, and those that it relays."""
+    inside = []
+    for row in sizes:
+        for distance in range(len(hosts.members)):
+            published = [0] * hosts.world_size
+            for host, ranks in enumerate(hosts.members):
+                for rank, owner in zip(ranks, hosts.members[(host + distance) % len(hosts.members)], strict=True):
+                    published[rank] = row[owner]
+            inside.append(published)
+    return inside
+
 
 class HierarchicalTransport(Transport):
     """See the module.
@@ -93,23 +119,14 @@ class HierarchicalTransport(Transport):
         return self._outer.probe.counters
 
     def _key(self, key: int, distance: int) -> int:
-        return key * len(self.hosts.members) + distance
+        return relay_key(self.hosts, key, distance)
 
     def _side(self, peer: int) -> OneSidedTransport:
         return self._inner if peer in self._siblings else self._outer
 
     # ---- windows -----------------------------------------------------------------------------------------------------
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
-        members = self.hosts.members
-        inside: list[list[int]] = []
-        for row in sizes:
-            for distance in range(len(members)):
-                published = [0] * self.world_size
-                for host, ranks in enumerate(members):
-                    for rank, owner in zip(ranks, members[(host + distance) % len(members)], strict=True):
-                        published[rank] = row[owner]
-                inside.append(published)
-        self._inner.expose(inside)
+        self._inner.expose(inside_sizes(self.hosts, sizes))
         self._outer.expose(sizes)
         self._sizes = [tuple(row) for row in sizes]
 
