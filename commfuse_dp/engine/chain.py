@@ -23,6 +23,7 @@ from collections.abc import Iterator
 
 import torch
 
+from commfuse_dp.device.base import Word
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.plan import Geometry, UnitSlice
 from commfuse_dp.engine.route import Route
@@ -82,7 +83,7 @@ class Chain(Route):
         link.reserved = slot is not None
         return slot if slot is not None else self._pool.take(item.nbytes)
 
-    def produced(self, item: UnitSlice, buffer: torch.Tensor) -> None:
+    def produced(self, item: UnitSlice, buffer: torch.Tensor, when: Word | None = None) -> None:
         link = self._links[item.owner, item.index]
         if link.reserved:
             self._transport.send(self._next, link.tag, buffer)

@@ -36,10 +36,12 @@ from commfuse_dp.engine.chain import Chain
 from commfuse_dp.engine.ordering import Ordering
 from commfuse_dp.engine.plan import Geometry, Unit, UnitSlice
 from commfuse_dp.engine.route import Route
+from commfuse_dp.engine.stream_two_level import StreamTwoLevel, Turn
 from commfuse_dp.engine.two_level import Outbox, TwoLevel
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import COMPUTE, SEND, Probe, now_ns
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
+from commfuse_dp.transport.hierarchical_device import StreamHierarchicalTransport
 
 SEQUENCE_LIMIT = 1 << 31
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -129,7 +131,7 @@ class GradientStream:
         self._queue: deque[Scatter] = deque()
         self._replicating: deque[tuple[Scatter, torch.Tensor, dist.Work]] = deque()
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
-        self._outbox = Outbox(transport, pool)  # of routes through hosts
+        self._outbox, self._turn = Outbox(transport, pool), Turn()  # of routes through hosts
 
     @property
     def idle(self) -> bool:
@@ -167,13 +169,29 @@ class GradientStream:
             )
         if transport.hosts is None:
             return None
+        sums = _wider(dtype, unit.policy.reduce_dtype)
+        if isinstance(transport, StreamHierarchicalTransport):
+            return StreamTwoLevel(
+                transport,
+                self._pool,
+                self._ordering,
+                self._turn,
+                scatter.geometry,
+                sums,
+                unit=unit.index,
+                seq=scatter.seq,
+                where=Where(unit.name, scatter.step, "sums of hosts", scatter.geometry.segment_bytes[self._rank]),
+                out_dtype=out_dtype,
+                divisor=divisor,
+                scratch=self._scratch_for,
+            )
         return TwoLevel(
             transport,
             transport.hosts,
             self._pool,
             self._outbox,
             scatter.geometry,
-            _wider(dtype, unit.policy.reduce_dtype),
+            sums,
             unit=unit.index,
             seq=scatter.seq,
             out_dtype=out_dtype,
@@ -200,7 +218,7 @@ class GradientStream:
         when: it will have been, once this word is reached (device-ordered transports)."""
         if scatter.route is not None:
             scatter.own_done += item.owner == self._rank
-            scatter.route.produced(item, buffer)
+            scatter.route.produced(item, buffer, when)
             return
         if item.owner == self._rank:
             scatter.own_done += 1
@@ -417,7 +435,9 @@ class GradientStream:
                 continue
             head = self._queue[0]
             if head.route is not None:
-                self._await_route(head, head.route, self.relieve)
+                head.route.hurry()
+                if not head.route.done:
+                    self._await_route(head, head.route, self.relieve)
                 continue
             item = self._next_item(head)
             if item is None:
@@ -494,6 +514,8 @@ class GradientStream:
 
         A mirrored transport's peers were broken off where this rank was, and have not sent what it has not sent."""
         for scatter in self._queue:
+            if scatter.route is not None:
+                scatter.route.hurry()
             while scatter.route is not None and not scatter.route.done:  # ranks further down wait for what is passed on here
                 self._await_route(scatter, scatter.route, self._advance_routes)
         while self._queue:

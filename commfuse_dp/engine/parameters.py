@@ -9,6 +9,7 @@ on small layers the time is in Python, not in the GEMMs.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -143,16 +144,19 @@ class ParameterStream:
 
     def _check_room(self, unit: Unit) -> None:
         """Streams cannot copy partials out of a crowded inbox as the host does ([Note: Credit and deadlock] in gradients.py):
-        all that a layer owes to one rank must fit into its inbox, twice, as places in it are contiguous."""
+        all that a layer sends to one rank must fit into its inbox, twice, as places in it are contiguous."""
         if unit.replicated and self._world_size > 2:
             raise ConfigError(
                 f"layer {unit.name!r} is replicated (ZeRO-1/2) on {self._world_size} ranks, whose gradients travel in chains: "
                 f"a transport ordered by streams ({self._transport.name!r}) cannot do that."
             )
-        owed = 2 * max(unit.geometry(unit.dtype, (True,) * len(unit.slots)).segment_bytes)
+        boxes: dict[int, int] = defaultdict(int)
+        for owner, nbytes in enumerate(unit.geometry(unit.dtype, (True,) * len(unit.slots)).segment_bytes):
+            boxes[self._transport.box_of(owner)] += nbytes
+        owed = 2 * max(boxes.values())
         if owed > self._transport.message_limit and self._world_size > 1:
             raise ConfigError(
-                f"the gradient of layer {unit.name!r} that one rank keeps has {owed // 2} bytes; on a GPU inbox_bytes must be "
+                f"the gradient of layer {unit.name!r} that goes to one rank has {owed // 2} bytes; on a GPU inbox_bytes must be "
                 f"at least twice as large, and is {self._transport.message_limit}. Set inbox_bytes to {owed} or more."
             )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from commfuse_dp.device.base import Word
 from commfuse_dp.engine.plan import UnitSlice
 
 
@@ -18,8 +19,9 @@ class Route(ABC):
         """Bytes for the own partial of `item`. own: the bytes for it if this rank is its owner."""
 
     @abstractmethod
-    def produced(self, item: UnitSlice, buffer: torch.Tensor) -> None:
-        """The partial of `item` has been computed into the buffer that `reserve` gave."""
+    def produced(self, item: UnitSlice, buffer: torch.Tensor, when: Word | None = None) -> None:
+        """The partial of `item` has been computed into the buffer that `reserve` gave; on a device perhaps: will have been,
+        once the word `when` is reached."""
 
     @abstractmethod
     def advance(self) -> bool:
@@ -29,6 +31,10 @@ class Route(ABC):
     def holds_up(self) -> bool:
         """Routes of later units must not advance yet."""
         return False
+
+    def hurry(self) -> None:
+        """Nothing more is coming: what was kept back for the sake of later units may be done."""
+        return
 
     @property
     @abstractmethod

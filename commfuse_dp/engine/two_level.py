@@ -32,6 +32,7 @@ from typing import NamedTuple
 import torch
 
 from commfuse_dp.collectives.summation import sum_in_rank_order
+from commfuse_dp.device.base import Word
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.plan import Geometry, UnitSlice
 from commfuse_dp.engine.route import Route
@@ -188,7 +189,7 @@ class TwoLevel(Route):
         passing.reserved = True
         return slot
 
-    def produced(self, item: UnitSlice, buffer: torch.Tensor) -> None:
+    def produced(self, item: UnitSlice, buffer: torch.Tensor, when: Word | None = None) -> None:
         key = item.owner, item.index
         passing = self._passing.pop(key, None)
         if passing is None:

@@ -118,7 +118,8 @@ class WholeProducts:
         room = self._engine.transport.message_limit // 2  # half of a ring may be lost to a gap at its end
         owed: dict[int, int] = {}
         for item in order:
-            owed[item.owner] = owed.get(item.owner, 0) + item.nbytes
+            box = self._engine.transport.box_of(item.owner)
+            owed[box] = owed.get(box, 0) + item.nbytes
         steps, order = order, [item for item in order if not item.absent]
         if (
             grad.dtype != x.dtype

@@ -200,6 +200,10 @@ class Transport(ABC):
         return False
 
     # ---- messages: gradients and collectives -------------------------------------------------------------------------
+    def box_of(self, owner: int) -> int:
+        """Whose inbox gradients for `owner` go to; this rank itself: none."""
+        return owner
+
     @property
     @abstractmethod
     def message_limit(self) -> int:

@@ -197,6 +197,9 @@ class HierarchicalTransport(Transport):
         self._outer.wait_finished(epoch, where)
 
     # ---- messages ----------------------------------------------------------------------------------------------------
+    def box_of(self, owner: int) -> int:
+        return self.hosts.gateway(self.rank, owner)
+
     @property
     def message_limit(self) -> int:
         return min(self._inner.message_limit, self._outer.message_limit)

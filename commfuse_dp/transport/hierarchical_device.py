@@ -205,6 +205,9 @@ class StreamHierarchicalTransport(Transport):
             self.device.wait_event(self.device.current_stream(), self.device.record(self._relay))
 
     # ---- messages inside the host ------------------------------------------------------------------------------------
+    def box_of(self, owner: int) -> int:
+        return self.hosts.gateway(self.rank, owner)
+
     @property
     def message_limit(self) -> int:
         return self._inner.message_limit

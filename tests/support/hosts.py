@@ -1,4 +1,4 @@
-"""Pretended hosts: transport hierarchical with the ranks of one process."""
+"""Pretended hosts: transport hierarchical with the ranks of one process, on CPU tensors and on simulated devices."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ from commfuse_dp.errors import Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import Transfer
 from commfuse_dp.transport.hierarchical import AcrossProbe, HierarchicalTransport
+from commfuse_dp.transport.hierarchical_device import StreamHierarchicalTransport
 from commfuse_dp.transport.hosts import Hosts
 from commfuse_dp.transport.inproc import InprocTransport, InprocWorld
+from commfuse_dp.transport.sockets import SocketChannel, connect_mesh
+from commfuse_dp.transport.symmetric import SymmetricTransport
 from commfuse_dp.transport.tcp import TcpTransport
+from tests.support.fake_device import FakeWorld
+from tests.support.fake_grouped import FakeBoard, FakeGroupedExchange
+from tests.support.fake_symmetric import FakeSymmetricMemory
 from tests.support.threads import ExchangeFn
 
 
@@ -68,3 +74,40 @@ def open_hierarchical(
         address="127.0.0.1",
     )
     return HierarchicalTransport(hosts, inner, outer, probe=probe)
+
+
+class DeviceHosts:
+    """Simulated devices on pretended hosts: one board for grouped exchanges per rail."""
+
+    def __init__(self, world: FakeWorld, identities: Sequence[str]) -> None:
+        self.world = world
+        self.hosts = Hosts.of(identities)
+        self.boards = {rank: FakeBoard(world, self.hosts.rail(rank)) for rank in self.hosts.members[0]}
+
+    def open(
+        self, rank: int, exchange: ExchangeFn, *, inbox_bytes: int, deadline_s: float = 20.0
+    ) -> StreamHierarchicalTransport:
+        hosts = self.hosts
+        siblings = hosts.siblings(rank)
+        place = siblings.index(rank)
+
+        def inside(item):  # type: ignore[no-untyped-def]
+            everyone = exchange(item)
+            return [everyone[member] for member in siblings]
+
+        probe = Probe()
+        inner = SymmetricTransport(
+            place,
+            hosts.per_host,
+            inside,
+            device=self.world.devices[rank],
+            memory=FakeSymmetricMemory(self.world, rank, inside),
+            channel=SocketChannel(connect_mesh(place, range(hosts.per_host), inside, 20.0)),
+            inbox_bytes=inbox_bytes,
+            deadline_s=deadline_s,
+            probe=probe,
+            kernels_may_wait=False,
+        )
+        rail = hosts.rail(rank)
+        grouped = FakeGroupedExchange(self.boards[rail[0]], rail.index(rank))
+        return StreamHierarchicalTransport(rank, hosts, inner, grouped, probe=probe)
