@@ -156,8 +156,8 @@ class ParameterStream:
         owed = 2 * max(boxes.values())
         if owed > self._transport.message_limit and self._world_size > 1:
             raise ConfigError(
-                f"the gradient of layer {unit.name!r} that goes to one rank has {owed // 2} bytes; on a GPU inbox_bytes must be "
-                f"at least twice as large, and is {self._transport.message_limit}. Set inbox_bytes to {owed} or more."
+                f"the gradient of layer {unit.name!r} that goes to one rank has {owed // 2} bytes; on a GPU inbox_bytes must "
+                f"be at least twice as large, and is {self._transport.message_limit}. Set inbox_bytes to {owed} or more."
             )
 
     def _bind_own(self, unit: Unit, reading: _Reading) -> None:

@@ -2,13 +2,13 @@
 
     compute   partials of the unit ... | next unit ...
     scatter        send those of other gateways (inside the host)
-    reduce                          |compute  |partials of the host   sums for every host  | next unit's ...   |event  sum over hosts
-    across                                                                     { exchange of sums }  (event)
+    reduce                    |compute  |partials of the host  sums for every host  | next unit's ...  |event  sum over hosts
+    across                                                              { exchange of sums }  (event)
 
 [Note: One unit behind]
 The sum over hosts of a unit is enqueued behind the sums inside the host of the next one: the stream "reduce" would otherwise
-stand for the exchange of every unit before it could make the sums that the next exchange needs, and the link between hosts would
-idle meanwhile. `hurry` says that no unit follows.
+stand for the exchange of every unit before it could make the sums that the next exchange needs, and the link between hosts
+would idle meanwhile. `hurry` says that no unit follows.
 
 [Note: What must fit]
 Sums are enqueued once the unit's own partials are all computed, so until then nothing leaves the inboxes: all that a unit owes

@@ -1,7 +1,7 @@
-"""Transport `hierarchical` on GPUs: `symmetric` inside every host, grouped exchanges (NCCL) between hosts, all of it in streams.
+"""Transport `hierarchical` on GPUs: `symmetric` inside every host, grouped exchanges (NCCL) between hosts, all in streams.
 
-**Not yet run on a GPU**; its order is proved over a simulated device. Who stands for whom: hosts.py; the same idea on CPUs, with
-threads in place of streams: hierarchical.py.
+**Not yet run on a GPU**; its order is proved over a simulated device. Who stands for whom: hosts.py; the same idea on CPUs,
+with threads in place of streams: hierarchical.py.
 
 [Note: Timelines] (| stands for a wait; rail = the ranks at this one's place on other hosts)
 
@@ -10,7 +10,7 @@ threads in place of streams: hierarchical.py.
     relay        |event of current   { segment -> rail, rail -> relay segment }   write published[relay] (inside the host) ...
     gather (of all ranks of the host)                                  |published[relay]  copy relay segment -> buffer
   So: a relay segment is written when the host's ranks have finished the epoch before, and read when the exchange is through.
-  `wait_finished` stands behind the stream "relay", too: what was exchanged has left this rank's segment before it is packed anew.
+  `wait_finished` stands behind the stream "relay", too: what was exchanged has left the segment before it is packed anew.
 
   gradients, one unit (engine/stream_two_level.py)
     reduce   |partials of the host   sums, for every host
@@ -23,8 +23,8 @@ Relays go in the order of publication, one exchange per key and distance in host
 on all ranks of a program, so exchanges meet: see [Note: Order, and why nothing can stand for ever] in grouped.py.
 
 [Note: Kernels that wait]
-A kernel may wait inside itself for a slice whose relay is an exchange that needs multiprocessors (NCCL's kernels do): if waiting
-kernels held all of them, both would stand for ever. So pulls have no arrival words here: `inner` must be opened with
+A kernel may wait inside itself for a slice whose relay is an exchange that needs multiprocessors (NCCL's kernels do): if
+waiting kernels held all of them, both would stand for ever. So pulls have no arrival words here: `inner` must be opened with
 kernels_may_wait=False, and the stream waits before the kernel.
 """
 

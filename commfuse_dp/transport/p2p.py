@@ -258,7 +258,7 @@ def open_lanes(
 
     def make(lane: int, backend: str) -> dist.ProcessGroup:
         try:
-            with _not_bound_to_a_device():
+            with not_bound_to_a_device():
                 return dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
         except (RuntimeError, ValueError) as error:
             raise TransportError(f"cannot make a {backend} communicator of ranks {ranks}, lane {lane}: {error}") from error
@@ -270,7 +270,7 @@ def open_lanes(
 
 
 @contextlib.contextmanager
-def _not_bound_to_a_device() -> Iterator[None]:
+def not_bound_to_a_device() -> Iterator[None]:
     """New groups do not inherit the default group's `device_id`: see [Note: NCCL, one direction per communicator]."""
     world = dist.group.WORLD
     bound = world.bound_device_id if world is not None else None

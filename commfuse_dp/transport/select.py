@@ -98,20 +98,13 @@ def open_transport(
     chosen, reason = choose(kind, hosts, device)
     world_size = len(wishes)
     rank = dist.get_rank(group) if dist.is_initialized() else 0
-    together = _together(order, kind, hosts, device)
+    together = _together(order, kind, hosts, device, device_ordered=device_ordered)
     if together is not None:
-        transport = _open_hierarchical(
-            together,
-            rank,
-            exchange,
-            inbox_bytes=inbox_bytes,
-            deadline_s=deadline_s,
-            probe=probe if probe is not None else Probe(),
+        found = _open_hierarchical(
+            together, order, group, rank, exchange, device=device, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe
         )
-        return transport, (
-            f"{'asked for' if order == 'hierarchical' else 'auto'}: {world_size} ranks, {together.per_host} on each of "
-            f"{len(together.members)} hosts: shm inside a host, tcp between hosts"
-        )
+        if found is not None:
+            return found
     if chosen == "symmetric" and not device_ordered:
         raise TransportError("transport 'symmetric' orders work by CUDA streams, which only FSDP2 models do so far; use 'auto'")
     if device.type == "cuda" and device_ordered and kind in ("auto", "symmetric"):
@@ -148,7 +141,7 @@ def open_transport(
     return transport, reason
 
 
-def _together(order: str, kind: str, hosts: list[str], device: torch.device) -> Hosts | None:
+def _together(order: str, kind: str, hosts: list[str], device: torch.device, *, device_ordered: bool) -> Hosts | None:
     """The hosts of a hierarchical order; None: it is not wanted, or left out. Raises TransportError if it was asked for and
     cannot be had."""
     if order not in ("auto", "hierarchical"):
@@ -159,8 +152,8 @@ def _together(order: str, kind: str, hosts: list[str], device: torch.device) -> 
                 f"order 'hierarchical' joins one transport inside a host and one between hosts, but transport={kind!r} was "
                 "asked for; use transport='auto'"
             )
-        if device.type != "cpu":
-            raise TransportError(f"order 'hierarchical' is for CPU tensors so far, but the parameters are on {device}")
+        if device.type != "cpu" and not device_ordered:
+            raise TransportError(f"order 'hierarchical' on {device} is ordered by streams, which this caller is not")
         return check_hosts(hosts)
     except TransportError as error:
         if order == "hierarchical":
@@ -171,19 +164,35 @@ def _together(order: str, kind: str, hosts: list[str], device: torch.device) -> 
 
 
 def _open_hierarchical(
-    hosts: Hosts, rank: int, exchange: ExchangeFn, *, inbox_bytes: int, deadline_s: float, probe: Probe
-) -> Transport:
-    hierarchical = importlib.import_module("commfuse_dp.transport.hierarchical")
-    shm = importlib.import_module("commfuse_dp.transport.shm")
-    tcp = importlib.import_module("commfuse_dp.transport.tcp")
-    settings = {"inbox_bytes": inbox_bytes, "deadline_s": deadline_s}
-    inner = shm.ShmTransport(rank, hosts.world_size, exchange, probe=probe, members=hosts.siblings(rank), **settings)
-    try:
-        outer = tcp.TcpTransport(rank, hosts.world_size, exchange, probe=hierarchical.AcrossProbe(probe), **settings)
-    except BaseException:
-        inner.close()
-        raise
-    return hierarchical.HierarchicalTransport(hosts, inner, outer, probe=probe)
+    hosts: Hosts,
+    order: str,
+    group: dist.ProcessGroup | None,
+    rank: int,
+    exchange: ExchangeFn,
+    *,
+    device: torch.device,
+    inbox_bytes: int,
+    deadline_s: float,
+    probe: Probe | None,
+) -> tuple[Transport, str] | None:
+    """The transport and why; None: it cannot be had, and was not asked for."""
+    opening = importlib.import_module("commfuse_dp.transport.hierarchical_open")
+    probe = probe if probe is not None else Probe()
+    settings = {"inbox_bytes": inbox_bytes, "deadline_s": deadline_s, "probe": probe}
+    if device.type == "cpu":
+        transport, ways = opening.open_on_cpus(hosts, rank, exchange, **settings)
+    else:
+        try:
+            transport, ways = opening.open_on_gpus(group, hosts, rank, exchange, device=device, **settings)
+        except TransportError as error:
+            if order == "hierarchical":
+                raise TransportError(f"order 'hierarchical' was asked for, but cannot be had: {error}") from error
+            _log.warning("order 'pairwise' instead of 'hierarchical': %s", error)
+            return None
+    return transport, (
+        f"{'asked for' if order == 'hierarchical' else 'auto'}: {hosts.world_size} ranks, {hosts.per_host} on each of "
+        f"{len(hosts.members)} hosts: {ways}"
+    )
 
 
 def _open_nccl(

@@ -22,7 +22,7 @@ Bytes are moved by copy engines, order is made by stream memory operations: no m
 
 [Note: Words for pulls]
 A slice has an arrival word of its own, whose value is the number of its pulls: it is known when the pull is enqueued, it only
-rises, and in a program of a steady order all slices of a layer have the same. The write follows its copy in the stream "gather",
+rises, and in a program of a steady order all slices of a layer have the same. The write follows its copy in stream "gather",
 slice by slice, so a kernel's tile may start while the next slice is still coming. Nothing is written between the copies of one
 `copy_all`, which run in any order: it serves where there are no words (see [Note: Kernels that wait]), and one event tells that
 all are there. Waits for an own word are enqueued behind the write that they wait for, so the two cannot stand in a circle,

@@ -127,8 +127,12 @@ def open_symmetric(
     inbox_bytes: int,
     deadline_s: float,
     probe: Probe | None,
+    kernels_may_wait: bool = True,
 ) -> tuple[SymmetricTransport, str]:
-    """Collective. Returns the transport and how words are written. Raises TransportError on all ranks. Not yet run on a GPU."""
+    """Collective. Returns the transport and how words are written. Raises TransportError on all ranks. Not yet run on a GPU.
+
+    kernels_may_wait: False: not even if every rank has a GPU of its own, see [Note: Kernels that wait] in symmetric.py.
+    """
     from commfuse_dp.device.cuda import CudaDevice
 
     accelerator = CudaDevice(device)
@@ -145,6 +149,6 @@ def open_symmetric(
         inbox_bytes=inbox_bytes,
         deadline_s=deadline_s,
         probe=probe,
-        kernels_may_wait=len({card.uuid for card in cards}) == len(cards),  # [Note: Kernels that wait] in symmetric.py
+        kernels_may_wait=kernels_may_wait and len({card.uuid for card in cards}) == len(cards),
     )
     return transport, how

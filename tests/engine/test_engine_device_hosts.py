@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from commfuse_dp.engine.stream_two_level import StreamTwoLevel
 from commfuse_dp.transport.base import ExchangeFn, Transport
 from commfuse_dp.transport.hierarchical_device import StreamHierarchicalTransport
-from tests.engine.test_engine import base_case, cases, run_program
+from tests.engine.test_engine import Policy, base_case, cases, run_program
 from tests.engine.test_engine_hierarchical import run_steps
-from tests.engine.test_engine import Policy
+from tests.support import fake_device
 from tests.support.fake_device import FakeDevice, FakeWorld, Race, Watched
 from tests.support.hosts import DeviceHosts, shuffled_hosts
 from tests.support.threads import run_ranks
@@ -82,14 +82,15 @@ def _relay_without_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The relay reads the segment without waiting for the stream that packs it."""
     relay_due = StreamHierarchicalTransport._relay_due
 
+    wait = FakeDevice.wait_event
+
+    def deaf(device: FakeDevice, stream: Any, event: Any) -> None:
+        if stream.name != "relay":
+            wait(device, stream, event)
+
     def hasty(self: StreamHierarchicalTransport) -> None:
-        wait = FakeDevice.wait_event
         with monkeypatch.context() as patch:
-            patch.setattr(
-                FakeDevice,
-                "wait_event",
-                lambda device, stream, event: None if stream.name == "relay" and self._due == [] else wait(device, stream, event),
-            )
+            patch.setattr(FakeDevice, "wait_event", deaf)
             relay_due(self)
 
     monkeypatch.setattr(StreamHierarchicalTransport, "_relay_due", hasty)
@@ -133,5 +134,6 @@ def test_a_mistake_between_hosts_is_a_race(monkeypatch, mistake):
         run_on_hosts(case)
         return
     mistake(monkeypatch)
+    monkeypatch.setattr(fake_device, "PATIENCE_S", 2.0)  # the others wait for the rank that raised
     with pytest.raises(Race):
         run_on_hosts(case)
