@@ -14,9 +14,8 @@ from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.hosts import Hosts
 from commfuse_dp.transport.p2p import not_bound_to_a_device
 
-_groups: dict[
-    tuple[object, tuple[int, ...]], dist.ProcessGroup
-] = {}  # never destroyed: [Note: Communicators are kept] in p2p.py
+# By default group and ranks; never destroyed, see [Note: Communicators are kept] in p2p.py.
+_groups: dict[tuple[object, tuple[int, ...]], dist.ProcessGroup] = {}
 
 
 def open_on_cpus(
