@@ -27,6 +27,14 @@ from commfuse_dp.transport.parts import Channel, Receiver
 from commfuse_dp.transport.symmetric import SymmetricTransport
 from commfuse_dp.transport.symmetric_memory import SymmetricMemory
 
+_KINDS = {  # driver call -> kind
+    "cuMemcpyAsync": "copy",
+    "cuMemcpyBatchAsync": "copies",
+    "cuStreamBatchMemOp": "words",
+    "cuStreamWaitValue32": "words",
+    "cuStreamWriteValue32": "words",
+}
+
 
 class NullStream(Stream):
     def __init__(self, name: str) -> None:
@@ -126,6 +134,49 @@ class NullDevice(Device):
         return
 
 
+def conditions(device: str, kernels: str) -> str:
+    """What a record must say."""
+    if device == "cpu":
+        return (
+            "the host's side only: driver calls, GEMMs and sums are replaced by nothing; what a driver call or a launch takes "
+            "is not in it. Not yet run on a GPU. One process as rank 0, peers that do nothing, CPU tensors."
+        )
+    products = "GEMMs and sums are replaced by nothing" if kernels == "none" else f"GEMMs by {kernels}"
+    return f"driver calls are real; {products}. One process as rank 0, peers that do nothing, all memory in one GPU."
+
+
+def unwaiting_device() -> Device:
+    """CUDA's driver, counted; what is waited for is there already. Not yet run on a GPU."""
+    from commfuse_dp.device.cuda import CudaBatch, CudaDevice, CudaStream
+
+    class UnwaitingBatch(CudaBatch):
+        def wait(self, pad: torch.Tensor, place: int, value: int, *, exact: bool = False) -> None:
+            super().wait(pad, place, 0, exact=exact)  # words of peers stay 0
+
+    class UnwaitingDevice(CudaDevice):
+        def __init__(self) -> None:
+            super().__init__(torch.device("cuda", torch.cuda.current_device()))
+            self.counts: Counter[str] = Counter()
+
+        def record(self, stream: Stream, *, timing: bool = False) -> Any:
+            self.counts["record"] += 1
+            return super().record(stream, timing=timing)
+
+        def wait_event(self, stream: Stream, event: Event) -> None:
+            self.counts["wait_event"] += 1
+            super().wait_event(stream, event)
+
+        def _do(self, result: tuple[Any, ...], call: str) -> None:
+            self.counts[_KINDS.get(call, call)] += 1
+            super()._do(result, call)
+
+        def batch(self, stream: Stream) -> CudaBatch:
+            assert isinstance(stream, CudaStream)
+            return UnwaitingBatch(self, stream)
+
+    return UnwaitingDevice()
+
+
 class NobodyThere(Channel):
     """A control channel on which nothing comes."""
 
@@ -199,12 +250,22 @@ class OneRank:
     """Rank 0 of `world_size` with a stack of `layers` square linears of `width` features, without bias."""
 
     def __init__(
-        self, device: Device, world_size: int, *, layers: int, width: int, window: int, config: dict[str, Any], **settings: Any
+        self,
+        device: Device,
+        world_size: int,
+        *,
+        layers: int,
+        width: int,
+        window: int,
+        config: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> None:
-        """window: layers that fit into the window of parameters."""
+        """window: layers that fit into the window of parameters; config: further settings; settings: of the transport."""
         where = device.torch_device
         nbytes = width * width * 2
-        self.config = CommFuseConfig(prefetch_bytes=window * nbytes, inbox_bytes=4 * nbytes, slices_per_rank=1, **config)
+        self.config = CommFuseConfig(
+            prefetch_bytes=window * nbytes, inbox_bytes=4 * nbytes, slices_per_rank=1, **(config or {})
+        )
         self.transport = SymmetricTransport(
             0,
             world_size,
@@ -221,6 +282,12 @@ class OneRank:
         units = [Unit(n, slot.name, [slot], policy, 1) for n, slot in enumerate(self.slots)]
         self.engine = Engine(self.transport, units, self.config, device=where, replicas=None)
         self.operands = [UnitOperand(self.engine, unit) for unit in units]
+        self.counts: Counter[str] = device.counts  # type: ignore[attr-defined]
+
+    def synchronize(self) -> None:
+        """Let the device come to the end of the step, so that the host is never held up by a full queue."""
+        if self.engine.device.type == "cuda":
+            torch.cuda.synchronize(self.engine.device)
 
     def close(self) -> None:
         self.engine.close()

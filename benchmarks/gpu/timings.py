@@ -37,6 +37,7 @@ TRIAL_ROUNDS = 3  # of each tile configuration
 MOST_CANDIDATES = 6  # the likeliest; each costs seconds of compilation the first time
 SPREAD = 0.9  # the last slice comes at this part of the GEMM's time
 HOST_CALLS = 150
+HOST_STEPS = 20  # of a model of up to 64 layers
 STANDING_S = 2.0  # the device stands that long at most while the host's calls are timed
 
 TARGET_MEDIAN, TARGET_LEAST, TARGET_ARRIVALS, TARGET_BANDWIDTH = 0.95, 0.88, 1.05, 0.90
@@ -64,6 +65,8 @@ def run(report: Reporter, options: Options) -> None:
         publishing(report, clock, bandwidth)
     with report.guarded("host time"):
         host_time(report, device)
+    with report.guarded("host time of a layer"):
+        layer_time(report)
     for shape, ranks in plan(options.small):
         for op in tiles.PASSES:
             what = f"{op} {shape.name} N={ranks}"
@@ -287,6 +290,19 @@ def host_time(report: Reporter, device: torch.device) -> None:
     report.row(kind="host", op="forward while the device stands", microseconds={"p50": 1e6 * standing})
     if standing > STANDING_S / 2:
         report.fail(f"a forward product waited for the device: the call took {standing:.2f} s while the stream stood")
+
+
+def layer_time(report: Reporter) -> None:
+    """The host's time for one fused linear of a training step, communication and launches included, and its driver calls."""
+    from benchmarks.micro_device_overhead import measure
+    from benchmarks.one_rank import unwaiting_device
+
+    for ranks in (2, 4, 8):
+        row = measure(ranks, HOST_STEPS, unwaiting_device, config={"kernels": "triton"})
+        report.row(kind="host_layer", **row)
+        for name, limit in (("forward", TARGET_HOST_FORWARD_US), ("backward", TARGET_HOST_BACKWARD_US)):
+            text = f"host time of a fused linear, {name}, N = {ranks}"
+            report.target(text, row[name]["microseconds"], limit, at_least=False, unit="us")
 
 
 def host_while_the_device_stands(device: torch.device, call: Callable[[], Any]) -> float:

@@ -24,7 +24,7 @@ order (two_level.py); here they only keep their turn.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from commfuse_dp.engine.stream_two_level import StreamTwoLevel, Turn
 from commfuse_dp.engine.two_level import Outbox, TwoLevel
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import COMPUTE, SEND, Probe, now_ns
-from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
+from commfuse_dp.transport.base import CHANNEL_GRAD, Sending, Tag, Transport
 from commfuse_dp.transport.hierarchical_device import StreamHierarchicalTransport
 
 SEQUENCE_LIMIT = 1 << 31
@@ -153,8 +153,9 @@ class GradientStream:
         )
         scatter.route = self._route_of(scatter, dtype)
         for item in scatter.geometry.slices[self._rank] if self._announces and scatter.route is None else ():
+            tag = scatter.tag(item)
             for peer in self._peers:
-                self._transport.expect(peer, scatter.tag(item), item.nbytes)
+                self._transport.expect(peer, tag, item.nbytes)
         self._queue.append(scatter)
         return scatter
 
@@ -234,6 +235,29 @@ class GradientStream:
     def send_nothing(self, scatter: Scatter, item: UnitSlice) -> None:
         """The step of an absent slice, on a mirrored transport: what a peer sends meanwhile is taken in."""
         self._transport.send(item.owner, scatter.tag(item), _NOTHING)
+
+    def send_all(
+        self, scatter: Scatter, items: Sequence[UnitSlice], buffers: Sequence[torch.Tensor], when: Sequence[Word | None]
+    ) -> None:
+        """`send` and `send_nothing` for all slices of a unit. buffers, when: of those that are not absent, in their order."""
+        sendings = []
+        produced = zip(buffers, when, strict=True)
+        for item in items:
+            if item.absent:
+                if scatter.route is not None:
+                    self.send_nothing(scatter, item)
+                else:
+                    sendings.append(Sending(item.owner, scatter.tag(item), _NOTHING))
+                continue
+            buffer, word = next(produced)
+            if scatter.route is not None:
+                self.send(scatter, item, buffer, 0, when=word)
+            elif item.owner == self._rank:
+                scatter.own_done += 1
+            else:
+                sendings.append(Sending(item.owner, scatter.tag(item), buffer, word))
+        if sendings:
+            self._transport.send_all(sendings)
 
     def _own_part(self, scatter: Scatter, item: UnitSlice) -> torch.Tensor:
         if scatter.own is None:
@@ -356,23 +380,21 @@ class GradientStream:
             if scatter.partials is None:
                 scatter.partials = torch.empty(own_bytes.numel() // dtype.itemsize, dtype=out_dtype, device=own.device)
             out = scatter.partials[item.offset // dtype.itemsize : (item.offset + item.nbytes) // dtype.itemsize]
-        partials, held = [], []
         tag, where = scatter.tag(item), scatter.where(item)
+        held = [rank for rank in self._peers if (rank, item.index) not in scatter.unloaded]
+        came = dict(zip(held, self._transport.receive_all(held, tag, where), strict=True))
+        partials = []
         for rank in range(self._transport.world_size):
             if rank == self._rank:
                 partials.append(own)
-                continue
-            partial = scatter.unloaded.pop((rank, item.index), None)
-            if partial is None:
-                partial = self._transport.receive(rank, tag, where)
-                held.append(rank)
-            partials.append(partial.view(dtype))
+            else:
+                partial = came[rank] if rank in came else scatter.unloaded.pop((rank, item.index))
+                partials.append(partial.view(dtype))
         self._probe.tail(f"{scatter.unit.name} (tail)", begun)
         begun = self._probe.mark() if self._probe.sink is not None else None
         divisor = None if self._replicas is not None else scatter.divisor
         sum_in_rank_order(out, partials, own_rank=self._rank, scale_divisor=divisor, scratch=self._scratch_for(dtype))
-        for peer in held:
-            self._transport.release(peer, tag, more=True)
+        self._transport.release_all(held, tag, more=True)
         if self._probe.sink is not None:
             self._probe.span_since(COMPUTE, f"{scatter.unit.name} sum", start, begun, kind="sum")
 

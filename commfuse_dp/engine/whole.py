@@ -34,7 +34,7 @@ import torch
 
 from commfuse_dp.device.base import Device, Word
 from commfuse_dp.engine.gradients import Scatter
-from commfuse_dp.engine.plan import Unit, UnitSlice
+from commfuse_dp.engine.plan import Geometry, Unit, UnitSlice
 from commfuse_dp.engine.window import Held
 from commfuse_dp.kernels.gemms import Gemms
 from commfuse_dp.kernels.table import SliceEntry, SliceTable
@@ -61,9 +61,8 @@ class WholeProducts:
         self._device = device
         self._forward = _ReadTable(engine, unit)
         self._dgrad_table = _ReadTable(engine, unit)
-        self._write: SliceTable | None = None  # of partial gradients
-        self._write_key: tuple[torch.dtype, tuple[bool, ...]] | None = None
-        self._pad: torch.Tensor | None = None  # the words that wgrad writes
+        self._write = _WriteTable(engine, device)  # of partial gradients
+        self._fitting: tuple[Geometry | None, bool] = (None, False)
 
     # ---- parameters --------------------------------------------------------------------------------------------------
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -115,50 +114,33 @@ class WholeProducts:
     # ---- gradients ---------------------------------------------------------------------------------------------------
     def _wgrad(self, grad: torch.Tensor, x: torch.Tensor, scatter: Scatter, order: list[UnitSlice]) -> bool:
         """All partial gradients, each sent as soon as it is complete. order: slices owed to others first."""
-        room = self._engine.transport.message_limit // 2  # half of a ring may be lost to a gap at its end
-        owed: dict[int, int] = {}
-        for item in order:
-            box = self._engine.transport.box_of(item.owner)
-            owed[box] = owed.get(box, 0) + item.nbytes
-        steps, order = order, [item for item in order if not item.absent]
-        if (
-            grad.dtype != x.dtype
-            or not scatter.include[0]
-            or any(n > room for n in owed.values())  # the own part, too: all ranks of a mirrored transport decide alike
-        ):
+        if grad.dtype != x.dtype or not scatter.include[0] or not self._fits(scatter.geometry):
             return False
+        steps, order = order, [item for item in order if not item.absent]
         gradients = self._engine.gradients
-        key = (scatter.geometry.dtype, scatter.include)
-        if self._pad is None:
-            self._pad = torch.zeros(len(order), dtype=torch.int32, device=grad.device)
-            device = self._device  # the stream that sends must see the zeros, not what was there before
-            device.wait_event(device.side_stream("scatter"), device.record(device.current_stream()))
         buffers = [gradients.reserve(scatter, item) for item in order]
+        table = self._write.of(scatter, order, buffers)
+        for row, rows, out in self._write.sums:  # first, so that the slice's word speaks for it, too
+            torch.sum(grad.narrow(1, row, rows), 0, dtype=out.dtype, out=out)
         value = scatter.seq + 1
-        entries: list[SliceEntry] = []
-        for place, (item, buffer) in enumerate(zip(order, buffers, strict=True)):
-            for piece in scatter.geometry.pieces(item, buffer):
-                if piece.part == 1:  # first, so that the slice's word speaks for it, too
-                    span = grad.narrow(1, piece.row_start, piece.tensor.shape[0])
-                    torch.sum(span, 0, dtype=piece.tensor.dtype, out=piece.tensor)
-                else:
-                    remote = item.owner != self._engine.rank
-                    entries.append(SliceEntry(piece.tensor, piece.row_start, None, self._pad if remote else None, place))
-        if self._write is None or self._write_key != key:
-            self._write, self._write_key = SliceTable(entries), key
-        else:
-            self._write.repoint([entry.data for entry in entries])
-        self._gemms.wgrad(grad, x, self._write, epoch=value)
-        complete = {entry.index for entry in entries if entry.pad is not None}
-        places = iter(enumerate(buffers))
-        for item in steps:
-            if item.absent:
-                gradients.send_nothing(scatter, item)
-                continue
-            place, buffer = next(places)
-            when = Word(self._pad, place, value) if place in complete else None
-            gradients.send(scatter, item, buffer, 0, when=when)
+        self._gemms.wgrad(grad, x, table, epoch=value)
+        pad = self._write.pad
+        when = [Word(pad, place, value) if place in self._write.written else None for place in range(len(order))]
+        gradients.send_all(scatter, steps, buffers, when)
         return True
+
+    def _fits(self, geometry: Geometry) -> bool:
+        """What goes to one inbox fits into its staging together."""
+        if geometry is not self._fitting[0]:
+            transport = self._engine.transport
+            room = transport.message_limit // 2  # half of a ring may be lost to a gap at its end
+            owed: dict[int, int] = {}
+            for owner, own in enumerate(geometry.slices):
+                box = transport.box_of(owner)
+                owed[box] = owed.get(box, 0) + sum(item.nbytes for item in own)
+            # The own part, too: all ranks of a mirrored transport decide alike.
+            self._fitting = geometry, max(owed.values()) <= room
+        return self._fitting[1]
 
 
 class _ReadTable:
@@ -229,3 +211,51 @@ class _ReadTable:
             ]
         )
         return self._table
+
+
+class _WriteTable:
+    """Where a unit's partial gradients are written, those of others first; see [Note: Tables that stay]."""
+
+    def __init__(self, engine: Engine, device: Device) -> None:
+        self._rank = engine.rank
+        self._device = device
+        self._table: SliceTable | None = None
+        self._geometry: Geometry | None = None
+        self._at: list[int] = []  # addresses of the buffers
+        self._own: torch.Tensor | None = None
+        self._pads: dict[Geometry, torch.Tensor] = {}  # kept: the stream that sends may still wait for an earlier one's words
+        self.pad: torch.Tensor  # the words that are written, by places in the order
+        self.written: frozenset[int] = frozenset()
+        self.sums: list[tuple[int, int, torch.Tensor]] = []  # of biases: first row, rows, where the sum goes
+
+    def of(self, scatter: Scatter, order: Sequence[UnitSlice], buffers: Sequence[torch.Tensor]) -> SliceTable:
+        at = [buffer.data_ptr() for buffer in buffers]
+        if self._table is not None and at == self._at and scatter.own is self._own and scatter.geometry is self._geometry:
+            return self._table
+        if scatter.geometry is not self._geometry:
+            self._table, self.pad = None, self._pad_of(scatter.geometry, len(order))
+        self._at, self._own, self._geometry = at, scatter.own, scatter.geometry
+        self.sums = []
+        entries: list[SliceEntry] = []
+        for place, (item, buffer) in enumerate(zip(order, buffers, strict=True)):
+            for piece in scatter.geometry.pieces(item, buffer):
+                if piece.part == 1:
+                    self.sums.append((piece.row_start, piece.tensor.shape[0], piece.tensor))
+                else:
+                    word = self.pad if item.owner != self._rank else None
+                    entries.append(SliceEntry(piece.tensor, piece.row_start, None, word, place))
+        if self._table is None:
+            self._table = SliceTable(entries)
+            self.written = frozenset(entry.index for entry in entries if entry.pad is not None)
+        else:
+            self._table.repoint([entry.data for entry in entries])
+        return self._table
+
+    def _pad_of(self, geometry: Geometry, words: int) -> torch.Tensor:
+        pad = self._pads.get(geometry)
+        if pad is None:
+            device = self._device
+            pad = self._pads[geometry] = torch.zeros(words, dtype=torch.int32, device=device.torch_device)
+            # The stream that sends must see the zeros, not what was there before.
+            device.wait_event(device.side_stream("scatter"), device.record(device.current_stream()))
+        return pad

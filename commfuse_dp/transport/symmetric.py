@@ -12,7 +12,7 @@ Bytes are moved by copy engines, order is made by stream memory operations: no m
     r gather    ... all copies of e ...   write finished[r] = e  to every rank
   So: a segment is written only after the copies of all readers; a buffer only after its last GEMM; nothing is read early.
 
-  Once a rank has published everything, o writes complete[o] = e, and r, which has too, waits for that instead of each key.
+  Once all is published, o writes complete[o] = e, and r, which has published all, too, waits for that instead of each key.
 
   gradients, one message
     r' current  |event: the last bytes at this place of the staging have left    GEMM -> staging
@@ -72,7 +72,7 @@ from commfuse_dp.errors import CommFuseError, Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport import messages as msg
 from commfuse_dp.transport.accounts import window_bytes
-from commfuse_dp.transport.base import NOWHERE, ExchangeFn, PullRequest, Tag, Transport
+from commfuse_dp.transport.base import NOWHERE, ExchangeFn, PullRequest, Sending, Tag, Transport
 from commfuse_dp.transport.parts import Channel
 from commfuse_dp.transport.symmetric_core import Core, Layout
 from commfuse_dp.transport.symmetric_memory import SymmetricMemory
@@ -202,6 +202,7 @@ class SymmetricTransport(Transport):
 
     def finish(self, epoch: int) -> None:
         self._windows.finish(epoch)
+        self._messages.rewind()
 
     def wait_finished(self, epoch: int, where: Where = NOWHERE) -> None:
         self._windows.wait_finished(epoch, where)
@@ -217,7 +218,10 @@ class SymmetricTransport(Transport):
 
     def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None) -> None:
         """`when`: written by a kernel that is in the current stream already, once the buffer is complete."""
-        self._messages.send(dst, tag, buffer, when)
+        self._messages.send((Sending(dst, tag, buffer, when),))
+
+    def send_all(self, sendings: Sequence[Sending]) -> None:
+        self._messages.send(sendings)
 
     def expect(self, src: int, tag: Tag, nbytes: int) -> None:
         self._messages.expect(src, tag, nbytes)
@@ -226,10 +230,16 @@ class SymmetricTransport(Transport):
         return self._messages.arrived(src, tag)
 
     def receive(self, src: int, tag: Tag, where: Where = NOWHERE) -> torch.Tensor:
-        return self._messages.receive(src, tag, where)
+        return self._messages.receive((src,), tag, where)[0]
+
+    def receive_all(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE) -> list[torch.Tensor]:
+        return self._messages.receive(srcs, tag, where)
 
     def release(self, src: int, tag: Tag, *, more: bool = False) -> None:
-        self._messages.release(src, tag, more=more)
+        self._messages.release((src,), tag, more=more)
+
+    def release_all(self, srcs: Sequence[int], tag: Tag, *, more: bool = False) -> None:
+        self._messages.release(srcs, tag, more=more)
 
     def push(self) -> None:
         self._core.enter()

@@ -12,6 +12,12 @@ Messages of one pair and channel are numbered from 1 in the order of `send` at t
 the wrong place: so its arrival word is a fingerprint of number, tag and size, for which the owner waits exactly. Ranks that run
 in different orders stand still, are found by the watchdog, and never read each other's bytes as something that they are not.
 
+[Note: Steps begin at the start]
+In a program of a steady order every step computes the same partials. So that they also come to lie where they lay, and what
+knows an address knows it for good (engine/whole.py), the staging starts anew when an epoch is finished. That is going round
+early: the places that are skipped are waited for as any others. Inboxes do not: both ends would have to see it in the same
+message, and a sender would wait for room where there is some.
+
 [Note: Words are used again]
 A ring has `ARRIVAL_WORDS` arrival words, taken in turn. The sender writes that of message n only when the owner has released
 message n - ARRIVAL_WORDS, and so has seen it. Two fingerprints that follow each other in a word are never equal.
@@ -43,7 +49,7 @@ class Place(NamedTuple):
 class PlaceRing:
     """Places of messages that are written in the order of their numbers. Deterministic: it is asked at both ends."""
 
-    __slots__ = ("_head", "_live", "_number", "_words", "capacity")
+    __slots__ = ("_behind", "_head", "_live", "_number", "_words", "capacity")
 
     def __init__(self, capacity: int, words: int = ARRIVAL_WORDS) -> None:
         if capacity < ALIGNMENT or capacity % ALIGNMENT:
@@ -52,22 +58,33 @@ class PlaceRing:
         self._words = words
         self._head = 0
         self._number = 0
+        self._behind = 0  # what the next message must be behind whatever its place is
         self._live: deque[tuple[int, int, int]] = deque()  # number, first byte, end; oldest first, which is ring order
 
     def place(self, nbytes: int) -> Place:
         """The next message's place. nbytes <= capacity. A message never wraps."""
         size = align(nbytes) or ALIGNMENT
         assert size <= self.capacity
-        self._number += 1
-        behind = max(0, self._number - self._words)
+        self._number = number = self._number + 1
+        behind, self._behind = self._behind, 0
+        if number - self._words > behind:
+            behind = number - self._words
         start = self._head
         if start + size > self.capacity:
             behind = max(behind, self._take(start, self.capacity))  # lost, but whoever lies there comes first in the ring
             start = 0
-        behind = max(behind, self._take(start, start + size))
-        self._head = start + size
-        self._live.append((self._number, start, start + size))
-        return Place(self._number, start, behind)
+        stop = self._head = start + size
+        live = self._live
+        if live and live[0][1] < stop and start < live[0][2]:
+            behind = max(behind, self._take(start, stop))
+        live.append((number, start, stop))
+        return Place(number, start, behind)
+
+    def rewind(self) -> None:
+        """The next message goes to the start of the ring, as if it did not fit into the rest."""
+        if self._head:
+            self._behind = max(self._behind, self._take(self._head, self.capacity))
+            self._head = 0
 
     def _take(self, start: int, stop: int) -> int:
         """Forget the oldest messages as far as they lie in [start, stop); the number of the last one, or 0."""
@@ -124,7 +141,7 @@ class StagingRing:
         """A place, and what its writer must be ordered behind."""
         offset, behind = self._places.place(nbytes)[1:]
         latest: Reservation | None = None
-        for number in [n for n in self._live if n <= behind]:
+        while self._live and (number := next(iter(self._live))) <= behind:  # they are in order
             earlier = self._live.pop(number)
             if earlier.left is None:
                 raise TransportError(
@@ -138,6 +155,11 @@ class StagingRing:
         reservation = Reservation(offset, nbytes)
         self._live[self._number] = self._open[offset] = reservation
         return reservation, latest.left if latest is not None else None
+
+    def rewind(self) -> None:
+        """As in PlaceRing; not while something that is reserved has not been sent."""
+        if not self._open:
+            self._places.rewind()
 
     def find(self, offset: int, nbytes: int) -> Reservation | None:
         """The open reservation that starts at `offset` and has room for nbytes."""

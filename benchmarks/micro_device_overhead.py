@@ -1,0 +1,160 @@
+"""Host time of a fused linear on a device-ordered path, and the calls of the driver that it makes, by kind.
+
+    python -m benchmarks.micro_device_overhead [--ranks 2,4,8] [--save]           no GPU: calls of the driver do nothing
+    python -m benchmarks.micro_device_overhead --device cuda [--kernels triton]   on a GPU: they are real
+
+One process is rank 0 with peers that do nothing (one_rank.py). Without a GPU this is the host's side only: streams, events,
+copies and words are replaced by nothing but a count, and so are GEMMs and sums. What a call of the driver itself takes, and the
+launch of a kernel, come on top, and are unknown until this has run on a GPU. There, copies lie inside the GPU, and whatever is
+waited for has come, so that the device never stands. **Not yet run on a GPU.**
+
+Figures are the difference between two depths, divided by the layers between them: what a step costs once is left out. Wall time
+of the calling thread, medians over steps after the first few, in which tables are written and buffers found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import platform
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.one_rank import NullDevice, OneRank, conditions, unwaiting_device
+from commfuse_dp.kernels import by_slices
+from commfuse_dp.ops.linear import fused_linear
+
+PASSES = ("publish", "forward", "backward")
+SHALLOW, DEEP = 16, 64  # layers
+TOKENS, WIDTH = 8, 128
+WINDOW = 4  # layers
+WARM_UP = 5  # steps
+RESULTS = Path(__file__).parent / "results"
+
+
+@contextlib.contextmanager
+def nothing_computed() -> Iterator[None]:
+    """GEMMs and sums that return at once."""
+
+    def nothing(*arguments: Any, **more: Any) -> None:
+        return
+
+    with contextlib.ExitStack() as stack:
+        for name in ("gemm_forward", "gemm_dgrad", "gemm_wgrad"):
+            stack.enter_context(mock.patch.object(by_slices, name, nothing))
+        stack.enter_context(mock.patch("commfuse_dp.engine.gradients.sum_in_rank_order", nothing))
+        yield
+
+
+def step(rank: OneRank, x: torch.Tensor) -> tuple[list[float], list[Counter[str]]]:
+    """One step: (seconds, calls) of each of PASSES."""
+    counts = rank.counts
+    times, calls = [time.perf_counter()], [Counter(counts)]
+
+    def mark() -> None:
+        times.append(time.perf_counter())
+        calls.append(Counter(counts))
+
+    rank.engine.begin_step()
+    mark()
+    y = x
+    for operand in rank.operands:
+        y = fused_linear(y, operand, 0, torch.bfloat16)
+    rank.engine.end_forward(True)
+    mark()
+    y.backward(torch.ones_like(y))
+    mark()
+    spans = range(len(PASSES))
+    return [times[n + 1] - times[n] for n in spans], [calls[n + 1] - calls[n] for n in spans]
+
+
+def run(world_size: int, layers: int, steps: int, make: Any, **settings: Any) -> tuple[list[float], list[Counter[str]]]:
+    """(median seconds, calls in the last step) of each pass of a model of so many layers."""
+    rank = OneRank(make(), world_size, layers=layers, width=WIDTH, window=WINDOW, **settings)
+    try:
+        x = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16, device=rank.engine.device, requires_grad=True)
+        spent = []
+        for _ in range(WARM_UP + steps):
+            times, calls = step(rank, x)
+            spent.append(times)
+            rank.synchronize()
+        return [statistics.median(column) for column in zip(*spent[WARM_UP:], strict=True)], calls
+    finally:
+        rank.close()
+
+
+def measure(world_size: int, steps: int = 40, make: Any = NullDevice, **settings: Any) -> dict[str, Any]:
+    """Microseconds and driver calls of one fused linear, by pass."""
+    few, many = (run(world_size, layers, steps, make, **settings) for layers in (SHALLOW, DEEP))
+    row: dict[str, Any] = {"ranks": world_size}
+    for n, name in enumerate(PASSES):
+        calls = {
+            kind: round((count - few[1][n][kind]) / (DEEP - SHALLOW), 2) for kind, count in sorted(many[1][n].items()) if count
+        }
+        row[name] = {
+            "microseconds": round(1e6 * (many[0][n] - few[0][n]) / (DEEP - SHALLOW), 1),
+            "calls": {kind: count for kind, count in calls.items() if count},
+            "calls_in_all": round(sum(calls.values()), 2),
+        }
+    return row
+
+
+def show(row: dict[str, Any]) -> None:
+    for name in PASSES:
+        found = row[name]
+        kinds = ", ".join(f"{count:g} {kind}" for kind, count in found["calls"].items())
+        print(f"N = {row['ranks']}  {name:8} {found['microseconds']:7.1f} us   {found['calls_in_all']:g} calls ({kinds})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="2,4,8")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--kernels", choices=["blas", "triton", "none"], default="none", help="on a GPU: what computes products"
+    )
+    parser.add_argument("--save", action="store_true", help=f"write a record into {RESULTS.name}/")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    make: Any = NullDevice
+    settings: dict[str, Any] = {}
+    if arguments.device == "cuda":
+        make = unwaiting_device
+        settings = {"config": {"kernels": "auto" if arguments.kernels == "none" else arguments.kernels}}
+    with contextlib.ExitStack() as stack:
+        if arguments.kernels == "none":
+            stack.enter_context(nothing_computed())
+        rows = []
+        for world_size in map(int, arguments.ranks.split(",")):
+            rows.append(measure(world_size, arguments.steps, make, **settings))
+            show(rows[-1])
+    if arguments.save:
+        name = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.machine()
+        record = {
+            "what": "host time and driver calls of one fused linear",
+            "conditions": conditions(arguments.device, arguments.kernels),
+            "device": name,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "layers": [SHALLOW, DEEP],
+            "window_layers": WINDOW,
+            "steps": arguments.steps,
+            "rows": rows,
+        }
+        path = RESULTS / f"{datetime.date.today()}_device-overhead_{name.replace(' ', '-').lower()}.json"
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
