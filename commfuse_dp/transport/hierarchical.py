@@ -151,7 +151,7 @@ class HierarchicalTransport(Transport):
 
     def _relayed(self, relay: int, epoch: int) -> None:
         """In the outer transport's thread: a shard is here."""
-        if self._closed:
+        if self._closed or self._inner.closed:  # at the end of a program without close(), they end in any order
             return
         self._inner.publish(relay, epoch)
         with self._lock:

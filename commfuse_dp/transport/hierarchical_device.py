@@ -43,6 +43,7 @@ from commfuse_dp.device.base import Device, Event, Word
 from commfuse_dp.errors import CommFuseError, Where
 from commfuse_dp.probe import Counters, Probe
 from commfuse_dp.transport.base import GRAD_LANE, NOWHERE, PARAM_LANE, PullRequest, Tag, Transfer, Transport
+from commfuse_dp.transport.closing import close_at_exit
 from commfuse_dp.transport.exchange_watch import Ballot
 from commfuse_dp.transport.grouped import GroupedExchange
 from commfuse_dp.transport.hierarchical import AcrossProbe, inside_sizes, relay_key
@@ -103,6 +104,7 @@ class StreamHierarchicalTransport(Transport):
         self._due: list[tuple[int, int]] = []  # (key, epoch) published, and not relayed yet
         self._describe: Callable[[int, int, int, int, int], Where] = _where
         self._pid = os.getpid()
+        close_at_exit(self)
 
     @property
     def across(self) -> Counters:

@@ -26,15 +26,11 @@ with an I/O thread can wait on it in `poll`. `Channel.post` is called with the l
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
-import multiprocessing.util
 import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -45,28 +41,12 @@ from commfuse_dp.probe import Probe
 from commfuse_dp.transport import messages as msg
 from commfuse_dp.transport.accounts import count_message, pull_bytes, window_bytes
 from commfuse_dp.transport.base import NOWHERE, Tag, Transfer, Transport
+from commfuse_dp.transport.closing import close_at_exit
 from commfuse_dp.transport.parts import Channel, Memory, Receiver
 from commfuse_dp.transport.pulls import Fetch, OwnCopy, View
 from commfuse_dp.transport.ring import Ring
 
 CLOSE_FLUSH_S = 5.0  # longest time that close() serves late readers, and then hands over what is queued
-
-
-_open_transports: weakref.WeakSet[OneSidedTransport] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    """A program that ends without close() still says goodbye: its peers may not need it any more."""
-    for transport in list(_open_transports):
-        with contextlib.suppress(Exception):
-            transport.close()
-
-
-@functools.cache
-def _close_at_exit(pid: int) -> None:
-    """Once per process. A child forked by multiprocessing ends without running atexit functions, but runs finalizers."""
-    atexit.register(_close_all)
-    multiprocessing.util.Finalize(None, _close_all, exitpriority=100)
 
 
 class OneSidedTransport(Transport, Receiver):
@@ -119,8 +99,7 @@ class OneSidedTransport(Transport, Receiver):
         self._views: dict[tuple[int, int, int, int], torch.Tensor] = {}  # made once: pulls are the same in every step
         self.on_news: Callable[[], None] | None = None  # in whichever thread, when something was taken in or lost
         channel.start(self)
-        _open_transports.add(self)
-        _close_at_exit(self._pid)
+        close_at_exit(self)
 
     # ---- windows -----------------------------------------------------------------------------------------------------
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
@@ -323,6 +302,10 @@ class OneSidedTransport(Transport, Receiver):
                 text = f"{error} Rank {self.rank} was waiting for {who}: {doing} ({where})."
                 raise PeerLostError(text, rank=self.rank, peer=error.peer, where=where) from None
             raise
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def wake(self) -> None:
         """Let a `progress` that sleeps in the user's thread return soon. From any thread."""
