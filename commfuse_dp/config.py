@@ -38,9 +38,9 @@ class CommFuseConfig(BaseModel):
     )
     transport: Literal["auto", "shm", "tcp", "symmetric", "p2p", "mpi"] = Field(
         "auto",
-        description="How bytes move. 'auto': on CPU shm if all ranks share a host, else tcp; on GPUs symmetric (copy engines) "
-        "if all ranks share a host and reach each other's memory, else p2p (NCCL); 'mpi' only when asked for (python -m "
-        "commfuse_dp.run under mpiexec asks for it).",
+        description="How bytes move. 'auto': on CPU shm if all ranks share a host, else tcp; on GPUs symmetric (copy engines, "
+        "for FSDP2 and DeepSpeed) if all ranks share a host and reach each other's memory, else p2p (NCCL); 'mpi' only when "
+        "asked for (python -m commfuse_dp.run under mpiexec asks for it).",
     )
     order: Literal["auto", "pairwise", "ring", "hierarchical"] = Field(
         "auto",
@@ -64,7 +64,10 @@ class CommFuseConfig(BaseModel):
         "forward (reshard_after_forward=False, FSDP2's default for the root) is held beside it.",
     )
     inbox_bytes: int = Field(
-        32 * MIB, ge=1, description="Room per peer for gradient slices sent to this rank and not yet summed (the credit)."
+        32 * MIB,
+        ge=1,
+        description="Room per peer for gradient slices sent to this rank and not yet summed (the credit). On GPUs raised to "
+        "twice what the largest layer owes to one rank.",
     )
     exclude: tuple[str, ...] = Field(
         (),

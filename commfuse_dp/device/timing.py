@@ -79,7 +79,9 @@ class EventTimer:
         self._kernels: list[_Kernel] = []
         self._spans: list[_Span] = []
         self._fastest: dict[Hashable, int] = {}
-        self.layer = ""  # what compute is being enqueued for: names the waits that a transport puts in by itself
+        self.layer = (
+            ""  # what compute is being enqueued for: names the waits that a transport puts in; empty: it is not compute
+        )
 
     # ---- marking -----------------------------------------------------------------------------------------------------
     def mark(self, stream: Stream | None = None) -> Event:

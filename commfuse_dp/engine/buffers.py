@@ -13,20 +13,35 @@ import torch
 
 from commfuse_dp.device.base import Event
 from commfuse_dp.engine.ordering import Ordering
+from commfuse_dp.probe import Probe
 
 
 class BufferPool:
     """Free uint8 buffers by size, on one device. Not thread-safe."""
 
-    def __init__(self, device: torch.device, ordering: Ordering | None = None) -> None:
+    def __init__(self, device: torch.device, ordering: Ordering | None = None, probe: Probe | None = None) -> None:
         self.device = device
+        self._probe = probe
         self._ordering = ordering if ordering is not None else Ordering()
         self._free: dict[int, deque[tuple[torch.Tensor, Event | None]]] = defaultdict(deque)
+        self._made: dict[int, int] = defaultdict(int)  # buffers by size, free or not
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """To be written on the current stream."""
-        buffer, free = self.take_later(nbytes)
-        self._ordering.after(free)
+    def take(self, nbytes: int, *, most: int = 0) -> torch.Tensor:
+        """To be written on the current stream.
+
+        most: as many buffers of this size are made before the stream is made to wait for one that is still read."""
+        free = self._free[nbytes]
+        waits = bool(free) and free[0][1] is not None and not free[0][1].done()
+        if waits and self._made[nbytes] < most:
+            waits = False
+            buffer, event = self._make(nbytes)
+        else:
+            buffer, event = self.take_later(nbytes)
+        timing = self._probe.timing if waits and self._probe is not None else None
+        begun = timing.mark() if timing is not None else None
+        self._ordering.after(event)
+        if timing is not None and begun is not None:
+            timing.stood(timing.layer, begun)
         return buffer
 
     def take_later(self, nbytes: int) -> tuple[torch.Tensor, Event | None]:
@@ -36,6 +51,10 @@ class BufferPool:
         free = self._free[nbytes]
         if free:
             return free.pop() if free[-1][1] is None else free.popleft()
+        return self._make(nbytes)
+
+    def _make(self, nbytes: int) -> tuple[torch.Tensor, Event | None]:
+        self._made[nbytes] += 1
         with torch.inference_mode(False):  # else a buffer from an evaluation could not be written to in training
             # The allocator may hand out what the current stream still reads: `mark` comes after that.
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device), self._ordering.mark()
@@ -59,6 +78,7 @@ class BufferPool:
 
     def clear(self) -> None:
         self._free.clear()
+        self._made.clear()
 
 
 def _address(entry: tuple[torch.Tensor, Event | None]) -> int:

@@ -139,9 +139,16 @@ class Chain(Route):
         return (link.item for link in self._open.values() if link.buffer is None)
 
     def total(self, own: torch.Tensor) -> torch.Tensor:
-        sums = own.view(self._dtype)
-        if self._dtype != self._out_dtype:
-            sums = sums.to(self._out_dtype)
-            if own.numel():
-                self._pool.give(own)
-        return sums if self._divisor is None else sums.div_(self._divisor)
+        return chain_total(own, self._dtype, self._out_dtype, self._divisor, self._pool)
+
+
+def chain_total(
+    own: torch.Tensor, dtype: torch.dtype, out_dtype: torch.dtype, divisor: float | None, pool: BufferPool
+) -> torch.Tensor:
+    """The sum at a chain's end, in the dtype that is delivered, averaged. own: its bytes."""
+    sums = own.view(dtype)
+    if dtype != out_dtype:
+        sums = sums.to(out_dtype)
+        if own.numel():
+            pool.give(own)
+    return sums if divisor is None else sums.div_(divisor)

@@ -22,6 +22,7 @@ from commfuse_dp.engine.gradients import GradientStream, ReplicaGroup, Scatter
 from commfuse_dp.engine.ordering import ordering_of
 from commfuse_dp.engine.parameters import Consume, ParameterStream, owner_orders
 from commfuse_dp.engine.plan import Unit, UnitSlice, absent_slice
+from commfuse_dp.engine.room import check_room
 from commfuse_dp.engine.whole import Whole, WholeProducts
 from commfuse_dp.engine.window import Key
 from commfuse_dp.errors import CommFuseError, Where
@@ -65,8 +66,8 @@ class Engine:
         self.device = device
         for unit in self.units:
             unit.anchor = torch.empty(0, device=device, requires_grad=True)
-        ordering = ordering_of(transport.device)
-        self._pool = BufferPool(device, ordering)
+        self.ordering = ordering = ordering_of(transport.device)
+        self._pool = BufferPool(device, ordering, self.probe)
         self.gradients = GradientStream(
             transport, self._pool, self.probe, replicas, inbox_bytes=config.inbox_bytes, ordering=ordering
         )
@@ -110,7 +111,8 @@ class Engine:
             self._sequences[self._mode] = record
         begun = self.probe.mark()
         start = now_ns()
-        self.transport.wait_finished(self.step, where)
+        if self.parameters.shared:
+            self.transport.wait_finished(self.step, where)
         waited = now_ns()
         self.probe.stood("(start of step)", begun)
         begun = self.probe.mark() if self.probe.sink is not None else None
@@ -146,8 +148,8 @@ class Engine:
         return in_backward() or unit.policy.keep_after_forward
 
     def whole_products(self, unit: Unit) -> WholeProducts | None:
-        """The unit's products in one kernel each, if the device and the unit allow them."""
-        if self._gemms is None or not unit.by_rows or unit.replicated or len(unit.slots[0].shape) != 2:
+        """The unit's products in one kernel each, if the device and the unit allow them. Of a replicated one: wgrad."""
+        if self._gemms is None or not unit.by_rows or len(unit.slots[0].shape) != 2:
             return None
         assert self.transport.device is not None
         return WholeProducts(self, unit, self._gemms, self.transport.device)
@@ -252,9 +254,9 @@ class Engine:
         self._active = False
 
     def settle(self) -> None:
-        """Finish the sums of all layers passed so far. To be called before blocking in anything that does not poll us."""
-        if not self.gradients.idle:
-            self.gradients.drain()
+        """Finish the sums of all layers passed so far, and have the current stream see them. To be called before blocking in
+        anything that does not poll us, and by whoever reads gradients before the end of the backward."""
+        self.gradients.drain()
 
     @property
     def has_accumulated(self) -> bool:
@@ -295,6 +297,8 @@ class _Sink:
         self._accumulated = unit.accumulated
         self.dtype = computed if self._accumulated is None else self._accumulated[0].dtype  # of what travels or is kept
         self._geometry = unit.geometry(self.dtype, include)
+        if reduce and self.dtype != unit.dtype:  # others were checked in the first step
+            check_room(unit, self._geometry, engine.transport)
         self._scatter = engine.gradients.begin(unit, self.dtype, include, engine.step) if reduce else None
         if reduce:
             unit.accumulated = None  # it travels with this reduction
@@ -303,7 +307,8 @@ class _Sink:
         """In the order of sending; on a mirrored transport with a step for every slice that comes in meanwhile."""
         slices = self._geometry.slices
         transport = self._engine.transport
-        if self._scatter is None or not transport.mirrored or owner == transport.rank:
+        straight = self._scatter is not None and self._scatter.route is None
+        if not straight or not transport.mirrored or owner == transport.rank:
             return slices[owner]
         beyond = range(len(slices[owner]), len(slices[transport.rank]))
         return (*slices[owner], *(absent_slice(owner, index) for index in beyond))

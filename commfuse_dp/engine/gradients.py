@@ -17,8 +17,8 @@ Sums are finished strictly in the order in which their layers' backward began, n
 cannot change a result (each is a sum of its own), but with replicas each sum starts an all-reduce, and these must be
 started in the same order on all ranks.
 
-Replicated units (ZeRO-1/2) take another way among more than two ranks (chain.py), and so does everything in the hierarchical
-order (two_level.py); here they only keep their turn.
+Replicated units (ZeRO-1/2) take another way among more than two ranks (chain.py, stream_chain.py), and so does everything in
+the hierarchical order (two_level.py); here they only keep their turn.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.chain import Chain
 from commfuse_dp.engine.ordering import Ordering
 from commfuse_dp.engine.plan import Geometry, Unit, UnitSlice
+from commfuse_dp.engine.room import in_chain
 from commfuse_dp.engine.route import Route
+from commfuse_dp.engine.stream_chain import StreamChain
 from commfuse_dp.engine.stream_two_level import StreamTwoLevel, Turn
 from commfuse_dp.engine.two_level import Outbox, TwoLevel
 from commfuse_dp.errors import Where
@@ -164,7 +166,19 @@ class GradientStream:
         unit, transport = scatter.unit, self._transport
         out_dtype = self._out_dtype(scatter)
         divisor = None if self._replicas is not None else scatter.divisor
-        if unit.replicated and transport.world_size > 2:
+        if in_chain(unit, transport.world_size) and transport.device_ordered:
+            return StreamChain(
+                transport,
+                self._pool,
+                scatter.geometry,
+                self._ordering,
+                unit=unit.index,
+                seq=scatter.seq,
+                out_dtype=out_dtype,
+                divisor=divisor,
+                where=scatter.where,
+            )
+        if in_chain(unit, transport.world_size):
             return Chain(
                 transport, self._pool, scatter.geometry, unit=unit.index, seq=scatter.seq, out_dtype=out_dtype, divisor=divisor
             )
@@ -202,12 +216,12 @@ class GradientStream:
 
     def reserve(self, scatter: Scatter, item: UnitSlice) -> torch.Tensor:
         """Bytes that the partial of `item` is to be computed into. Blocks while its owner has no free slot."""
+        if self._probe.timing is not None:
+            self._probe.timing.layer = scatter.unit.name
         if scatter.route is not None:
             return scatter.route.reserve(item, self._own_part(scatter, item) if item.owner == self._rank else _NOTHING)
         if item.owner == self._rank:
             return self._own_part(scatter, item)
-        if self._probe.timing is not None:
-            self._probe.timing.layer = scatter.unit.name
         buffer = self._transport.try_reserve(item.owner, item.nbytes)
         if buffer is None:
             buffer = self._await_credit(scatter, item)
@@ -268,9 +282,17 @@ class GradientStream:
 
     def _own_buffer(self, scatter: Scatter) -> torch.Tensor:
         nbytes = scatter.geometry.segment_bytes[self._rank]
-        if self._is_final(scatter):  # summed in place and handed to the parameter: must be memory of its own
+        if self._is_final(scatter) and self._kept(scatter):  # summed in place and handed to the parameter: memory of its own
             return torch.empty(nbytes, dtype=torch.uint8, device=self._pool.device)
-        return self._pool.take(nbytes)
+        return self._pool.take(nbytes, most=self._spare(nbytes))
+
+    def _spare(self, nbytes: int) -> int:
+        """Buffers of this size that may be in use by sums under way, before compute waits for the first of them."""
+        return max(2, self._inbox_bytes // max(1, nbytes))
+
+    def _kept(self, scatter: Scatter) -> bool:
+        """Whoever gets the sum keeps it."""
+        return self._replicas is not None or any(slot.keeps_delivered for slot in scatter.unit.slots)
 
     def _is_final(self, scatter: Scatter) -> bool:
         """The buffer of the own partial can become the gradient itself."""
@@ -370,7 +392,6 @@ class GradientStream:
         dtype = scatter.geometry.dtype
         own_bytes = scatter.own
         assert own_bytes is not None
-        self._ordering.hold(own_bytes)
         whole = item.nbytes == own_bytes.numel()
         own = (own_bytes if whole else own_bytes[item.offset : item.offset + item.nbytes]).view(dtype)
         if self._is_final(scatter):
@@ -418,9 +439,12 @@ class GradientStream:
             total = scatter.partials if scatter.partials is not None else scatter.own.view(dtype)
             if scatter.own.numel():
                 self._pool.give(scatter.own)
-        scatter.own = None
+        own, scatter.own = scatter.own, None
+        self._ordering.hold(own)
         if self._replicas is None:
             self._deliver(scatter, total)
+            if own.numel() and not self._kept(scatter) and total.data_ptr() == own.data_ptr():
+                self._pool.give(own)
             return
         unit = scatter.unit
         if unit.replica_partial is not None:  # reduced over the shards in earlier microbatches only

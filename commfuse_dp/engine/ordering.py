@@ -18,6 +18,8 @@ where the engine has to say it.
 * Memory that the caching allocator handed out on compute may be read on `reduce` until `join`; it is kept alive until then
   (`hold`), as the allocator would otherwise give it to compute again at once. No record_stream: that would hold blocks back
   until a later, unknown moment and inflate the reserved memory.
+* `join` speaks for the stream that calls it. A framework may look at gradients on a stream of its own (DeepSpeed does): that
+  one has to join, too, or to wait for one that has; and what is held goes only when compute itself has joined.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from contextlib import contextmanager
 
 import torch
 
-from commfuse_dp.device.base import Device, Event
+from commfuse_dp.device.base import Device, Event, Stream
 
 
 class Ordering:
@@ -51,7 +53,7 @@ class Ordering:
         return
 
     def join(self) -> None:
-        """What is called from now on sees the results of all sums."""
+        """What is called on the current stream from now on sees the results of all sums."""
         return
 
 
@@ -61,8 +63,10 @@ class StreamOrdering(Ordering):
     def __init__(self, device: Device) -> None:
         self._device = device
         self._reduce = device.side_stream("reduce")
+        self._compute = device.current_stream()  # where the last sum's own partial was computed
         self._held: list[torch.Tensor] = []
-        self._joined = True
+        self._joined: set[Stream] = set()  # behind all sums
+        self._reduced = False  # there have been some
 
     def mark(self) -> Event:
         return self._device.record(self._device.current_stream())
@@ -73,8 +77,10 @@ class StreamOrdering(Ordering):
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
+        self._compute = self._device.current_stream()
         self._device.wait_event(self._reduce, self.mark())
-        self._joined = False
+        self._reduced = True
+        self._joined.clear()
         with self._device.on(self._reduce):
             yield
 
@@ -82,11 +88,13 @@ class StreamOrdering(Ordering):
         self._held.extend(tensors)
 
     def join(self) -> None:
-        if self._joined:
+        stream = self._device.current_stream()
+        if not self._reduced or stream in self._joined:
             return
-        self._device.wait_event(self._device.current_stream(), self._device.record(self._reduce))
-        self._held.clear()
-        self._joined = True
+        self._device.wait_event(stream, self._device.record(self._reduce))
+        self._joined.add(stream)
+        if stream == self._compute:
+            self._held.clear()
 
 
 def ordering_of(device: Device | None) -> Ordering:

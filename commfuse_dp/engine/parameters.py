@@ -9,7 +9,6 @@ on small layers the time is in Python, not in the GEMMs.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -17,6 +16,7 @@ import torch
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.plan import Unit, UnitSlice, absent_slice
+from commfuse_dp.engine.room import check_room
 from commfuse_dp.engine.window import Held, Key, Mirror, Window
 from commfuse_dp.errors import CommFuseError, ConfigError, Where
 from commfuse_dp.kernels.publish import PublishPlan
@@ -99,6 +99,8 @@ class ParameterStream:
         self._transport = transport
         self._units = units
         self._published = [unit for unit in units if not unit.replicated]
+        # In streams nobody waits for the readers of what nobody publishes (ZeRO-1, 2).
+        self.shared = bool(self._published) or not transport.device_ordered
         self._config = config
         self._pool = pool
         self._probe = transport.probe
@@ -128,8 +130,7 @@ class ParameterStream:
                     f"inbox_bytes={config.inbox_bytes} allow at most {limit}. Set slices_per_rank to {need} or more "
                     f"(now {unit.slices_per_rank}), or raise prefetch_bytes and inbox_bytes to {largest} or more."
                 )
-            if self._transport.device_ordered:
-                self._check_room(unit)
+            check_room(unit, unit.geometry(unit.dtype, (True,) * len(unit.slots)), self._transport)
         self._transport.expose([unit.params.segment_bytes for unit in self._units])
         orders = owner_orders(self._transport, config)
         mirrored = self._transport.mirrored
@@ -141,24 +142,6 @@ class ParameterStream:
             self._window = Window(self._transport, self._pool, config.prefetch_bytes, self._probe, self._locate, mirror)
         self._transport.describe_pulls(self._describe)
         self.exposed = True
-
-    def _check_room(self, unit: Unit) -> None:
-        """Streams cannot copy partials out of a crowded inbox as the host does ([Note: Credit and deadlock] in gradients.py):
-        all that a layer sends to one rank must fit into its inbox, twice, as places in it are contiguous."""
-        if unit.replicated and self._world_size > 2:
-            raise ConfigError(
-                f"layer {unit.name!r} is replicated (ZeRO-1/2) on {self._world_size} ranks, whose gradients travel in chains: "
-                f"a transport ordered by streams ({self._transport.name!r}) cannot do that."
-            )
-        boxes: dict[int, int] = defaultdict(int)
-        for owner, nbytes in enumerate(unit.geometry(unit.dtype, (True,) * len(unit.slots)).segment_bytes):
-            boxes[self._transport.box_of(owner)] += nbytes
-        owed = 2 * max(boxes.values())
-        if owed > self._transport.message_limit and self._world_size > 1:
-            raise ConfigError(
-                f"the gradient of layer {unit.name!r} that goes to one rank has {owed // 2} bytes; on a GPU inbox_bytes must "
-                f"be at least twice as large, and is {self._transport.message_limit}. Set inbox_bytes to {owed} or more."
-            )
 
     def _bind_own(self, unit: Unit, reading: _Reading) -> None:
         segment = self._transport.segment(unit.index)

@@ -49,8 +49,15 @@ class ParamSlot(Protocol):
     @property
     def requires_grad(self) -> bool: ...
 
+    @property
+    def keeps_delivered(self) -> bool:
+        """Whether the tensor given to `deliver` is kept. False: what is needed has been copied, on the current stream."""
+        ...
+
     def deliver(self, grad: torch.Tensor) -> None:
-        """Take the reduced gradient of what `local` covers: set or accumulate it, run the parameter's gradient hooks."""
+        """Take the reduced gradient of what `local` covers: set or accumulate it, run the parameter's gradient hooks.
+
+        On a device this runs on a stream beside the backward: see [Note: Streams of a step] in ordering.py."""
         ...
 
 
@@ -130,6 +137,8 @@ class Geometry(ABC):
         self.slices = tuple(own for own, _ in segments)
         self.segment_bytes = tuple(size for _, size in segments)
         self.largest_slice = max((s.nbytes for own in self.slices for s in own), default=0)
+        self.owed = tuple(sum(_align(s.nbytes) for s in own) for own in self.slices)
+        """Bytes that are sent to each owner, each slice on a cache line."""
 
     @abstractmethod
     def pieces(self, item: UnitSlice, data: torch.Tensor) -> list[Piece]:
@@ -283,10 +292,19 @@ class Unit:
         """Bytes of the largest slice of gradients (and of parameters) that travel in `dtype`."""
         return self.geometry(dtype, (True,) * len(self.slots)).largest_slice
 
+    def owed_bytes(self, world_size: int) -> int:
+        """At least the largest of `Geometry.owed` in the compute dtype, before layouts are fixed."""
+        gaps = ALIGNMENT * (max(64, self.slices_per_rank) + len(self.slots))  # more slices than 64 only if asked for
+        if self._flat_bounds is not None:
+            return max(stop - start for start, stop in self._flat_bounds) * self.dtype.itemsize + gaps
+        shapes = self.whole_shapes()
+        return sum(-(-shape[0] // world_size) * prod(shape[1:]) for shape in shapes) * self.dtype.itemsize + gaps
+
     @property
     def by_rows(self) -> bool:
-        """Shards are whole rows."""
-        return self._flat_bounds is None
+        """Shards are whole rows, also where they were given as flat ranges."""
+        row = max(1, prod(self.slots[0].shape[1:]))
+        return self._flat_bounds is None or all(start % row == 0 and stop % row == 0 for start, stop in self._flat_bounds)
 
     @property
     def split_rows(self) -> tuple[int, ...]:

@@ -6,7 +6,8 @@
 The kernel waits inside itself, tile by tile, so a late slice holds up only what needs it. What it needs for that:
 
 * all slices of the layer are in the window at once (their copies are enqueued, or it would wait for ever), and
-* the partials that are owed to one rank fit into its staging ring together, as one launch writes them all.
+* the partials that are owed to one rank fit into its staging ring together, as one launch writes them all (those of a chain
+  are in buffers of their own).
 
 Where one of them does not hold, or there is nothing to compute, or the operands are of other dtypes than the parameters, the
 layer goes by slices: both give the same sums up to the tiling of a GEMM. Which kernel computes a product (Triton, or BLAS by
@@ -35,6 +36,7 @@ import torch
 from commfuse_dp.device.base import Device, Word
 from commfuse_dp.engine.gradients import Scatter
 from commfuse_dp.engine.plan import Geometry, Unit, UnitSlice
+from commfuse_dp.engine.room import in_chain
 from commfuse_dp.engine.window import Held
 from commfuse_dp.kernels.gemms import Gemms
 from commfuse_dp.kernels.table import SliceEntry, SliceTable
@@ -114,7 +116,8 @@ class WholeProducts:
     # ---- gradients ---------------------------------------------------------------------------------------------------
     def _wgrad(self, grad: torch.Tensor, x: torch.Tensor, scatter: Scatter, order: list[UnitSlice]) -> bool:
         """All partial gradients, each sent as soon as it is complete. order: slices owed to others first."""
-        if grad.dtype != x.dtype or not scatter.include[0] or not self._fits(scatter.geometry):
+        chained = in_chain(self._unit, self._engine.world_size)  # buffers of their own, not staging
+        if grad.dtype != x.dtype or not scatter.include[0] or not (chained or self._fits(scatter.geometry)):
             return False
         steps, order = order, [item for item in order if not item.absent]
         gradients = self._engine.gradients

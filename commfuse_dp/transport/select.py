@@ -106,7 +106,10 @@ def open_transport(
         if found is not None:
             return found
     if chosen == "symmetric" and not device_ordered:
-        raise TransportError("transport 'symmetric' orders work by CUDA streams, which only FSDP2 models do so far; use 'auto'")
+        raise TransportError(
+            "transport 'symmetric' orders work by CUDA streams, as layers of FSDP2 and DeepSpeed do; this caller waits on the "
+            "host: use 'auto'"
+        )
     if device.type == "cuda" and device_ordered and kind in ("auto", "symmetric"):
         opened = _open_symmetric(
             kind, group, rank, hosts, exchange, device=device, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe

@@ -52,7 +52,7 @@ class Messages:
         reservation, behind = self._reserved[dst].reserve(nbytes)
         if behind is not None and (self._behind is None or self._behind[0] != stream or self._behind[1] is not behind):
             self._behind = stream, behind
-            if core.probe.timing is not None:
+            if core.probe.timing is not None and core.probe.timing.layer:
                 core.probe.stood(core.probe.timing.layer, core.probe.mark(), (behind,))
             core.device.wait_event(stream, behind)
         return self._view(self._staging[dst], dst, -1, reservation.offset, nbytes)

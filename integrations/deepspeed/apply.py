@@ -26,6 +26,7 @@ from commfuse_dp.engine.collective_port import CollectivePort
 from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.plan import Unit
+from commfuse_dp.engine.room import room_for
 from commfuse_dp.errors import ConfigError
 from commfuse_dp.ops.gathered import gather_parameters
 from commfuse_dp.ops.linear import fused_linear, register_operand, replicated_linear
@@ -142,27 +143,18 @@ def _stock(engine: Any, config: CommFuseConfig, why: str) -> Report:
 
 def _install(zero: Any, config: CommFuseConfig, selection: Selection, group: dist.ProcessGroup, device: torch.device) -> Report:
     optimizer, stage = zero.optimizer, int(zero.zero_optimization_stage())
-    probe = Probe()
-    transport, transport_reason = open_transport(
-        config.transport,
-        group=group,
-        inbox_bytes=config.inbox_bytes,
-        deadline_s=config.deadline_s,
-        probe=probe,
-        device=device,
-        order=config.order if stage == 3 else _flat_order(config),
-    )
+    world_size, rank = group.size(), dist.get_rank(group)
     slots: list[PartitionedWeight | ReplicatedWeight] = []
     units: list[Unit] = []
     for layer in selection.layers:
         name = f"{layer.name}.weight" if layer.name else "weight"
         policy = ZeroPolicy(optimizer, layer.param, stage)
         if layer.place is None:
-            bounds = flat_bounds(numel(layer.param), transport.world_size)
-            slots.append(PartitionedWeight(name, layer.param, optimizer, bounds, transport.rank))
+            bounds = flat_bounds(numel(layer.param), world_size)
+            slots.append(PartitionedWeight(name, layer.param, optimizer, bounds, rank))
         else:
             bounds = layer.place.bounds
-            slots.append(ReplicatedWeight(name, layer.param, optimizer, layer.place, transport.rank))
+            slots.append(ReplicatedWeight(name, layer.param, optimizer, layer.place, rank))
         units.append(
             Unit(
                 len(units),
@@ -174,20 +166,32 @@ def _install(zero: Any, config: CommFuseConfig, selection: Selection, group: dis
                 replicated=layer.place is not None,
             )
         )
+    probe = Probe()
+    transport, transport_reason = open_transport(
+        config.transport,
+        group=group,
+        inbox_bytes=config.inbox_bytes if device.type == "cpu" else room_for(units, world_size, config),
+        deadline_s=config.deadline_s,
+        probe=probe,
+        device=device,
+        device_ordered=True,
+        order=config.order if stage == 3 else _flat_order(config),
+    )
     engine = Engine(transport, units, config, device=device, replicas=None)
     report = Report(
-        _rows(zero.module, selection),
+        _rows(zero.module, selection, transport.device_ordered),
         transport=transport.name,
         transport_reason=transport_reason,
         config=config,
         probe=probe,
-        world_size=transport.world_size,
-        minimum_bytes_per_step=_minimum_bytes(selection, stage, transport.rank, transport.world_size),
+        world_size=world_size,
+        minimum_bytes_per_step=_minimum_bytes(selection, stage, world_size, rest=not transport.device_ordered),
+        kernels=engine.kernel_explainer(),
     )
     application = _Application(engine, report)
     for layer, unit in zip(selection.layers, units, strict=True):
         _serve(application, layer, unit)
-    _serve_rest(application, CollectivePort(engine), group)
+    _serve_rest(application, None if transport.device_ordered else CollectivePort(engine), group)
     _hook_steps(application, zero, selection, slots)
     if config.defer_gather:
         _defer_gather(application, zero, config, group, device)
@@ -217,8 +221,15 @@ def _defer_gather(
         log.warning("CommFuse: defer_gather is left out: %s.", obstacle)
         return
     probe = application.engine.probe
+    symmetric = application.engine.transport.name == "symmetric"  # what else orders by streams serves no pulls of one's own
     transport, _ = open_transport(
-        config.transport, group=group, inbox_bytes=1 << 16, deadline_s=config.deadline_s, probe=probe, device=device
+        "symmetric" if symmetric else config.transport,
+        group=group,
+        inbox_bytes=1 << 16,
+        deadline_s=config.deadline_s,
+        probe=probe,
+        device=device,
+        device_ordered=symmetric,
     )
     gather = DeferredGather(transport, [FlatGroup(*entry) for entry in compat.flat_groups(zero.optimizer, group.size())])
     for module in watch(zero.module, gather, compat.flat_ranges(zero.optimizer)):
@@ -292,7 +303,8 @@ def _as(bias: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return bias if bias.dtype == like.dtype else bias.to(like.dtype)  # under autocast
 
 
-def _serve_rest(application: _Application, port: CollectivePort, group: dist.ProcessGroup) -> None:
+def _serve_rest(application: _Application, port: CollectivePort | None, group: dist.ProcessGroup) -> None:
+    """port None: DeepSpeed keeps its own collectives, see [Note: Collectives beside streams] in backend.py."""
     backend = compat.get_backend()
     if not isinstance(backend, RingBackend):
         backend = RingBackend(backend)
@@ -329,19 +341,6 @@ def _hook_steps(
                         name,
                     )
 
-    def collect() -> None:
-        """All gradients of the backward that has just ended must be there before the optimizer looks at them."""
-        engine.settle()
-        if not compat.coalescing(optimizer) and (replicated or engine.has_accumulated):
-            reduce = int(zero.zero_optimization_stage()) == 3 or compat.reduces_every_backward(optimizer)
-            if reduce:
-                engine.reduce_accumulated()
-                compat.reduce_waiting(optimizer, whole)
-        if replicated:
-            compat.expect_gradients(optimizer)
-        for slot in replicated:
-            slot.hand_over()
-
     microbatch_begins: Callable[[], None] | None = None
     if unfetched:
         microbatch_begins, undo = compat.sum_partitions(optimizer)
@@ -361,29 +360,51 @@ def _hook_steps(
     for handle in hook_root(zero.module, engine, before=before):
         application.undo.append(handle.remove)
     if selection.layers:
-        application.undo.append(compat.before_epilogue(optimizer, collect))
+        stage = int(zero.zero_optimization_stage())
+        collecting = functools.partial(collect, engine, optimizer, stage, replicated, whole)
+        application.undo.append(compat.before_epilogue(optimizer, collecting))
 
 
-def _rows(model: nn.Module, selection: Selection) -> list[ParameterRow]:
+def collect(engine: Engine, optimizer: Any, stage: int, replicated: list[ReplicatedWeight], whole: list[nn.Parameter]) -> None:
+    """All gradients of the backward that has just ended must be there before the optimizer looks at them, on any stream.
+
+    replicated, whole: slots and parameters of fused layers under ZeRO-1/2."""
+    engine.settle()
+    waiting = not compat.coalescing(optimizer) and (replicated or engine.has_accumulated)
+    if waiting and (stage == 3 or compat.reduces_every_backward(optimizer)):
+        engine.reduce_accumulated()
+        compat.reduce_waiting(optimizer, whole)
+    if replicated:
+        compat.expect_gradients(optimizer)
+    for slot in replicated:
+        slot.hand_over()
+    compat.after_current(optimizer)
+
+
+def _rows(model: nn.Module, selection: Selection, device_ordered: bool) -> list[ParameterRow]:
     rows = []
     for layer in selection.layers:
         name = f"{layer.name}.weight" if layer.name else "weight"
         path: Path = "fused" if layer.fused else "gathered"
         what = "nn.Linear" if layer.fused else f"{type(layer.module).__name__} cannot be computed by row slices"
         rows.append(ParameterRow(name, path, what, numel(layer.param)))
-    rows += [ParameterRow(name, "hooks", why, numel(param)) for name, (param, why) in selection.left.items()]
+    rest: Path = "stock" if device_ordered else "hooks"
+    why_stock = "; on a GPU, what is not fused stays with DeepSpeed's own collectives" if device_ordered else ""
+    rows += [ParameterRow(name, rest, why + why_stock, numel(param)) for name, (param, why) in selection.left.items()]
     place = {name: number for number, (name, _) in enumerate(model.named_parameters())}
     return sorted(rows, key=lambda row: place.get(row.name, len(place)))
 
 
-def _minimum_bytes(selection: Selection, stage: int, rank: int, world_size: int) -> int:
+def _minimum_bytes(selection: Selection, stage: int, world_size: int, *, rest: bool) -> int:
     """Bytes this rank must receive in a step of one microbatch; see Report.minimum_bytes_per_step.
 
     What ZeRO-3 keeps whole is gathered once, after the step. Equal partitions are assumed for ZeRO-1/2.
+    rest: what is not served by slices goes over CommFuse's collectives, and counts.
     """
     total = 0
     params = [(layer.param, True) for layer in selection.layers]
-    params += [(param, not getattr(param, "ds_persist", False)) for param, _ in selection.left.values()]
+    if rest:
+        params += [(param, not getattr(param, "ds_persist", False)) for param, _ in selection.left.values()]
     for param, again in params:
         size = numel(param) * param.element_size() * (world_size - 1) // world_size
         total += size * (2 if stage == 3 and again else 1)

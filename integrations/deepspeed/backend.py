@@ -5,6 +5,15 @@ While this rank is blocked in a collective of torch.distributed it sums no gradi
 is behind may need credit to reach that collective at all. So whatever is not served here first finishes the gradients of the
 layers that this rank has passed (`Engine.settle`): slower, never stuck.
 
+[Note: Collectives beside streams]
+Where the engine's waits stand in streams (GPUs) nothing is served here but the deferred all-gather: plain collectives are
+pumped by a host that looks at what has come, and there is nothing to look at. DeepSpeed's stay with its own backend (NCCL), and
+nothing has to settle before them. Say a collective has place p in the program, the same on all ranks; its stream stands until
+every rank has come to p. Before it, a rank's compute waits for slices of parameters that were published before p, and for sums
+of layers before p; those wait for nothing behind p on any rank, as everything of a layer is enqueued, credits included, before
+the layer's call returns. So the host may wait for a collective, too: it holds nothing back. And a kernel that waits for slices,
+on all multiprocessors, waits for no collective: slices are published when a step begins.
+
 [Note: Whose call it is]
 All DeepSpeed engines of a process share one backend, and a call does not say for which engine it is made. It is taken to be
 for the engine whose forward began last (`activate`); an engine without CommFuse thus keeps DeepSpeed's own collectives. A wrong
@@ -62,13 +71,13 @@ class RingBackend:
         self.original = original
         self._active: Engine | None = None
         self._deferred: dict[int, DeferredGather] = {}  # by id(engine)
-        self._ports: dict[tuple[int, ...], tuple[Engine, CollectivePort]] = {}
+        self._ports: dict[tuple[int, ...], tuple[Engine, CollectivePort | None]] = {}
         self._ranks: dict[
             int, tuple[Any, tuple[int, ...]]
         ] = {}  # id(group) -> (group, kept so that the id stays its own; ranks)
 
-    def serve(self, engine: Engine, port: CollectivePort, ranks: tuple[int, ...]) -> None:
-        """Collectives of the group of these global ranks go through `port` from now on."""
+    def serve(self, engine: Engine, port: CollectivePort | None, ranks: tuple[int, ...]) -> None:
+        """Collectives of the group of these global ranks go through `port` from now on. None: only deferred all-gathers do."""
         self._ports[ranks] = (engine, port)
         self._active = engine
 
@@ -99,15 +108,16 @@ class RingBackend:
 
     # ---- what is served ----------------------------------------------------------------------------------------------
     def all_gather_into_tensor(self, output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Any:
-        port = self._port(group, output_tensor, input_tensor)
-        if port is None:
-            self._settle()
-            return self.original.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-        gather = self._deferred.get(id(self._active))
+        served = self._serves(group, output_tensor, input_tensor)
+        gather = self._deferred.get(id(self._active)) if served else None
         index = gather.index_of(output_tensor) if gather is not None else None
         if gather is not None and index is not None:
             gather.start(index)
             return _Done() if async_op else None
+        port = self._port(group, output_tensor, input_tensor)
+        if port is None:
+            self._settle()
+            return self.original.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
         work = port.all_gather(output_tensor.view(-1), input_tensor.view(-1))
         if async_op:
             return work
@@ -134,16 +144,14 @@ class RingBackend:
         return _Done() if async_op else None
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
+    def _serves(self, group: Any, *tensors: torch.Tensor) -> bool:
+        engine = self._ports.get(self._ranks_of(group), (None, None))[0]
+        if engine is None or engine is not self._active:
+            return False
+        return all(t.is_contiguous() and t.device.type == engine.device.type and t.numel() > 0 for t in tensors)
+
     def _port(self, group: Any, *tensors: torch.Tensor) -> CollectivePort | None:
-        entry = self._ports.get(self._ranks_of(group))
-        if entry is None:
-            return None
-        engine, port = entry
-        if engine is not self._active:
-            return None
-        if any(not t.is_contiguous() or t.device.type != engine.device.type or t.numel() == 0 for t in tensors):
-            return None
-        return port
+        return self._ports[self._ranks_of(group)][1] if self._serves(group, *tensors) else None
 
     def _ranks_of(self, group: Any) -> tuple[int, ...]:
         found = self._ranks.get(id(group))
@@ -154,4 +162,5 @@ class RingBackend:
 
     def _settle(self) -> None:
         for engine, _ in self._ports.values():
-            engine.settle()
+            if not engine.transport.device_ordered:
+                engine.settle()

@@ -160,6 +160,44 @@ def coalescing(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_coalesce_grad_reduction", False))
 
 
+# ---- streams of an accelerator ---------------------------------------------------------------------------------------
+# [Note: Streams that gradients pass]
+# A reduced gradient is delivered on a stream of CommFuse's (engine/ordering.py); compute has joined that one when a backward's
+# gradients are collected. DeepSpeed has streams of its own, which wait for compute only where stock DeepSpeed needs it:
+#
+#   CommFuse's   | sum, partition_grads: copy or add to the partition's buffer |
+#   compute                                                     join ^|  epilogue ... norm, unscale, optimizer
+#   DeepSpeed's  | the same, for what is not fused |     after_current |  has_overflow: reads the buffers of all   (ZeRO-3)
+#   DeepSpeed's  | reduces its buckets, if other code reads a weight | see_reductions: compute adds to it          (ZeRO-1, 2)
+#
+# * ZeRO-3 looks for inf and nan on its stream, not behind compute: `after_current` orders it there, once a backward.
+# * A weight that other code reads gets gradients from both streams in one microbatch: `sum_partitions` orders each delivery
+#   behind the one before.
+_STREAMS = ("reduce_and_partition_stream", "reduction_stream")
+
+
+def accelerator() -> Any:
+    return importlib.import_module("deepspeed.accelerator").get_accelerator()
+
+
+def _own_streams(optimizer: Any) -> list[Any]:
+    """Streams on which an optimizer works beside the current one; none on a CPU."""
+    found = [getattr(optimizer, name, None) for name in _STREAMS]
+    return [] if accelerator().is_synchronized_device() else [stream for stream in found if stream is not None]
+
+
+def after_current(optimizer: Any) -> None:
+    """What the optimizer does on its own streams from now on sees what the current one has been given."""
+    for stream in _own_streams(optimizer):
+        stream.wait_stream(accelerator().current_stream())
+
+
+def see_reductions(optimizer: Any) -> None:
+    """The current stream sees what the optimizer has been given to do on its own ones."""
+    for stream in _own_streams(optimizer):
+        accelerator().current_stream().wait_stream(stream)
+
+
 # ---- ZeRO-3 ----------------------------------------------------------------------------------------------------------
 def leave_unfetched() -> str | None:
     """Make DeepSpeed's fetching pass over parameters marked by `mark_unfetched`; a reason if that cannot be."""
@@ -240,7 +278,7 @@ def release(param: nn.Parameter) -> None:
 
 def accumulate_partition(optimizer: Any, param: nn.Parameter, grad: torch.Tensor) -> None:
     """Hand a reduced gradient of this rank's partition to ZeRO-3: set in the first microbatch, added in the others."""
-    waiting = param.grad  # of other code that reads the weight: in a bucket, not reduced yet
+    waiting, param.grad = param.grad, None  # of other code that reads the weight: in a bucket, not reduced yet
     optimizer.partition_grads([param], [grad])
     param.grad = waiting
 
@@ -253,26 +291,35 @@ def sum_partitions(optimizer: Any) -> tuple[Callable[[], None], Callable[[], Non
     """
     original = optimizer.partition_grads
     delivered: dict[int, torch.Tensor] = {}  # id(param) -> where its gradient lies
+    passed: dict[int, Any] = {}  # id(param) -> event behind that delivery; on an accelerator, for what is fused
 
     @functools.wraps(original)
     def partition_grads(params: list[nn.Parameter], grads: list[torch.Tensor]) -> list[torch.Tensor]:
         buffers: list[torch.Tensor] = []
         for param, grad in zip(params, grads, strict=True):
             earlier = delivered.get(id(param))
+            if id(param) in passed:
+                accelerator().current_stream().wait_event(passed[id(param)])
             if earlier is not None and optimizer.micro_step_id == 0:
                 grad = earlier.view(grad.shape) + grad
             got = original([param], [grad])  # empty if this rank's partition is
             if got:
                 delivered[id(param)] = got[0]
+                if getattr(param, _UNFETCHED, False) and not accelerator().is_synchronized_device():
+                    passed[id(param)] = accelerator().current_stream().record_event()
             buffers += got
         return buffers
 
     vars(optimizer)["partition_grads"] = partition_grads
 
+    def begin() -> None:
+        delivered.clear()
+        passed.clear()
+
     def undo() -> None:
         del vars(optimizer)["partition_grads"]
 
-    return delivered.clear, undo
+    return begin, undo
 
 
 # ---- ZeRO-1 and 2 ----------------------------------------------------------------------------------------------------
@@ -323,6 +370,7 @@ def reduce_waiting(optimizer: Any, params: Iterable[nn.Parameter]) -> None:
     what is reduced already can be added to them afterwards only."""
     if any(param.grad is not None or getattr(param, "grad_accum", None) is not None for param in params):
         optimizer.reduce_ipg_grads()
+        see_reductions(optimizer)
 
 
 def replicated_grad_dtype(optimizer: Any, param: nn.Parameter, place: FlatPlace) -> torch.dtype:

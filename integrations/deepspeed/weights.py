@@ -30,6 +30,8 @@ class PartitionedWeight:
     def requires_grad(self) -> bool:
         return self._param.requires_grad
 
+    keeps_delivered = False  # copied into DeepSpeed's buffer
+
     def deliver(self, grad: torch.Tensor) -> None:
         with torch.no_grad():
             compat.accumulate_partition(self._optimizer, self._param, grad)
@@ -58,6 +60,8 @@ class ReplicatedWeight:
     @property
     def requires_grad(self) -> bool:
         return self._param.requires_grad
+
+    keeps_delivered = True  # until `hand_over`
 
     def deliver(self, grad: torch.Tensor) -> None:
         self._ready.append(grad)

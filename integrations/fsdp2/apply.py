@@ -27,6 +27,7 @@ from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.gradients import ReplicaGroup
 from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.plan import Unit, UnitPolicy
+from commfuse_dp.engine.room import room_for
 from commfuse_dp.errors import CommFuseError, ConfigError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.select import open_transport
@@ -194,11 +195,20 @@ def _install(model: nn.Module, selection: Selection, config: CommFuseConfig) -> 
     device = next(param for param in model.parameters()).device
     if device.type == "meta":
         device = torch.device("cpu" if dist.get_backend(group) == "gloo" else "cuda")
+    units: list[Unit] = []
+    for adoption in selection.adoptions:
+        slots = [
+            ModuleParameter(f"{adoption.name}.{param_name}" if adoption.name else param_name, adoption.module, param_name)
+            for param_name in adoption.param_names
+        ]
+        units.append(Unit(len(units), adoption.name, slots, GroupPolicy(adoption.group), config.slices_per_rank))
+    for name, layer in selection.claims:
+        units.append(Unit(len(units), name, layer.slots(name), layer.policy, config.slices_per_rank))
     probe = Probe()
     transport, transport_reason = open_transport(
         config.transport,
         group=group,
-        inbox_bytes=config.inbox_bytes if device.type == "cpu" else max(config.inbox_bytes, _room(selection, group.size())),
+        inbox_bytes=config.inbox_bytes if device.type == "cpu" else room_for(units, group.size(), config),
         deadline_s=config.deadline_s,
         probe=probe,
         device=device,
@@ -210,18 +220,9 @@ def _install(model: nn.Module, selection: Selection, config: CommFuseConfig) -> 
         ranks = dist.get_process_group_ranks(selection.replicate_group)
         if len(ranks) > 1:  # a communicator of our own: FSDP2's must not see our all-reduces between its collectives
             replicas = ReplicaGroup(dist.new_group(ranks, use_local_synchronization=True), len(ranks))
-    units: list[Unit] = []
-    rows: list[ParameterRow] = []
-    for adoption in selection.adoptions:
-        slots = [
-            ModuleParameter(f"{adoption.name}.{param_name}" if adoption.name else param_name, adoption.module, param_name)
-            for param_name in adoption.param_names
-        ]
-        units.append(Unit(len(units), adoption.name, slots, GroupPolicy(adoption.group), config.slices_per_rank))
-    for name, layer in selection.claims:
-        units.append(Unit(len(units), name, layer.slots(name), layer.policy, config.slices_per_rank))
     engine = Engine(transport, units, config, device=device, replicas=replicas)
     application = _Application(engine)
+    rows: list[ParameterRow] = []
     for adoption, unit in zip(selection.adoptions, units, strict=False):
         rows += _serve(application, unit, adoption.module, adoption.fused, adoption.param_names)
         application.modules.append(adoption.module)
@@ -254,23 +255,6 @@ def _install(model: nn.Module, selection: Selection, config: CommFuseConfig) -> 
     )
     log.info("%s", report)
     return report
-
-
-def _room(selection: Selection, world_size: int) -> int:
-    """Inbox bytes that a device needs: twice what the largest layer owes to one rank (engine/parameters.py)."""
-    owed = [0]
-    for adoption in selection.adoptions:
-        policy = GroupPolicy(adoption.group)
-        owed.append(sum(_shard_bytes(param.sharded_param, policy, world_size) for param in adoption.fsdp_params))
-    for name, layer in selection.claims:
-        owed.append(sum(_shard_bytes(slot.parameter, layer.policy, world_size) for slot in layer.slots(name)))
-    return 2 * max(owed)
-
-
-def _shard_bytes(param: torch.Tensor, policy: UnitPolicy, world_size: int) -> int:
-    """The largest shard, in the dtype that its gradients travel in, with room for its alignment."""
-    row = param.numel() // max(1, param.shape[0])
-    return -(-param.shape[0] // world_size) * row * (policy.compute_dtype or param.dtype).itemsize + 64
 
 
 def _serve(

@@ -41,6 +41,8 @@ class ModuleParameter:
     def requires_grad(self) -> bool:
         return self.parameter.requires_grad
 
+    keeps_delivered = True  # it becomes .grad
+
     def deliver(self, grad: torch.Tensor) -> None:
         compat.set_sharded_grad(self.parameter, grad)
 

@@ -90,6 +90,10 @@ class Slot:
     def grad_dtype(self) -> torch.dtype:
         return self._local.dtype
 
+    @property
+    def keeps_delivered(self) -> bool:
+        return self.flat is None  # as FSDP2 and ZeRO-3 do
+
     def deliver(self, grad: torch.Tensor) -> None:
         assert grad.shape == self._local.shape and grad.dtype == self._local.dtype
         self.grad = grad.clone() if self.grad is None else self.grad + grad
@@ -142,14 +146,15 @@ def expected(params: list[list[torch.Tensor]], steps: list[Step], world_size: in
 
 
 def bounds_of(case: dict[str, Any]) -> list[tuple[int, int]] | None:
-    """Flat ranges: ZeRO-3's, which start in the middle of rows, or any, as ZeRO-1/2 have them."""
+    """Flat ranges: ZeRO-3's, which start in the middle of rows, or any, as ZeRO-1/2 have them; half of them whole rows."""
     n, numel = case["world_size"], WIDTH * WIDTH
     if case["layout"] == "rows":
         return None
     if case["layout"] == "zero3":
         return list(flat_bounds(numel, n))
     choose = random.Random(case["seed"])
-    edges = [0, *sorted(choose.randint(0, numel) for _ in range(n - 1)), numel]
+    step = WIDTH if case["seed"] % 2 else 1
+    edges = [0, *sorted(step * choose.randint(0, numel // step) for _ in range(n - 1)), numel]
     return list(itertools.pairwise(edges))
 
 

@@ -1,0 +1,48 @@
+"""How large an inbox has to be where waits stand in streams.
+
+A host that finds an inbox full copies partials out of it ([Note: Credit and deadlock] in gradients.py); streams cannot. There
+all that one layer owes to one rank must fit into that rank's inbox, twice, as places in it are contiguous and up to half of it
+may be lost to a gap at its end ([Note: Where credit is waited for] in transport/symmetric.py). Chains need no such room
+(chain.py), nor does a host.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.engine.plan import Geometry, Unit
+from commfuse_dp.errors import ConfigError
+from commfuse_dp.transport.base import Transport
+
+
+def in_chain(unit: Unit, world_size: int) -> bool:
+    """Gradients of the unit travel through all ranks, see chain.py."""
+    return unit.replicated and world_size > 2
+
+
+def room_for(units: Sequence[Unit], world_size: int, config: CommFuseConfig) -> int:
+    """The inbox_bytes to open a device-ordered transport with: the configured ones, or more if a layer needs them.
+
+    Gradients are taken to travel in the compute dtype. What is accumulated in a wider reduce dtype before it is reduced travels
+    in that one, and needs more: that is not set aside for all who never do it, but checked when it happens (`check_room`).
+    """
+    owed = [unit.owed_bytes(world_size) for unit in units if not in_chain(unit, world_size)]
+    return max([config.inbox_bytes, *(2 * nbytes for nbytes in owed)]) if world_size > 1 else config.inbox_bytes
+
+
+def check_room(unit: Unit, geometry: Geometry, transport: Transport) -> None:
+    """Raises ConfigError if the unit's gradients, in this layout, could fill an inbox for ever."""
+    if not transport.device_ordered or transport.world_size == 1 or in_chain(unit, transport.world_size):
+        return
+    boxes: dict[int, int] = defaultdict(int)  # between hosts several owners' rows go to one rank
+    for owner, nbytes in enumerate(geometry.owed):
+        boxes[transport.box_of(owner)] += nbytes
+    owed = max(boxes.values())
+    if 2 * owed > transport.message_limit:
+        raise ConfigError(
+            f"the gradient of layer {unit.name!r} that goes to one rank has {owed} bytes in {geometry.dtype}; on a GPU "
+            f"inbox_bytes must be at least twice as large, and is {transport.message_limit}. "
+            f"Set inbox_bytes to {2 * owed} or more."
+        )
