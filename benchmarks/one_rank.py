@@ -232,6 +232,7 @@ class Slot:
     device: torch.device
     requires_grad: bool = True
     grad_dtype: torch.dtype = torch.float32
+    keeps_delivered: bool = True
     grad: torch.Tensor | None = None
     rows: torch.Tensor = field(init=False)
 
