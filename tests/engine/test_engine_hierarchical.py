@@ -40,7 +40,7 @@ def opener(case: dict[str, Any]) -> Callable[[int, ExchangeFn], Transport]:
     )
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(cases(), st.sampled_from([(2, 2), (2, 3), (3, 2)]))
 def test_random_programs_over_hosts_give_the_gradients_of_autograd(case, shape):
     case = {**case, "world_size": shape[0] * shape[1], "per_host": shape[1]}

@@ -41,14 +41,14 @@ def train(rank: int, world_size: int, names: str) -> tuple[str, str, float]:
         return twin.report.transport, twin.report.transport_reason, meter.summary().across_bytes_received
 
 
-@pytest.mark.parametrize("names", ["aabb", "abab"])
+@pytest.mark.parametrize("names", ["abab", pytest.param("aabb", marks=pytest.mark.slow)])
 def test_training_equals_stock(workers, names):
     for transport, reason, across in workers(4).run(train, names):
         assert transport == "hierarchical" and "2 on each of 2 hosts" in reason
         assert across > 0
 
 
-@pytest.mark.parametrize("names", ["aaab", "abcd"])
+@pytest.mark.parametrize("names", ["aaab", pytest.param("abcd", marks=pytest.mark.slow)])
 def test_auto_stays_flat_where_hosts_have_other_numbers(workers, names):
     [(transport, _, across), *_] = workers(4).run(train, names)
     assert (transport, across) == ("tcp", 0)

@@ -75,7 +75,11 @@ def steps(rank: int, world_size: int, order: str, reshard: bool, kernels: str) -
 
 @pytest.mark.parametrize(
     ("world_size", "order", "reshard", "kernels"),
-    [(2, "pairwise", True, "auto"), (3, "ring", True, "blas"), (3, "pairwise", False, "auto")],
+    [
+        (2, "pairwise", True, "auto"),
+        (3, "ring", True, "blas"),
+        pytest.param(3, "pairwise", False, "auto", marks=pytest.mark.slow),
+    ],
 )
 def test_gradients_equal_stock(workers, world_size, order, reshard, kernels):
     workers(world_size).run(steps, order, reshard, kernels, timeout=90)
