@@ -18,11 +18,12 @@ import torch
 
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.buffers import BufferPool
-from commfuse_dp.engine.gradients import GradientStream, ReplicaGroup, Scatter
+from commfuse_dp.engine.gradients import GradientStream
 from commfuse_dp.engine.ordering import ordering_of
 from commfuse_dp.engine.parameters import Consume, ParameterStream, owner_orders
 from commfuse_dp.engine.plan import Unit, UnitSlice, absent_slice
 from commfuse_dp.engine.room import check_room
+from commfuse_dp.engine.scatter import ReplicaGroup, Scatter
 from commfuse_dp.engine.whole import Whole, WholeProducts
 from commfuse_dp.engine.window import Key
 from commfuse_dp.errors import CommFuseError, Where

@@ -32,80 +32,16 @@ import torch.distributed as dist
 from commfuse_dp.collectives.summation import BLOCK_ELEMENTS, sum_in_rank_order, wide_dtype
 from commfuse_dp.device.base import Word
 from commfuse_dp.engine.buffers import BufferPool
-from commfuse_dp.engine.chain import Chain
 from commfuse_dp.engine.ordering import Ordering
-from commfuse_dp.engine.plan import Geometry, Unit, UnitSlice
-from commfuse_dp.engine.room import in_chain
+from commfuse_dp.engine.plan import Unit, UnitSlice
 from commfuse_dp.engine.route import Route
-from commfuse_dp.engine.stream_chain import StreamChain
-from commfuse_dp.engine.stream_two_level import StreamTwoLevel, Turn
-from commfuse_dp.engine.two_level import Outbox, TwoLevel
+from commfuse_dp.engine.routes import Routes
+from commfuse_dp.engine.scatter import ReplicaGroup, Scatter
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import COMPUTE, SEND, Probe, now_ns
-from commfuse_dp.transport.base import CHANNEL_GRAD, Sending, Tag, Transport
-from commfuse_dp.transport.hierarchical_device import StreamHierarchicalTransport
+from commfuse_dp.transport.base import Sending, Transport
 
-SEQUENCE_LIMIT = 1 << 31
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-
-
-def _wider(dtype: torch.dtype, other: torch.dtype | None) -> torch.dtype:
-    return other if other is not None and other.itemsize > dtype.itemsize else dtype
-
-
-class Scatter:
-    """One unit's reduce-scatter under way."""
-
-    __slots__ = (
-        "divisor",
-        "geometry",
-        "include",
-        "own",
-        "own_done",
-        "partials",
-        "replicate",
-        "route",
-        "seq",
-        "step",
-        "summed",
-        "unit",
-        "unloaded",
-    )
-
-    def __init__(
-        self, unit: Unit, geometry: Geometry, include: tuple[bool, ...], *, divisor: float, replicate: bool, step: int
-    ) -> None:
-        self.unit = unit
-        self.geometry = geometry
-        self.include = include
-        self.divisor = divisor
-        self.replicate = replicate
-        self.step = step
-        self.seq = unit.scatters
-        unit.scatters = (unit.scatters + 1) % SEQUENCE_LIMIT
-        self.own: torch.Tensor | None = None  # bytes of this rank's own partial
-        self.own_done = 0  # own slices computed
-        self.summed = 0  # own slices reduced
-        self.partials: torch.Tensor | None = None
-        self.route: Route | None = None
-        self.unloaded: dict[tuple[int, int], torch.Tensor] = {}  # (rank, slice) -> partial that was copied out of the inbox
-
-    def tag(self, item: UnitSlice) -> Tag:
-        return Tag(CHANNEL_GRAD, self.unit.index, self.seq, item.index)
-
-    def where(self, item: UnitSlice) -> Where:
-        return Where(self.unit.name, self.step, str(item), item.nbytes)
-
-
-class ReplicaGroup:
-    """All-reduce of reduced shards over the replicas of hybrid sharding; a communicator of its own."""
-
-    def __init__(self, group: dist.ProcessGroup, size: int) -> None:
-        self.group = group
-        self.size = size
-
-    def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
-        return dist.all_reduce(tensor, group=self.group, async_op=True)
 
 
 class GradientStream:
@@ -133,7 +69,7 @@ class GradientStream:
         self._queue: deque[Scatter] = deque()
         self._replicating: deque[tuple[Scatter, torch.Tensor, dist.Work]] = deque()
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
-        self._outbox, self._turn = Outbox(transport, pool), Turn()  # of routes through hosts
+        self._routes = Routes(transport, pool, ordering, self._scratch_for)
 
     @property
     def idle(self) -> bool:
@@ -153,66 +89,14 @@ class GradientStream:
             replicate=self._replicas is not None and policy.all_reduce_grads,
             step=step,
         )
-        scatter.route = self._route_of(scatter, dtype)
+        divided = None if self._replicas is not None else scatter.divisor
+        scatter.route = self._routes.choose(scatter, out_dtype=self._out_dtype(scatter), divisor=divided)
         for item in scatter.geometry.slices[self._rank] if self._announces and scatter.route is None else ():
             tag = scatter.tag(item)
             for peer in self._peers:
                 self._transport.expect(peer, tag, item.nbytes)
         self._queue.append(scatter)
         return scatter
-
-    def _route_of(self, scatter: Scatter, dtype: torch.dtype) -> Route | None:
-        """None: straight to the owners."""
-        unit, transport = scatter.unit, self._transport
-        out_dtype = self._out_dtype(scatter)
-        divisor = None if self._replicas is not None else scatter.divisor
-        if in_chain(unit, transport.world_size) and transport.device_ordered:
-            return StreamChain(
-                transport,
-                self._pool,
-                scatter.geometry,
-                self._ordering,
-                unit=unit.index,
-                seq=scatter.seq,
-                out_dtype=out_dtype,
-                divisor=divisor,
-                where=scatter.where,
-            )
-        if in_chain(unit, transport.world_size):
-            return Chain(
-                transport, self._pool, scatter.geometry, unit=unit.index, seq=scatter.seq, out_dtype=out_dtype, divisor=divisor
-            )
-        if transport.hosts is None:
-            return None
-        sums = _wider(dtype, unit.policy.reduce_dtype)
-        if isinstance(transport, StreamHierarchicalTransport):
-            return StreamTwoLevel(
-                transport,
-                self._pool,
-                self._ordering,
-                self._turn,
-                scatter.geometry,
-                sums,
-                unit=unit.index,
-                seq=scatter.seq,
-                where=Where(unit.name, scatter.step, "sums of hosts", scatter.geometry.segment_bytes[self._rank]),
-                out_dtype=out_dtype,
-                divisor=divisor,
-                scratch=self._scratch_for,
-            )
-        return TwoLevel(
-            transport,
-            transport.hosts,
-            self._pool,
-            self._outbox,
-            scatter.geometry,
-            sums,
-            unit=unit.index,
-            seq=scatter.seq,
-            out_dtype=out_dtype,
-            divisor=divisor,
-            scratch=self._scratch_for,
-        )
 
     def reserve(self, scatter: Scatter, item: UnitSlice) -> torch.Tensor:
         """Bytes that the partial of `item` is to be computed into. Blocks while its owner has no free slot."""
@@ -522,11 +406,11 @@ class GradientStream:
 
     def _send_kept(self) -> None:
         """Block until nothing is kept for others."""
-        while (kept := self._outbox.oldest()) is not None:
+        while (kept := self._routes.outbox.oldest()) is not None:
             item, dst = kept
             start = now_ns()
             self._transport.wait_until(
-                self._outbox.flush,
+                self._routes.outbox.flush,
                 peer=dst,
                 where=Where("(sums for other ranks)", 0, str(item), item.nbytes),
                 doing="a free slot in its gradient inbox",

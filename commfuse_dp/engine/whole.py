@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from commfuse_dp.device.base import Device, Word
-from commfuse_dp.engine.gradients import Scatter
 from commfuse_dp.engine.plan import Geometry, Unit, UnitSlice
 from commfuse_dp.engine.room import in_chain
+from commfuse_dp.engine.scatter import Scatter
 from commfuse_dp.engine.window import Held
 from commfuse_dp.kernels.gemms import Gemms
 from commfuse_dp.kernels.table import SliceEntry, SliceTable

@@ -24,10 +24,10 @@ from torch.distributed.fsdp import FSDPModule
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.collective_port import CollectivePort
 from commfuse_dp.engine.engine import Engine
-from commfuse_dp.engine.gradients import ReplicaGroup
 from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.plan import Unit, UnitPolicy
 from commfuse_dp.engine.room import room_for
+from commfuse_dp.engine.scatter import ReplicaGroup
 from commfuse_dp.errors import CommFuseError, ConfigError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.select import open_transport

@@ -1,0 +1,92 @@
+"""Which way a unit's partial gradients take to their owners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from commfuse_dp.engine.buffers import BufferPool
+from commfuse_dp.engine.chain import Chain
+from commfuse_dp.engine.ordering import Ordering
+from commfuse_dp.engine.room import in_chain
+from commfuse_dp.engine.route import Route
+from commfuse_dp.engine.scatter import Scatter
+from commfuse_dp.engine.stream_chain import StreamChain
+from commfuse_dp.engine.stream_two_level import StreamTwoLevel, Turn
+from commfuse_dp.engine.two_level import Outbox, TwoLevel
+from commfuse_dp.errors import Where
+from commfuse_dp.transport.base import Transport
+from commfuse_dp.transport.hierarchical_device import StreamHierarchicalTransport
+
+
+def _wider(dtype: torch.dtype, other: torch.dtype | None) -> torch.dtype:
+    return other if other is not None and other.itemsize > dtype.itemsize else dtype
+
+
+class Routes:
+    """Chains for replicated units (ZeRO-1/2), two levels in the hierarchical order; each on a host and in streams.
+
+    scratch: a block of a wide dtype, for sums.
+    """
+
+    def __init__(
+        self, transport: Transport, pool: BufferPool, ordering: Ordering, scratch: Callable[[torch.dtype], torch.Tensor]
+    ) -> None:
+        self._transport = transport
+        self._pool = pool
+        self._ordering = ordering
+        self._scratch = scratch
+        self.outbox = Outbox(transport, pool)  # what routes keep for other ranks
+        self._turn = Turn()
+
+    def choose(self, scatter: Scatter, *, out_dtype: torch.dtype, divisor: float | None) -> Route | None:
+        """None: straight to the owners. out_dtype, divisor: of the sum, which is divided if that is not None."""
+        unit, transport = scatter.unit, self._transport
+        if in_chain(unit, transport.world_size) and transport.device_ordered:
+            return StreamChain(
+                transport,
+                self._pool,
+                scatter.geometry,
+                self._ordering,
+                unit=unit.index,
+                seq=scatter.seq,
+                out_dtype=out_dtype,
+                divisor=divisor,
+                where=scatter.where,
+            )
+        if in_chain(unit, transport.world_size):
+            return Chain(
+                transport, self._pool, scatter.geometry, unit=unit.index, seq=scatter.seq, out_dtype=out_dtype, divisor=divisor
+            )
+        if transport.hosts is None:
+            return None
+        sums = _wider(scatter.geometry.dtype, unit.policy.reduce_dtype)
+        if isinstance(transport, StreamHierarchicalTransport):
+            return StreamTwoLevel(
+                transport,
+                self._pool,
+                self._ordering,
+                self._turn,
+                scatter.geometry,
+                sums,
+                unit=unit.index,
+                seq=scatter.seq,
+                where=Where(unit.name, scatter.step, "sums of hosts", scatter.geometry.segment_bytes[transport.rank]),
+                out_dtype=out_dtype,
+                divisor=divisor,
+                scratch=self._scratch,
+            )
+        return TwoLevel(
+            transport,
+            transport.hosts,
+            self._pool,
+            self.outbox,
+            scatter.geometry,
+            sums,
+            unit=unit.index,
+            seq=scatter.seq,
+            out_dtype=out_dtype,
+            divisor=divisor,
+            scratch=self._scratch,
+        )
