@@ -48,7 +48,7 @@ class CommFuseConfig(BaseModel):
         "through neighbours in ring order; fused layers fetch every slice straight from its owner in both. 'hierarchical' "
         "(FSDP2 and ZeRO-3, several hosts with equally many ranks, two or more): shards cross to a host once per step, and so "
         "does the sum of a host's gradients; costs (hosts - 1) / ranks of the model in memory per rank. 'auto': hierarchical "
-        "where it can be had and transport is 'auto', else pairwise.",
+        "where it can be had, that memory is at most a tenth of what is available, and transport is 'auto'; else pairwise.",
     )
     slices_per_rank: int | None = Field(
         None,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import prod
 
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.plan import Geometry, Unit
@@ -30,6 +31,11 @@ def room_for(units: Sequence[Unit], world_size: int, config: CommFuseConfig) -> 
     """
     owed = [unit.owed_bytes(world_size) for unit in units if not in_chain(unit, world_size)]
     return max([config.inbox_bytes, *(2 * nbytes for nbytes in owed)]) if world_size > 1 else config.inbox_bytes
+
+
+def published_bytes(units: Sequence[Unit]) -> int:
+    """What all ranks publish together in a step, in the compute dtype: what a hierarchical order keeps a part of."""
+    return sum(prod(shape) * unit.dtype.itemsize for unit in units if not unit.replicated for shape in unit.whole_shapes())
 
 
 def check_room(unit: Unit, geometry: Geometry, transport: Transport) -> None:

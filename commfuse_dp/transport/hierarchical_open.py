@@ -13,9 +13,30 @@ from commfuse_dp.transport.base import ExchangeFn, Transport
 from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.hosts import Hosts
 from commfuse_dp.transport.p2p import not_bound_to_a_device
+from commfuse_dp.transport.shm import available_memory
 
 # By default group and ranks; never destroyed, see [Note: Communicators are kept] in p2p.py.
 _groups: dict[tuple[object, tuple[int, ...]], dist.ProcessGroup] = {}
+
+
+RELAY_SHARE = 10  # order 'auto' keeps what has crossed while that is at most this part (1/10) of the memory that is available
+
+
+def too_dear(hosts: Hosts, published_bytes: int, device: torch.device, exchange: ExchangeFn) -> str | None:
+    """Collective: why order 'auto' should rather be flat, or None. published_bytes: by all ranks together in a step."""
+    kept = published_bytes * (len(hosts.members) - 1) // hosts.world_size
+    if device.type == "cuda":
+        free: int | None = torch.cuda.mem_get_info(device)[0]
+    else:
+        here = available_memory()
+        free = here // hosts.per_host if here is not None else None
+    known = [nbytes for nbytes in exchange(free) if nbytes is not None]
+    if not known or RELAY_SHARE * kept <= min(known):
+        return None
+    return (
+        f"a rank would have to keep {kept} bytes that have crossed hosts, more than 1/{RELAY_SHARE} of the {min(known)} that "
+        "are available to it; order='hierarchical' asks for it all the same"
+    )
 
 
 def open_on_cpus(

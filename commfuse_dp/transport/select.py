@@ -73,11 +73,13 @@ def open_transport(
     device: torch.device,
     device_ordered: bool = False,
     order: str = "pairwise",
+    published_bytes: int = 0,
 ) -> tuple[Transport, str]:
     """Collective over `group` (None: the default group, or one rank without torch.distributed).
 
-    order: of the configuration; 'hierarchical' asks for transport hierarchical, 'auto' takes it where it can be had. Callers
-    that cannot use it say 'pairwise'.
+    order: of the configuration; 'hierarchical' asks for transport hierarchical, 'auto' takes it where it can be had, and where
+    the memory for it is small. Callers that cannot use it say 'pairwise'.
+    published_bytes: by all ranks together in a step, if known: a part of it is that memory.
 
     device_ordered: the caller can use a transport whose waits stand in streams (base.py); else 'symmetric' is never chosen.
 
@@ -101,7 +103,16 @@ def open_transport(
     together = _together(order, kind, hosts, device, device_ordered=device_ordered)
     if together is not None:
         found = _open_hierarchical(
-            together, order, group, rank, exchange, device=device, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe
+            together,
+            order,
+            group,
+            rank,
+            exchange,
+            published_bytes,
+            device=device,
+            inbox_bytes=inbox_bytes,
+            deadline_s=deadline_s,
+            probe=probe,
         )
         if found is not None:
             return found
@@ -172,14 +183,19 @@ def _open_hierarchical(
     group: dist.ProcessGroup | None,
     rank: int,
     exchange: ExchangeFn,
+    published_bytes: int,
     *,
     device: torch.device,
     inbox_bytes: int,
     deadline_s: float,
     probe: Probe | None,
 ) -> tuple[Transport, str] | None:
-    """The transport and why; None: it cannot be had, and was not asked for."""
+    """The transport and why; None: it cannot be had, or costs much, and was not asked for."""
     opening = importlib.import_module("commfuse_dp.transport.hierarchical_open")
+    dear = opening.too_dear(hosts, published_bytes, device, exchange) if order == "auto" else None
+    if dear is not None:
+        _log.warning("order 'pairwise' instead of 'hierarchical': %s", dear)
+        return None
     probe = probe if probe is not None else Probe()
     settings = {"inbox_bytes": inbox_bytes, "deadline_s": deadline_s, "probe": probe}
     if device.type == "cpu":

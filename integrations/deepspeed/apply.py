@@ -26,7 +26,7 @@ from commfuse_dp.engine.collective_port import CollectivePort
 from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.plan import Unit
-from commfuse_dp.engine.room import room_for
+from commfuse_dp.engine.room import published_bytes, room_for
 from commfuse_dp.errors import ConfigError
 from commfuse_dp.ops.gathered import gather_parameters
 from commfuse_dp.ops.linear import fused_linear, register_operand, replicated_linear
@@ -176,6 +176,7 @@ def _install(zero: Any, config: CommFuseConfig, selection: Selection, group: dis
         device=device,
         device_ordered=True,
         order=config.order if stage == 3 else _flat_order(config),
+        published_bytes=published_bytes(units),
     )
     engine = Engine(transport, units, config, device=device, replicas=None)
     report = Report(

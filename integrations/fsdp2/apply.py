@@ -26,7 +26,7 @@ from commfuse_dp.engine.collective_port import CollectivePort
 from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.plan import Unit, UnitPolicy
-from commfuse_dp.engine.room import room_for
+from commfuse_dp.engine.room import published_bytes, room_for
 from commfuse_dp.engine.scatter import ReplicaGroup
 from commfuse_dp.errors import CommFuseError, ConfigError
 from commfuse_dp.probe import Probe
@@ -214,6 +214,7 @@ def _install(model: nn.Module, selection: Selection, config: CommFuseConfig) -> 
         device=device,
         device_ordered=True,
         order=config.order,
+        published_bytes=published_bytes(units),
     )
     replicas = None
     if selection.replicate_group is not None:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import commfuse_dp
 from commfuse_dp.observe import StepMeter
-from commfuse_dp.transport import select
+from commfuse_dp.transport import hierarchical_open, select
 from tests.fsdp2 import pair
 from tests.fsdp2.models import ByteModel
 from tests.fsdp2.twin import Twin, settings
@@ -52,6 +52,25 @@ def test_training_equals_stock(workers, names):
 def test_auto_stays_flat_where_hosts_have_other_numbers(workers, names):
     [(transport, _, across), *_] = workers(4).run(train, names)
     assert (transport, across) == ("tcp", 0)
+
+
+def short_of_memory(rank: int, world_size: int) -> tuple[str, str]:
+    """Host b has memory for hardly anything: all ranks decide alike, and order='hierarchical' is obeyed."""
+    known, names = hierarchical_open.available_memory, []
+    hierarchical_open.available_memory = lambda: 1 << 30 if rank < 2 else 20_000
+    try:
+        with hosts(*"aabb"):
+            for order in ("auto", "hierarchical"):
+                model = pair.build()
+                with pair.applied(model, transport="auto", order=order) as report:
+                    names.append(report.transport)
+    finally:
+        hierarchical_open.available_memory = known
+    return names[0], names[1]
+
+
+def test_auto_does_not_take_a_large_part_of_the_memory(workers):
+    assert workers(4).run(short_of_memory) == [("tcp", "hierarchical")] * 4
 
 
 def with_groups_and_accumulation(rank: int, world_size: int) -> None:

@@ -49,6 +49,7 @@ def parts(names: str, *, survey: str = "", inner: str = "", between: str = ""):
         return SimpleNamespace(name="hierarchical", rank=rank, hosts=hosts)
 
     patches = [
+        (torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30)),
         (select, "host_identity", lambda: names[dist.get_rank()]),
         (symmetric_open, "survey", fake_survey),
         (symmetric_open, "open_symmetric", fake_symmetric),
