@@ -22,8 +22,10 @@ class Transport(str, Enum):
 
 
 class Order(str, Enum):
+    auto = "auto"
     pairwise = "pairwise"
     ring = "ring"
+    hierarchical = "hierarchical"
 
 
 class Device(str, Enum):
@@ -55,8 +57,11 @@ def demo(
         typer.Option(help="How CommFuse moves bytes. auto: shm if all ranks share a host, else tcp (CPU) or p2p."),
     ] = Transport.auto,
     order: Annotated[
-        Order, typer.Option(help="Which peer comes first: r+1, r+2, ... (pairwise) or r-1, r-2, ... (ring).")
-    ] = Order.pairwise,
+        Order,
+        typer.Option(
+            help="Which peer comes first: r+1, r+2, ... (pairwise) or r-1, r-2, ... (ring); hierarchical is for several hosts."
+        ),
+    ] = Order.auto,
     link: Annotated[
         str,
         typer.Option(

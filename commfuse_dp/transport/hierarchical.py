@@ -23,6 +23,7 @@ a rail peer that rewrites its segment knows that this host has what it needs.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -193,8 +194,15 @@ class HierarchicalTransport(Transport):
         self._outer.finish(epoch)
 
     def wait_finished(self, epoch: int, where: Where = NOWHERE) -> None:
-        self._inner.wait_finished(epoch, where)
-        self._outer.wait_finished(epoch, where)
+        if epoch <= 0:
+            return
+        # Here, not in the two: a wait on one level must hear of a loss on the other.
+        for side, peer in itertools.product((self._inner, self._outer), range(self.world_size)):
+            if side is self._inner and peer not in self._siblings:
+                continue
+            if peer != self.rank and not side.has_finished(peer, epoch):
+                doing = f"to finish reading epoch {epoch}"
+                self.wait_until(partial(side.has_finished, peer, epoch), peer=peer, where=where, doing=doing)
 
     # ---- messages ----------------------------------------------------------------------------------------------------
     def box_of(self, owner: int) -> int:

@@ -190,13 +190,13 @@ class OneSidedTransport(Transport, Receiver):
         if epoch <= 0:
             return
         for peer in self._peers:
-            if self._finished[peer] < epoch and peer not in self._departed:
-                self.wait_until(
-                    lambda p=peer: self._finished[p] >= epoch or p in self._departed,  # type: ignore[misc]
-                    peer=peer,
-                    where=where,
-                    doing=f"to finish reading epoch {epoch}",
-                )
+            if not self.has_finished(peer, epoch):
+                doing = f"to finish reading epoch {epoch}"
+                self.wait_until(lambda p=peer: self.has_finished(p, epoch), peer=peer, where=where, doing=doing)  # type: ignore[misc]
+
+    def has_finished(self, peer: int, epoch: int) -> bool:
+        """The peer reads nothing of `epoch` any more."""
+        return self._finished[peer] >= epoch or peer in self._departed
 
     # ---- messages ----------------------------------------------------------------------------------------------------
     @property

@@ -80,12 +80,8 @@ def test_lines_are_found():
     assert {shlex.split(line)[0] for line in LINES} == {"deepspeed", "torchrun", "mpiexec", "accelerate"} and len(LINES) == 6
 
 
-QUICK = ("deepspeed ",)  # the others with make test-all; tests/accelerate and tests/mpi start the other launchers, too
-
-
-@pytest.mark.parametrize(
-    "line", [pytest.param(line, marks=() if line.startswith(QUICK) else pytest.mark.slow) for line in LINES]
-)
+@pytest.mark.slow  # tests/deepspeed, tests/accelerate, tests/mpi and tests/autoload start every launcher, too
+@pytest.mark.parametrize("line", LINES)
 def test_launch_lines(tmp_path, line):
     if line.startswith("mpiexec"):
         pytest.importorskip("mpi4py")

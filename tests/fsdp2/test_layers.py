@@ -56,7 +56,7 @@ def frozen(rank: int, world_size: int, transport: str) -> None:
             assert all(p.requires_grad for p in twin.fused.parameters())
 
 
-@pytest.mark.parametrize(("world_size", "transport"), [(2, "shm"), (3, "tcp")])
+@pytest.mark.parametrize(("world_size", "transport"), [pytest.param(2, "shm", marks=pytest.mark.slow), (3, "tcp")])
 def test_frozen_and_thawed_parameters(workers, world_size, transport):
     workers(world_size).run(frozen, transport)
 

@@ -139,7 +139,12 @@ def long_run(rank: int, world_size: int, transport: str, steps: int) -> tuple[fl
 
 
 @pytest.mark.parametrize(
-    ("world_size", "transport", "steps"), [(2, "tcp", 200), pytest.param(4, "shm", 30, marks=pytest.mark.slow)]
+    ("world_size", "transport", "steps"),
+    [
+        (2, "tcp", 60),
+        pytest.param(2, "tcp", 200, marks=pytest.mark.slow),
+        pytest.param(4, "shm", 30, marks=pytest.mark.slow),
+    ],
 )
 def test_losses_of_a_long_run(workers, world_size, transport, steps):
     for worst, first, last in workers(world_size).run(long_run, transport, steps, timeout=200):

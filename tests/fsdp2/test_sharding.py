@@ -247,7 +247,7 @@ def windows(rank: int, world_size: int) -> None:
     window(rank, world_size, 700, None, False)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_window_holds_prefetch_bytes_and_one_slice(workers, world_size):
     workers(world_size).run(windows)
 

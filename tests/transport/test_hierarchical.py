@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commfuse_dp import collectives
-from commfuse_dp.errors import PeerLostError, TransportError
+from commfuse_dp.errors import CommFuseError, PeerLostError, TransportError
 from commfuse_dp.schedule.orders import gather_owners, hierarchical_gather_owners, hierarchical_scatter_owners, scatter_owners
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, Tag
 from commfuse_dp.transport.hosts import Hosts, check_hosts
@@ -109,5 +111,41 @@ def test_a_rank_that_is_gone_is_named_on_its_own_and_on_the_other_host(waiting):
                 assert caught.value.peer == gone
         finally:
             transport.close()
+
+    run_ranks(n, body)
+
+
+@pytest.mark.parametrize("level", ["own host", "other host"])
+def test_a_wait_on_one_level_hears_of_a_loss_on_the_other(level):
+    """Rank 0 waits for a rank that lives but will not come, while rank 3 goes."""
+    n, waits_for = 4, {"own host": 1, "other host": 2}[level]
+    world = InprocWorld(n, inbox_bytes=4096, deadline_s=20.0)
+    stays = threading.Event()
+
+    def body(rank: int, exchange: ExchangeFn) -> None:
+        transport = open_hierarchical(rank, ["a", "a", "b", "b"], world, exchange, inbox_bytes=4096)
+        transport.expose([[8] * n])
+        exchange("open")
+        try:
+            if rank == 3:
+                transport._outer._channel.close()  # type: ignore[attr-defined]  # no goodbye: as if it died
+                world.kill(rank)
+            elif rank == 0:
+                try:
+                    with pytest.raises(PeerLostError, match="rank 3"):
+                        for epoch in (1, 2):
+                            transport.publish(0, epoch)
+                            transport.finish(epoch)
+                            transport.wait_finished(epoch)
+                finally:
+                    stays.set()
+            else:
+                if rank != waits_for:
+                    transport.publish(0, 1)
+                    transport.finish(1)
+                assert stays.wait(15)
+        finally:
+            with contextlib.suppress(CommFuseError):
+                transport.close()
 
     run_ranks(n, body)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from commfuse_dp.errors import DeadlineError, Where
 from commfuse_dp.transport import paired
 from commfuse_dp.transport.base import CHANNEL_GRAD, CONTROL_LANE, GRAD_LANE, PARAM_LANE, Tag
-from commfuse_dp.transport.p2p import TorchP2PTransport, _not_bound_to_a_device
+from commfuse_dp.transport.p2p import TorchP2PTransport, not_bound_to_a_device
 from commfuse_dp.transport.paired import FOREVER_S, PairedTransport
 from tests.support.threads import ExchangeFn, run_ranks
 from tests.support.transports import pattern
@@ -153,7 +153,7 @@ def test_new_groups_do_not_inherit_the_device() -> None:
     before = dist.group.WORLD
     dist.group.WORLD = World  # type: ignore[assignment]
     try:
-        with _not_bound_to_a_device():
+        with not_bound_to_a_device():
             assert World.bound_device_id is None
     finally:
         dist.group.WORLD = before

@@ -258,7 +258,7 @@ def mid_wait(rank: int, pipe: RankPipe, backing: str, victim: int) -> tuple[int,
     raise AssertionError("a message that nobody sent")
 
 
-@pytest.mark.parametrize(("backing", "victim"), [("memfd", 1), ("dev_shm", 0)])
+@pytest.mark.parametrize(("backing", "victim"), [("memfd", 1), pytest.param("dev_shm", 0, marks=pytest.mark.slow)])
 def test_kill_9_in_mid_wait_is_named_by_every_survivor(backing: str, victim: int) -> None:
     names = shm_names()
     with RankProcesses(3, mid_wait, backing, victim) as ranks:
