@@ -88,9 +88,7 @@ class StreamTwoLevel(Route):
             key = item.owner, item.index
             self._tags[key] = Tag(CHANNEL_GRAD, unit, seq, number)
             self._gateways[key] = hosts.gateway(rank, item.owner)
-        host = self._rail.index(rank)
-        following = (*self._rail[host + 1 :], *self._rail[: host + 1])  # own last: the order in which all ranks produce
-        self._duties = [item for owner in following for item in partials.slices[owner]]
+        self._duties = [item for owner in hosts.rail_from_next(rank) for item in partials.slices[owner]]
         for item in self._duties:
             for peer in self._siblings:
                 if peer != rank:

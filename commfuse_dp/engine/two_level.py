@@ -164,9 +164,7 @@ class TwoLevel(Route):
                     for peer in self._rail:
                         if peer != rank:
                             transport.expect(peer, tag, self._sum_bytes(duty))
-        host = self._rail.index(rank)
-        following = (*self._rail[host + 1 :], *self._rail[: host + 1])  # own last: the order in which all ranks produce
-        self._to_add = deque(duty for owner in following for duty in self._of(owner))
+        self._to_add = deque(duty for owner in hosts.rail_from_next(rank) for duty in self._of(owner))
         self._to_finish = deque(self._of(rank))
         self._own_bytes = partials.segment_bytes[rank]
         self._out: torch.Tensor | None = None

@@ -94,7 +94,7 @@ class StreamHierarchicalTransport(Transport):
             ballot=ballot,
             probe=across,
         )
-        self._host, self._place = hosts.place(rank)
+        self._host = hosts.place(rank)[0]
         self._places = {member: place for place, member in enumerate(hosts.siblings(rank))}
         # owner -> (place of who has its shard on this host, hosts to go to it)
         self._source = [(hosts.place(owner)[1], hosts.distance(rank, owner)) for owner in range(self.world_size)]

@@ -14,6 +14,7 @@ from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.hosts import Hosts
 from commfuse_dp.transport.p2p import not_bound_to_a_device
 from commfuse_dp.transport.shm import available_memory
+from commfuse_dp.transport.sockets import agree
 
 # By default group and ranks; never destroyed, see [Note: Communicators are kept] in p2p.py.
 _groups: dict[tuple[object, tuple[int, ...]], dist.ProcessGroup] = {}
@@ -123,9 +124,7 @@ def open_on_gpus(
 
 
 def _agree(exchange: ExchangeFn, error: str | None) -> None:
-    reported = [f"rank {rank}, {text}" for rank, text in enumerate(exchange(error)) if text is not None]
-    if reported:
-        raise TransportError("; ".join(reported))
+    agree([None if text is None else f"rank {rank}, {text}" for rank, text in enumerate(exchange(error))])
 
 
 def _group_of(ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from commfuse_dp.errors import TransportError
 
@@ -45,10 +46,15 @@ class Hosts:
 
     def place(self, rank: int) -> tuple[int, int]:
         """(host, place in it)"""
-        for host, ranks in enumerate(self.members):
-            if rank in ranks:
-                return host, ranks.index(rank)
-        raise ValueError(f"rank {rank} is on none of the hosts {self.members}")
+        found = self._places.get(rank)
+        if found is None:
+            raise ValueError(f"rank {rank} is on none of the hosts {self.members}")
+        return found
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        """Asked for every slice of every layer in every step."""
+        return {rank: (host, place) for host, ranks in enumerate(self.members) for place, rank in enumerate(ranks)}
 
     def siblings(self, rank: int) -> tuple[int, ...]:
         """All ranks of its host, itself among them, ascending."""
@@ -58,6 +64,11 @@ class Hosts:
         """The ranks at its place in all hosts, itself among them, in the order of hosts."""
         place = self.place(rank)[1]
         return tuple(ranks[place] for ranks in self.members)
+
+    def rail_from_next(self, rank: int) -> tuple[int, ...]:
+        """`rail`, beginning on the host that follows, so itself last: the order in which gradients are made for its ranks."""
+        rail, host = self.rail(rank), self.place(rank)[0]
+        return (*rail[host + 1 :], *rail[: host + 1])
 
     def gateway(self, rank: int, owner: int) -> int:
         """The rank on the host of `rank` through which shards and gradients of `owner` go; `owner` itself if it is there."""

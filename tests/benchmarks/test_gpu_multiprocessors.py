@@ -113,7 +113,7 @@ def test_the_kernel_that_holds_leaves_room_for_all_its_blocks(architecture: str)
     """2048 threads a multiprocessor with 65,536 registers: no more than 32 each, or not all blocks are there at once."""
     reason = nvrtc.unavailable()
     if reason is not None:
-        pytest.skip(reason)
+        pytest.skip(reason)  # not with the dev extra, which brings NVRTC: so not in make test
     pytest.importorskip("triton")
     from tests.kernels.compiling import resources
 

@@ -23,34 +23,15 @@ from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.plan import Unit
-from commfuse_dp.errors import ConfigError, Where
+from commfuse_dp.errors import ConfigError
 from commfuse_dp.ops.linear import fused_linear, replicated_linear
 from commfuse_dp.schedule.layout import chunk_bounds, flat_bounds
-from commfuse_dp.transport.base import ExchangeFn, Transfer, Transport
+from commfuse_dp.transport.base import ExchangeFn, Transport
 from commfuse_dp.transport.inproc import Faults, InprocTransport, InprocWorld
+from tests.support.copying import CopyingTransport
 from tests.support.threads import run_ranks
 
 WIDTH = 5
-
-
-class _Copy(Transfer):
-    def __init__(self, view: Transfer, out: torch.Tensor) -> None:
-        self._view, self._out = view, out
-
-    def done(self) -> bool:
-        return self._view.done()
-
-    def wait(self, where: Where = Where()) -> torch.Tensor:  # noqa: B008
-        return self._out.copy_(self._view.wait(where))
-
-
-class CopyingTransport(InprocTransport):
-    """Not in place: the engine needs its window, as over a network."""
-
-    in_place = False
-
-    def pull(self, owner, key, epoch, *, start=0, nbytes=None, out=None, after=None) -> Transfer:
-        return _Copy(super().pull(owner, key, epoch, start=start, nbytes=nbytes), out)
 
 
 @dataclass

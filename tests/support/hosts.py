@@ -5,9 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from commfuse_dp.errors import Where
 from commfuse_dp.probe import Probe
-from commfuse_dp.transport.base import Transfer
 from commfuse_dp.transport.hierarchical import AcrossProbe, HierarchicalTransport
 from commfuse_dp.transport.hierarchical_device import StreamHierarchicalTransport
 from commfuse_dp.transport.hosts import Hosts
@@ -15,30 +13,11 @@ from commfuse_dp.transport.inproc import InprocTransport, InprocWorld
 from commfuse_dp.transport.sockets import SocketChannel, connect_mesh
 from commfuse_dp.transport.symmetric import SymmetricTransport
 from commfuse_dp.transport.tcp import TcpTransport
+from tests.support.copying import CopyingTransport
 from tests.support.fake_device import FakeWorld
 from tests.support.fake_grouped import FakeBoard, FakeGroupedExchange
 from tests.support.fake_symmetric import FakeSymmetricMemory
 from tests.support.threads import ExchangeFn
-
-
-class _Copy(Transfer):
-    def __init__(self, view: Transfer, out) -> None:  # type: ignore[no-untyped-def]
-        self._view, self._out = view, out
-
-    def done(self) -> bool:
-        return self._view.done()
-
-    def wait(self, where: Where = Where()):  # type: ignore[no-untyped-def]  # noqa: B008
-        return self._out.copy_(self._view.wait(where))
-
-
-class CopyingTransport(InprocTransport):
-    """Not in place: the engine needs its window, as over a network."""
-
-    in_place = False
-
-    def pull(self, owner, key, epoch, *, start=0, nbytes=None, out=None, after=None) -> Transfer:  # type: ignore[no-untyped-def]
-        return _Copy(super().pull(owner, key, epoch, start=start, nbytes=nbytes), out)
 
 
 def shuffled_hosts(world_size: int, per_host: int, seed: int) -> list[str]:
