@@ -4,32 +4,51 @@
 #   TORCH_SPEC  what pip installs as torch, before everything else, so that no other build of it comes in as a dependency:
 #               make test TORCH_SPEC=torch==2.11.0
 #   VENV_FLAGS  e.g. --system-site-packages, to use a torch >= 2.11 that is already installed (with TORCH_SPEC='torch>=2.11')
-#   JOBS        how many processes run the tests (each file in one of them)
+#   JOBS        how many processes run the tests (each file in one of them; all of DeepSpeed's in the same one)
 #   ARGS        further arguments: make demo ARGS="--link 1gbit", make test ARGS="-k timeline"
 
 PYTHON ?= python3
 VENV ?= .venv
 VENV_FLAGS ?=
 TORCH_SPEC ?= torch==2.13.0
+TIMM_SPEC ?= timm>=1.0.20
 JOBS ?= 2
 ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 STAMP_DEV := $(VENV)/.installed-dev
+STAMP_SWEEP := $(VENV)/.installed-sweep
 CODE := commfuse_dp integrations tests benchmarks
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: demo test test-all bench gpu-check lint format clean
+.PHONY: demo test test-slow test-all sweep peer-suites bench gpu-check lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
 	$(BIN)/commfuse demo $(ARGS)
 
+# Every claim of the README. Files and tests come in an order drawn anew each time; the head of the output says how to have the
+# same again: make test ARGS="--randomly-seed=..."
 test: $(STAMP_DEV)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: $(STAMP_DEV)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+# What test-all has beyond test: more cells of the same tables, whole programs, everything that compiles.
+test-slow: $(STAMP_SWEEP)
+	$(PYTEST) -m slow $(ARGS)
+
+test-all: $(STAMP_SWEEP)
+	$(PYTEST) $(ARGS)
+
+# Every architecture of transformers and the usual models of timm, with and without PEFT, against stock FSDP2; some of them are
+# part of test-all.    make sweep ARGS="--only '^timm'"
+sweep: $(STAMP_SWEEP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity.sweep $(ARGS)
+
+# The frameworks' own tests against CommFuse, from checkouts of the versions that are installed.
+#   make peer-suites PYTORCH=../pytorch DEEPSPEED=../DeepSpeed      make peer-suites PYTORCH=../pytorch ARGS="--files training"
+peer-suites: $(STAMP_SWEEP)
+	$(BIN)/python -m tests.tools.peer_suites $(if $(PYTORCH),--pytorch $(PYTORCH)) $(if $(DEEPSPEED),--deepspeed $(DEEPSPEED)) $(ARGS)
 
 bench: $(STAMP_DEV)
 	$(BIN)/python benchmarks/train_step.py $(ARGS)
@@ -57,6 +76,14 @@ $(STAMP): pyproject.toml
 # What the tests and the comparisons need besides: DeepSpeed, Accelerate, Transformers, MPI, linters.
 $(STAMP_DEV): $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+# What test-all, sweep and peer-suites need besides. torch stays as it is; timm comes without what it names as its needs, since
+# torchvision has no build for the torch of CPUs, and the models do without.
+$(STAMP_SWEEP): $(STAMP_DEV)
+	$(BIN)/python -c 'import torch; print("torch==" + torch.__version__)' > $(VENV)/torch.txt
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/torch.txt --editable ".[sweep]"
+	$(BIN)/python -m pip install --quiet --no-deps "$(TIMM_SPEC)"
 	touch $@
 
 clean:

@@ -124,6 +124,9 @@ class NullDevice(Device):
     def write_values(self, stream: Stream, words: Sequence[Word]) -> None:
         self.counts["words"] += 1
 
+    def spoil(self, memory: Sequence[torch.Tensor]) -> None:
+        pass
+
     def batch(self, stream: Stream) -> NullBatch:
         return NullBatch(self, stream)
 

@@ -60,14 +60,16 @@ class CommFuseConfig(BaseModel):
     prefetch_bytes: int = Field(
         32 * MIB,
         ge=1,
-        description="Unsharded parameter bytes fetched ahead of compute (the window), per rank; what is to stay gathered after "
-        "forward (reshard_after_forward=False, FSDP2's default for the root) is held beside it.",
+        description="Memory per rank for unsharded parameters fetched ahead of compute (the window). Layers that are larger "
+        "come in slices; what is to stay gathered after forward (reshard_after_forward=False, FSDP2's default for the root) "
+        "is held beside it.",
     )
     inbox_bytes: int = Field(
         32 * MIB,
         ge=1,
-        description="Room per peer for gradient slices sent to this rank and not yet summed (the credit). On GPUs raised to "
-        "twice what the largest layer owes to one rank.",
+        description="Memory per rank for gradient slices on their way, all peers together: sent to this rank and not yet "
+        "summed (the credit), and what is computed for others where it has to wait. Raised, with a warning, where a peer's "
+        "part holds no slice of the largest layer; on GPUs, not twice what that layer owes to one rank.",
     )
     exclude: tuple[str, ...] = Field(
         (),
@@ -105,8 +107,8 @@ class CommFuseConfig(BaseModel):
         """Defaults < the file named by COMMFUSE_CONFIG < COMMFUSE_<KEY> variables < overrides < COMMFUSE=0 (enabled=False).
 
         The file is a JSON object, or a YAML mapping if pyyaml is installed. An empty variable counts as unset; lists are
-        separated by commas; `none` unsets a setting that may be None. Raises ConfigError, which names the variable, or the
-        file and the key, for whatever is unknown or has a wrong value.
+        separated by commas, or JSON; `none` unsets a setting that may be None. Raises ConfigError, which names the variable, or
+        the file and the key, for whatever is unknown or has a wrong value.
         """
         settings: dict[str, Any] = {}
         name = os.environ.get("COMMFUSE_CONFIG", "").strip()
@@ -163,8 +165,23 @@ def _parse(cls: type[BaseModel], key: str, text: str) -> Any:
     if type(None) in get_args(annotation) and text.lower() in ("none", "null"):
         return None
     if get_origin(annotation) is tuple:
+        if text[:1] in "[{\"'":  # as in a file of settings; no name begins like that
+            return _from_json(key, text)
         return tuple(part.strip() for part in text.split(",") if part.strip())
     return text
+
+
+def _from_json(key: str, text: str) -> tuple[str, ...]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(part, str) for part in found):
+        raise ConfigError(
+            f"{variable_of(key)}={text!r} is not a JSON list of strings. Allowed are names separated by commas, as in "
+            f'{variable_of(key)}=head,layers.0.*, or a JSON list, as in {variable_of(key)}=\'["head", "layers.0.*"]\'.'
+        )
+    return tuple(found)
 
 
 def _check(cls: type[BaseModel], key: str, value: Any, source: str) -> None:

@@ -17,6 +17,13 @@ class Where(NamedTuple):
         return f"layer {self.layer!r}, step {self.step}, slice {self.slice}, {self.nbytes} bytes"
 
 
+# Behind every error of streams that were released: see [Note: Release] in transport/symmetric_watch.py.
+STEP_LOST = (
+    "What streams waited for was replaced by NaN, and an optimizer step that was enqueued behind it has run: the parameters of "
+    "this rank may be lost. Resume from the last checkpoint."
+)
+
+
 class CommFuseError(RuntimeError):
     """Base of all errors raised by commfuse_dp."""
 
@@ -35,6 +42,17 @@ class TransportError(CommFuseError):
 
 class PeerLostError(TransportError):
     """A peer died or left in the middle of a step. `peer` is its rank in the group."""
+
+    def __init__(self, message: str, *, rank: int, peer: int, where: Where | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.peer = peer
+        self.where = where
+
+
+class BrokenStepError(CommFuseError):
+    """A step was broken off on some ranks only: `peer` did not go through with what this rank counts on. The step is lost on
+    all ranks, the next one is not."""
 
     def __init__(self, message: str, *, rank: int, peer: int, where: Where | None = None) -> None:
         super().__init__(message)

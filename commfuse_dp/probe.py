@@ -34,8 +34,8 @@ class Counters:
     grad_bytes_sent: int = 0
     waits: int = 0  # waits that really blocked
     order_misses: int = 0  # a layer came in another order than recorded
-    window_bytes: int = 0  # unsharded parameter bytes held now
-    window_bytes_peak: int = 0
+    window_bytes: int = 0  # unsharded parameter bytes of other ranks that are here now
+    window_bytes_peak: int = 0  # the most memory that was held for them, with what was kept for later ones
 
     def snapshot(self) -> Counters:
         return Counters(**{f.name: getattr(self, f.name) for f in fields(self)})

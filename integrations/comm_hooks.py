@@ -22,7 +22,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from commfuse_dp.integrations.fingerprint import check_equal
+from commfuse_dp.integrations.attach.fingerprint import check_equal
+from commfuse_dp.integrations.attach.ranks import Ranks
 
 from commfuse_dp.collectives.arguments import SUMMABLE
 from commfuse_dp.config import CommFuseConfig
@@ -134,6 +135,9 @@ class CollectiveThread:
 Path = Literal["hooks", "stock"]
 
 
+FROZEN = "frozen: it has no gradient"
+
+
 class HookRow(NamedTuple):
     name: str
     path: Path
@@ -158,11 +162,13 @@ class HookReport:
     def summary(self) -> str:
         """One line."""
         hooked = sum(row.numel for row in self.rows if row.path == "hooks")
-        rest = sum(row.numel for row in self.rows) - hooked
-        return (
+        frozen = sum(row.numel for row in self.rows if row.reason == FROZEN)
+        rest = sum(row.numel for row in self.rows) - hooked - frozen
+        text = (
             f"CommFuse for {self.framework}: {self.world_size} ranks, transport {self.transport} ({self.transport_reason}); "
             f"gradients of {hooked:,} parameters over its communication hook, {rest:,} left to {self.framework}"
         )
+        return f"{text}; {frozen:,} are frozen and have none" if frozen else text
 
     def __str__(self) -> str:
         width = max((len(row.name) for row in self.rows), default=4)
@@ -170,7 +176,8 @@ class HookReport:
 
 
 class HookState:
-    """Base of DDPState and FSDP1State. `thread` is None where nothing is to be sent: world size 1, or enabled=False."""
+    """Base of DDPState and FSDP1State. `thread` is None where nothing is to be sent: world size 1, enabled=False, or a GPU,
+    where the framework's own collective stays."""
 
     framework = "?"
 
@@ -178,7 +185,8 @@ class HookState:
         self, group: dist.ProcessGroup | None, config: CommFuseConfig | None, device: torch.device, facts: list[tuple[str, str]]
     ) -> None:
         """Collective over `group`. facts: what else must be equal on all ranks, as (what, value)."""
-        self.config = checked_config(config)
+        self.ranks = Ranks([group if group is not None else _default_group()])
+        self.config = self.ranks.together(lambda: checked_config(config))
         self.group = group
         self.device = device
         self.world_size = dist.get_world_size(group)
@@ -188,7 +196,11 @@ class HookState:
         if self.world_size > 1:
             settings = [(f"setting {key}", repr(value)) for key, value in self.config.model_dump().items()]
             check_equal([*settings, *facts], group if group is not None else _default_group())
-            self._open()
+            try:
+                self.ranks.together(self._open)
+            except BaseException:
+                self.close()
+                raise
         if self.config.exclude:
             log.warning(
                 "CommFuse for %s: exclude=%r has no effect: gradients of all parameters travel together in buckets",
@@ -199,6 +211,20 @@ class HookState:
     def _open(self) -> None:
         if not self.config.enabled:
             self.transport_reason = "enabled=False"
+            return
+        if self.device.type != "cpu":
+            settings = {"transport": self.config.transport, "order": self.config.order}
+            asked = [f"{key}={value!r}" for key, value in settings.items() if value != "auto"]
+            own = (
+                f"{self.framework} keeps its own collective on {self.device.type}: its hook gets whole buckets, which a thread "
+                "of ours would send and wait for on the host, and nothing could be fused with compute"
+            )
+            if asked:
+                raise ConfigError(
+                    f"{' and '.join(asked)} cannot be met: {own}. Leave it at 'auto', or use FSDP2 (fully_shard) with "
+                    "commfuse_dp.apply, whose layers are fused"
+                )
+            self.transport_reason = own
             return
         if self.config.order == "hierarchical":
             raise ConfigError(
@@ -231,6 +257,22 @@ class HookState:
         """End the thread and the transport; the hook cannot be used after it. Happens by itself at exit."""
         if self.thread is not None:
             self.thread.close()
+
+    def registered(self, register: Callable[[], None], undo: Callable[[], None]) -> None:
+        """Collective: `register()` on all ranks, or on none.
+
+        A hook that a framework cannot take back (DDP's) stays, and does from then on what the framework does without it. None
+        is registered where the framework's own collective stays, which is quicker without."""
+        if self.thread is None and self.device.type != "cpu":
+            return
+        try:
+            self.ranks.together(register)
+        except BaseException as error:
+            self.close()
+            self.thread = None
+            self.transport_name, self.transport_reason = "none", f"the hook could not be registered: {error}"
+            undo()
+            raise
 
     def report_of(self, rows: Sequence[HookRow]) -> HookReport:
         return HookReport(
@@ -283,4 +325,14 @@ def _default_group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-__all__ = ["SUMMABLE", "CollectiveThread", "HookReport", "HookRow", "HookState", "Job", "check_state", "require_distributed"]
+__all__ = [
+    "FROZEN",
+    "SUMMABLE",
+    "CollectiveThread",
+    "HookReport",
+    "HookRow",
+    "HookState",
+    "Job",
+    "check_state",
+    "require_distributed",
+]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.comm_hooks import (
+    FROZEN,
     SUMMABLE,
     HookReport,
     HookRow,
@@ -70,7 +71,7 @@ class DDPState(HookState):
             if name in ignored:
                 reason = "DDP was told to ignore it"
             elif not param.requires_grad:
-                reason = "frozen: it has no gradient"
+                reason = FROZEN
             elif self.thread is None:
                 reason = self.transport_reason
             elif param.dtype not in SUMMABLE:
@@ -83,13 +84,10 @@ class DDPState(HookState):
         thread = self.thread
         if thread is None or buffer.layout != torch.strided or buffer.dtype not in SUMMABLE:
             return _stock_mean(buffer, self.group)
-        future: Future[torch.Tensor] = Future(devices=None if buffer.device.type == "cpu" else [buffer.device])
-        ready = None if buffer.device.type == "cpu" else torch.accelerator.current_stream(buffer.device).record_event()
+        future: Future[torch.Tensor] = Future()
         handed_over = now_ns()
 
         def work() -> None:
-            if ready is not None:  # the gradients were computed on backward's stream
-                torch.accelerator.current_stream(buffer.device).wait_event(ready)
             collectives.all_reduce(buffer, buffer, op="mean", **self.options)
 
         def complete(job: Job) -> None:
@@ -115,9 +113,9 @@ ddp_hook.__annotations__ = {"state": DDPState, "bucket": dist.GradBucket, "retur
 
 
 def register_ddp(model: DistributedDataParallel, config: CommFuseConfig | None = None) -> HookReport:
-    """Collective: construct the state, register the hook, say so in the log. Raises as DDPState does."""
+    """Collective, on all ranks or on none: construct the state, register the hook, log it. Raises as DDPState does."""
     state = DDPState(model, config)
-    model.register_comm_hook(state, ddp_hook)
+    state.registered(lambda: model.register_comm_hook(state, ddp_hook), lambda: None)
     log.info("%s", state.report)
     return state.report
 

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from commfuse_dp.integrations import fsdp1_compat as compat
 from commfuse_dp.integrations.comm_hooks import (
+    FROZEN,
     SUMMABLE,
     HookReport,
     HookRow,
@@ -85,7 +86,7 @@ class FSDP1State(HookState):
             reason = "in a flat parameter" if self.blocking is None else f"in a flat parameter, blocking: {self.blocking}"
             path: Any = "hooks"
             if flat is not None and not flat.requires_grad:
-                path, reason = "stock", "frozen: it has no gradient"
+                path, reason = "stock", FROZEN
             elif self.thread is None:
                 path, reason = "stock", self.transport_reason
             rows.append(HookRow(name, path, reason, numel))
@@ -110,10 +111,8 @@ class FSDP1State(HookState):
         if later and shard.dtype != module._handle.flat_param.dtype:  # type: ignore[union-attr]
             shard.data = torch.empty_like(shard, dtype=module._handle.flat_param.dtype)  # type: ignore[union-attr]
         out = shard.detach()
-        on = self._ready_event(partials)
 
         def work() -> None:
-            self._wait_for_gradients(on, partials)
             collectives.reduce_scatter(partials, out, op="mean", reduce_dtype=partials.dtype, **self.options)
 
         self._submit(work, partials.nbytes, later)
@@ -125,10 +124,8 @@ class FSDP1State(HookState):
                 dist.all_reduce(grad.div_(self.world_size), group=self.group)
             return
         flat = grad.detach()
-        on = self._ready_event(grad)
 
         def work() -> None:
-            self._wait_for_gradients(on, grad)
             collectives.all_reduce(flat, flat, op="mean", **self.options)
 
         self._submit(work, grad.nbytes, False)
@@ -164,13 +161,6 @@ class FSDP1State(HookState):
             self._awaited = True
             torch.autograd.Variable._execution_engine.queue_callback(self.drain)  # runs after FSDP1's, inside backward
 
-    def _ready_event(self, tensor: torch.Tensor) -> Any:
-        return None if tensor.device.type == "cpu" else torch.accelerator.current_stream(tensor.device).record_event()
-
-    def _wait_for_gradients(self, event: Any, tensor: torch.Tensor) -> None:
-        if event is not None:
-            torch.accelerator.current_stream(tensor.device).wait_event(event)
-
 
 class _ModuleState:
     """What one FSDP module's hook is called with: the state of all, and for which module."""
@@ -195,9 +185,9 @@ def fsdp1_hook(state: FSDP1State | _ModuleState, grad: torch.Tensor, shard: torc
 
 
 def register_fsdp1(model: FullyShardedDataParallel, config: CommFuseConfig | None = None) -> HookReport:
-    """Collective: construct the state, register the hook, say so in the log. Raises as FSDP1State does."""
+    """Collective, on all ranks or on none: construct the state, register the hook, log it. Raises as FSDP1State does."""
     state = FSDP1State(model, config)
-    model.register_comm_hook(state, fsdp1_hook)
+    state.registered(lambda: model.register_comm_hook(state, fsdp1_hook), lambda: compat.unregister(model, fsdp1_hook))
     log.info("%s", state.report)
     return state.report
 

@@ -93,3 +93,10 @@ def may_finish_later(module: FullyShardedDataParallel) -> bool:
 
 def set_hook_state(module: FullyShardedDataParallel, state: object) -> None:
     module._comm_hook_state = state
+
+
+def unregister(model: FullyShardedDataParallel, hook: Any) -> None:
+    """Take a hook off all modules that have it: FSDP1 has no name for that."""
+    for module in FullyShardedDataParallel.fsdp_modules(model):
+        if getattr(module, "_comm_hook", None) is hook:
+            module._comm_hook = module._comm_hook_state = None

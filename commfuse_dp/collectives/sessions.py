@@ -18,7 +18,7 @@ from commfuse_dp.errors import TransportError
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.select import open_transport
 
-INBOX_BYTES = 8 << 20  # per pair of ranks; pieces up to half of it travel in one message
+INBOX_BYTES = 16 << 20  # per rank, for all peers
 DEADLINE_S = 300.0
 _LAST_CALL = (1 << 31) - 1
 

@@ -98,7 +98,8 @@ class Batch:
 
 
 class Device(ABC):
-    """One accelerator as one rank uses it. All methods but `peek`, `poke` and `elapsed` only enqueue, and return at once."""
+    """One accelerator as one rank uses it. All methods but `peek`, `poke`, `spoil` and `elapsed` only enqueue, and return at
+    once."""
 
     torch_device: torch.device
 
@@ -161,6 +162,13 @@ class Device(ABC):
     @abstractmethod
     def poke(self, words: Sequence[Word]) -> None:
         """Write now, whatever the streams wait for. Blocks the calling thread: for set-up and for releasing stuck streams."""
+
+    @abstractmethod
+    def spoil(self, memory: Sequence[torch.Tensor]) -> None:
+        """Fill contiguous tensors with bytes 0xFF, which are NaN in every floating dtype, now, whatever the streams wait for.
+
+        No multiprocessor may be needed for it: kernels that wait may hold them all. Blocks the calling thread: for a watchdog.
+        """
 
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""

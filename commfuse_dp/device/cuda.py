@@ -51,6 +51,7 @@ from commfuse_dp.device.base import Batch, Device, Event, Span, Stream, Word
 from commfuse_dp.errors import TransportError
 
 MIN_DRIVER = 12000  # cuDriverGetVersion: stream memory operations are there without a kernel module's parameter
+_SPOIL_BYTES = 1 << 20  # of one copy
 _BATCH = 255  # cuStreamBatchMemOp takes fewer than 256 operations
 _LEGACY_STREAMS = (0, 1)  # the null stream, and CU_STREAM_LEGACY
 
@@ -355,6 +356,17 @@ class CudaDevice(Device):
         watch = self._watch_stream()
         for word in words:
             self._write_own(watch, word.pad.data_ptr() + 4 * word.place, word.value)
+        watch.torch.synchronize()
+
+    def spoil(self, memory: Sequence[torch.Tensor]) -> None:
+        """Copied from the host, as copy engines do that; a memset would be a kernel."""
+        watch = self._watch_stream()
+        ones = ctypes.create_string_buffer(b"\xff" * _SPOIL_BYTES, _SPOIL_BYTES)
+        for tensor in memory:
+            for start in range(0, tensor.nbytes, _SPOIL_BYTES):
+                nbytes = min(_SPOIL_BYTES, tensor.nbytes - start)
+                arguments = (tensor.data_ptr() + start, ctypes.addressof(ones), nbytes, watch.handle)
+                self._do(self._driver.cuMemcpyHtoDAsync(*arguments), "cuMemcpyHtoDAsync")
         watch.torch.synchronize()
 
     def _watch_stream(self) -> CudaStream:

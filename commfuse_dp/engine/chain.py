@@ -24,8 +24,10 @@ from collections.abc import Iterator
 import torch
 
 from commfuse_dp.device.base import Word
+from commfuse_dp.engine.broken import ROOM
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.plan import Geometry, UnitSlice
+from commfuse_dp.engine.reserver import Reserver
 from commfuse_dp.engine.route import Route
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
 
@@ -51,6 +53,7 @@ class Chain(Route):
     def __init__(
         self,
         transport: Transport,
+        slots: Reserver,
         pool: BufferPool,
         geometry: Geometry,
         *,
@@ -60,6 +63,7 @@ class Chain(Route):
         divisor: float | None,
     ) -> None:
         self._transport = transport
+        self._slots = slots
         self._pool = pool
         self._dtype = geometry.dtype
         self._out_dtype = out_dtype
@@ -79,7 +83,7 @@ class Chain(Route):
         link = self._links[item.owner, item.index]
         if link.last:
             return own
-        slot = self._transport.try_reserve(self._next, item.nbytes) if link.first else None
+        slot = self._slots.try_reserve(self._next, item.nbytes) if link.first else None
         link.reserved = slot is not None
         return slot if slot is not None else self._pool.take(item.nbytes)
 
@@ -115,7 +119,7 @@ class Chain(Route):
 
     def _pass_on(self, link: _Link) -> bool:
         assert link.buffer is not None
-        slot = self._transport.try_reserve(self._next, link.item.nbytes)
+        slot = self._slots.try_reserve(self._next, link.item.nbytes)
         if slot is None:
             return False
         slot.copy_(link.buffer)
@@ -130,9 +134,11 @@ class Chain(Route):
 
     def missing(self) -> tuple[UnitSlice, int, str] | None:
         for link in self._open.values():
+            if link.buffer is None:
+                continue  # not computed here
             if not link.arrived:
                 return link.item, self._previous, "its sum of the partial gradients"
-            return link.item, self._next, "a free slot in its gradient inbox"
+            return link.item, self._next, ROOM
         return None
 
     def uncomputed(self) -> Iterator[UnitSlice]:

@@ -3,76 +3,122 @@
 [Note: Sharing one transport]
 A rank that waits in a plain collective must go on summing the fused layers' gradients: a peer further behind may be blocked
 for want of credit in this rank's inbox, and would never reach the collective (see [Note: Credit and deadlock] in
-gradients.py). `CollectivePort` is the transport as collectives see it: every wait polls the gradient stream first.
+gradients.py). And the other way round: whoever waits for anything takes in, and sends on, what belongs to collectives under
+way (`GradientStream.relieve`), and so does every layer that passes. So a collective of any size moves before its `wait`, as far
+as credit goes.
+
+[Note: Program order in a ring]
+Collectives and gradients share the ring of a pair. What a rank sends leaves in the order of its program: a gradient does not
+overtake what is still to be sent of a collective that was begun before it (`Reserver`), nor one collective another. So whatever
+fills an inbox comes before what its owner may be waiting for, and the owner that is furthest behind finds everything that it
+needs in front.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from commfuse_dp.collectives.summation import sum_in_rank_order
+from commfuse_dp.engine.broken import ROOM
 from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.parameters import flat_order
-from commfuse_dp.errors import Where
+from commfuse_dp.errors import BrokenStepError, Where
 from commfuse_dp.probe import now_ns
 from commfuse_dp.schedule.orders import gather_owners, scatter_owners
-from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, CHANNEL_PARAM, Tag
+from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, CHANNEL_PARAM, Tag, Transport
 
 _ROUND_LIMIT = 1 << 31
 
 
-class _Outgoing:
-    """One message still to be sent."""
+class _Messages:
+    """What is still to be sent and taken in for one collective.
 
-    __slots__ = ("data", "dst", "tag")
+    outgoing: (destination, tag, bytes), in the order of sending. incoming: (source, tag, bytes that it is copied to)."""
 
-    def __init__(self, dst: int, tag: Tag, data: torch.Tensor) -> None:
-        self.dst, self.tag, self.data = dst, tag, data
+    def __init__(
+        self,
+        transport: Transport,
+        what: str,
+        outgoing: Sequence[tuple[int, Tag, torch.Tensor]],
+        incoming: Sequence[tuple[int, Tag, torch.Tensor]],
+    ) -> None:
+        self._transport = transport
+        self.what = what
+        self._outgoing: dict[int, deque[tuple[Tag, torch.Tensor]]] = {}
+        for dst, tag, data in outgoing:
+            self._outgoing.setdefault(dst, deque()).append((tag, data))
+        self._incoming: dict[int, deque[tuple[Tag, torch.Tensor]]] = {}
+        for src, tag, out in incoming:
+            transport.expect(src, tag, out.numel())
+            self._incoming.setdefault(src, deque()).append((tag, out))
+        self.lost = ""  # why it will never be complete
+
+    @property
+    def done(self) -> bool:
+        return not self._outgoing and not self._incoming
+
+    def sends_to(self, dst: int) -> bool:
+        return dst in self._outgoing
+
+    def awaits(self) -> tuple[int, str, int]:
+        """(peer, what of it, bytes) that is waited for first."""
+        if self._incoming:
+            peer, left = next(iter(self._incoming.items()))
+            return peer, f"its part of an {self.what}", sum(out.numel() for _, out in left)
+        peer, rest = next(iter(self._outgoing.items()))
+        return peer, ROOM, sum(data.numel() for _, data in rest)
+
+    def owes(self, peer: int) -> bool:
+        """What `awaits` named is still missing."""
+        return peer in self._incoming if self._incoming else peer in self._outgoing
+
+    def send(self, blocked: set[int]) -> None:
+        """Send as many as there is credit for, to none of `blocked`, which grows by those without credit."""
+        for dst, left in list(self._outgoing.items()):
+            while left and dst not in blocked:
+                tag, data = left[0]
+                buffer = self._transport.try_reserve(dst, data.numel())
+                if buffer is None:
+                    break
+                buffer.copy_(data)
+                self._transport.send(dst, tag, buffer)
+                left.popleft()
+            if not left:
+                del self._outgoing[dst]
+            else:
+                blocked.add(dst)  # later messages to it must not overtake
+
+    def take_in(self) -> None:
+        """Copy what has arrived."""
+        for src, left in list(self._incoming.items()):
+            while left and self._transport.arrived(src, left[0][0]):
+                tag, out = left[0]
+                out.copy_(self._transport.receive(src, tag))
+                self._transport.release(src, tag)
+                left.popleft()
+            if not left:
+                del self._incoming[src]
 
 
 class PendingAllGather(dist.distributed_c10d.Work):
-    """An all-gather whose sends are under way; `wait` takes in the peers' shards. A Work, as FSDP2 expects one."""
+    """An all-gather under way; `wait` completes it. A Work, as FSDP2 expects one."""
 
-    def __init__(self, port: CollectivePort, output: torch.Tensor, shard: torch.Tensor, call: int) -> None:
+    def __init__(self, port: CollectivePort, messages: _Messages) -> None:
         super().__init__()
         self._port = port
-        self._output = output.view(torch.uint8).view(port.world_size, -1)
-        self._call = call
-        own = self._output[port.rank]
-        data = shard.view(torch.uint8)
-        if own.data_ptr() != data.data_ptr():
-            own.copy_(data)
-        self._spans = port.spans(own.numel())
-        self._outgoing = [
-            _Outgoing(peer, Tag(CHANNEL_PARAM, 0, call, part), own[start:stop])
-            for peer in gather_owners(port.rank, port.world_size, port.order)[1:]
-            for part, (start, stop) in enumerate(self._spans)
-        ]
-        for peer in range(port.world_size):
-            if peer != port.rank:
-                for part, (start, stop) in enumerate(self._spans):
-                    port.transport.expect(peer, Tag(CHANNEL_PARAM, 0, call, part), stop - start)
-        if own.numel() <= port.eager_limit:  # small enough never to fill an inbox while nobody waits
-            port.push(self._outgoing)
+        self._messages = messages
 
     def is_completed(self) -> bool:
-        return self._output is None
+        return self._messages.done
 
     def wait(self, timeout: object = None) -> bool:
-        if self._output is not None:
-            output, self._output = self._output, None  # type: ignore[assignment]
-            wanted = [
-                (owner, Tag(CHANNEL_PARAM, 0, self._call, part), output[owner][start:stop])
-                for owner in gather_owners(self._port.rank, self._port.world_size, self._port.order)[1:]
-                for part, (start, stop) in enumerate(self._spans)
-            ]
-
-            def consume(src: int, tag: Tag, data: torch.Tensor) -> None:
-                target = next(out for owner, known, out in wanted if owner == src and known == tag)
-                target.copy_(data)
-
-            self._port.run(self._outgoing, [(owner, tag, out.numel()) for owner, tag, out in wanted], consume, "all-gather")
+        """Raises BrokenStepError if its step was broken off, and ranks do not agree about it."""
+        if not self._messages.done and not self._port.giving_up:
+            self._port.complete(self._messages)
         return True
 
 
@@ -84,51 +130,59 @@ class CollectivePort:
         self.transport = engine.transport
         self.rank, self.world_size = engine.rank, engine.world_size
         self.order = flat_order(engine.config)
-        self._calls = 0
+        self.calls = 0
+        self.in_doubt = False  # an exception came between two messages
+        self.giving_up = False  # nobody wants what is under way any more
+        self._under_way: list[_Messages] = []  # in the order of calls
+        engine.ports.append(self)
 
-    @property
-    def eager_limit(self) -> int:
-        return self.transport.message_limit // 8
-
-    def spans(self, nbytes: int) -> list[tuple[int, int]]:
+    def _spans(self, nbytes: int) -> list[tuple[int, int]]:
         """Cut nbytes into messages; a quarter of the limit each, so that several are under way."""
         step = max(64, self.transport.message_limit // 4 // 64 * 64)
         return [(start, min(start + step, nbytes)) for start in range(0, nbytes, step)]
 
     def _next_call(self) -> int:
         self._engine.ensure_exposed()
-        call = self._calls
-        self._calls = (self._calls + 1) % _ROUND_LIMIT
+        call = self.calls
+        self.calls = (self.calls + 1) % _ROUND_LIMIT
         return call
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> PendingAllGather:
-        """output [N * n] <- shards [n] of all ranks. Starts at once; `wait()` completes it."""
-        return PendingAllGather(self, output, shard, self._next_call())
+        """output [N * n] <- shards [n] of all ranks. Starts at once; until `wait()` has completed it, output is written to."""
+        call = self._next_call()
+        parts = output.view(torch.uint8).view(self.world_size, -1)
+        own, data = parts[self.rank], shard.view(torch.uint8)
+        if own.data_ptr() != data.data_ptr():
+            own.copy_(data)
+        spans = self._spans(own.numel())
+        peers = gather_owners(self.rank, self.world_size, self.order)[1:]
+        named = [(Tag(CHANNEL_PARAM, 0, call, part), slice(*span)) for part, span in enumerate(spans)]
+        outgoing = [(peer, tag, own[span]) for peer in peers for tag, span in named]
+        incoming = [(peer, tag, parts[peer][span]) for peer in peers for tag, span in named]
+        messages = _Messages(self.transport, "all-gather", outgoing, incoming)
+        self._under_way.append(messages)
+        self.progress()
+        return PendingAllGather(self, messages)
 
     def reduce_scatter(self, output: torch.Tensor, partials: torch.Tensor, divisor: float | None) -> None:
         """output [n] <- sum over ranks of their partials [N * n], in rank order in a wide type, over `divisor`. Blocks."""
         call = self._next_call()
         parts = partials.view(self.world_size, -1)
-        spans = self.spans(output.nbytes)
-        outgoing = [
-            _Outgoing(owner, Tag(CHANNEL_COLLECTIVE, 1, call, part), parts[owner].view(torch.uint8)[start:stop])
-            for owner in scatter_owners(self.rank, self.world_size, self.order)[:-1]
-            for part, (start, stop) in enumerate(spans)
-        ]
         received = {peer: torch.empty_like(output) for peer in range(self.world_size) if peer != self.rank}
-        wanted = [
-            (peer, Tag(CHANNEL_COLLECTIVE, 1, call, part), stop - start)
-            for peer in scatter_owners(self.rank, self.world_size, "ring")[:-1]
-            for part, (start, stop) in enumerate(spans)
+        named = [(Tag(CHANNEL_COLLECTIVE, 1, call, part), slice(*span)) for part, span in enumerate(self._spans(output.nbytes))]
+        outgoing = [
+            (owner, tag, parts[owner].view(torch.uint8)[span])
+            for owner in scatter_owners(self.rank, self.world_size, self.order)[:-1]
+            for tag, span in named
         ]
-        for peer, tag, nbytes in wanted:
-            self.transport.expect(peer, tag, nbytes)
-
-        def consume(src: int, tag: Tag, data: torch.Tensor) -> None:
-            start, stop = spans[tag.part]
-            received[src].view(torch.uint8)[start:stop].copy_(data)
-
-        self.run(outgoing, wanted, consume, "reduce-scatter")
+        incoming = [
+            (peer, tag, received[peer].view(torch.uint8)[span])
+            for peer in scatter_owners(self.rank, self.world_size, "ring")[:-1]
+            for tag, span in named
+        ]
+        messages = _Messages(self.transport, "reduce-scatter", outgoing, incoming)
+        self._under_way.append(messages)
+        self.complete(messages)
         received[self.rank] = parts[self.rank]
         ordered = [received[rank] for rank in range(self.world_size)]
         sum_in_rank_order(output, ordered, own_rank=self.rank, scale_divisor=divisor)
@@ -148,49 +202,78 @@ class CollectivePort:
             flat.copy_(whole[: flat.numel()])
 
     # ---- messages ----------------------------------------------------------------------------------------------------
-    def push(self, outgoing: list[_Outgoing]) -> bool:
-        """Send as many as there is credit for. True if any went."""
-        sent = False
-        blocked: set[int] = set()
-        for item in list(outgoing):
-            if item.dst in blocked:
-                continue
-            buffer = self.transport.try_reserve(item.dst, item.data.numel())
-            if buffer is None:
-                blocked.add(item.dst)  # later messages to it must not overtake: a smaller one would starve this one
-                continue
-            buffer.copy_(item.data)
-            self.transport.send(item.dst, item.tag, buffer)
-            outgoing.remove(item)
-            sent = True
-        return sent
+    @property
+    def under_way(self) -> bool:
+        return bool(self._under_way)
 
-    def run(self, outgoing: list[_Outgoing], wanted: list[tuple[int, Tag, int]], consume, what: str) -> None:
-        """Send and receive until both lists are empty, summing fused gradients meanwhile."""
-        start = now_ns()
-        waiting = list(wanted)
+    def sends_to(self, dst: int) -> bool:
+        """Something of a collective is still to be sent to `dst`."""
+        return any(messages.sends_to(dst) for messages in self._under_way)
 
-        def advance() -> bool:
-            self._engine.gradients.relieve()
-            self.push(outgoing)
-            for src, tag, _ in list(waiting):
-                if self.transport.arrived(src, tag):
-                    consume(src, tag, self.transport.receive(src, tag))
-                    self.transport.release(src, tag)
-                    waiting.remove((src, tag, _))
-            return not outgoing and not waiting
-
-        if advance():
+    def progress(self) -> None:
+        """Send what there is credit for, take in what has come, of all collectives under way. Never blocks."""
+        if not self._under_way or self.in_doubt:  # a message might be sent twice
             return
-        while not advance():  # one peer after the other: one that has done its part may leave while others still owe theirs
-            peer = waiting[0][0] if waiting else outgoing[0].dst
+        try:
+            blocked: set[int] = set()
+            for messages in self._under_way:
+                messages.send(blocked)
+                messages.take_in()
+            self._under_way = [messages for messages in self._under_way if not messages.done]
+        except BaseException as error:
+            self._doubt(self._under_way[0].what, error)
+            raise
 
-            def served(peer: int = peer) -> bool:
-                done = advance()
-                owing = [item[0] for item in waiting] if waiting else [item.dst for item in outgoing]
-                return done or peer not in owing
+    def complete(self, messages: _Messages) -> None:
+        """Send and receive until a collective is complete, summing fused gradients meanwhile."""
+        if messages.lost:
+            raise BrokenStepError(
+                f"rank {self.rank}: an {messages.what} of an FSDP2 group was not completed: {messages.lost}. Call "
+                "reset_iter_state() on the root module after a step that was broken off, on all ranks.",
+                rank=self.rank,
+                peer=self.rank,
+            )
+        self._engine.gradients.relieve()
+        if messages.done:
+            return
+        start = now_ns()
+        try:
+            self._wait(messages, self._engine.gradients.relieve, heed=True)
+        except BaseException as error:
+            self._doubt(messages.what, error)
+            raise
+        self._engine.probe.exposed(f"({messages.what})", start, now_ns())
 
-            nbytes = sum(item[2] for item in waiting)
-            where = Where(f"({what} of an FSDP2 group)", self._engine.step, "all", nbytes)
-            self.transport.wait_until(served, peer=peer, where=where, doing=f"its part of an {what}")
-        self._engine.probe.exposed(f"({what})", start, now_ns())
+    def _wait(self, messages: _Messages, advance: Callable[[], object], *, heed: bool) -> None:
+        while not messages.done:  # one peer after the other: one that has done its part may leave while others still owe theirs
+            peer, doing, nbytes = messages.awaits()
+            where = Where(f"({messages.what} of an FSDP2 group)", self._engine.step, "all", nbytes)
+
+            def served(peer: int = peer, doing: str = doing, where: Where = where) -> bool:
+                def come() -> bool:
+                    advance()
+                    return messages.done or not messages.owes(peer)
+
+                if come():
+                    return True
+                if heed:
+                    self._engine.breakage.heed(peer, where, doing, come)
+                    self._engine.gradients.heed_sums()
+                return False
+
+            self.transport.wait_until(served, peer=peer, where=where, doing=doing)
+
+    def _doubt(self, what: str, error: BaseException) -> None:
+        self.in_doubt = True
+        self._engine.breakage.by(f"({what} of an FSDP2 group)", error)
+
+    def recover(self, *, complete: bool) -> None:
+        """All ranks have left a step that was broken off, and do this. complete: all have begun the same collectives."""
+        if complete:
+            while self._under_way:
+                self._wait(self._under_way[0], self.progress, heed=False)
+        for messages in self._under_way:
+            messages.lost = "its step was broken off, and not all ranks had begun it"
+        self._under_way = []
+        self.calls = 0
+        self.in_doubt = False

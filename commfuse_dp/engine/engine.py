@@ -12,26 +12,29 @@ units (plan.py); how a slice is computed is the caller's business (ops/).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.engine.broken import Breakage
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.gradients import GradientStream
 from commfuse_dp.engine.ordering import ordering_of
 from commfuse_dp.engine.parameters import Consume, ParameterStream, owner_orders
 from commfuse_dp.engine.plan import Unit, UnitSlice, absent_slice
-from commfuse_dp.engine.room import check_room
+from commfuse_dp.engine.room import Footprint, check_room, footprint
 from commfuse_dp.engine.scatter import ReplicaGroup, Scatter
 from commfuse_dp.engine.whole import Whole, WholeProducts
 from commfuse_dp.engine.window import Key
-from commfuse_dp.errors import CommFuseError, Where
+from commfuse_dp.errors import BrokenStepError, CommFuseError, Where
 from commfuse_dp.kernels.choice import Chooser, Row
 from commfuse_dp.kernels.gemms import Gemms
+from commfuse_dp.ops.compat import untransformed
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.probe import COMPUTE, Probe, now_ns
-from commfuse_dp.transport.base import Transport
+from commfuse_dp.transport.base import CHANNEL_GRAD, Outcome, Transport
 
 Produce = Callable[[UnitSlice, "list[Piece]"], None]
 
@@ -55,7 +58,11 @@ class Engine:
         *,
         device: torch.device,
         replicas: ReplicaGroup | None,
+        vote: Callable[[bool], bool] = bool,
+        published: Callable[[], object] = lambda: None,
     ) -> None:
+        """vote: collective over the engine's ranks; True on all of them if its argument is True on one.
+        published: called whenever the parameters' values have been copied for a step."""
         self.transport = transport
         transport.layers = [unit.name for unit in units]
         self.units = list(units)
@@ -66,19 +73,25 @@ class Engine:
         self.step = 0  # begun forward passes; also the epoch of the published parameters
         self.device = device
         for unit in self.units:
-            unit.anchor = torch.empty(0, device=device, requires_grad=True)
+            unit.anchor = torch.zeros(1, device=device, requires_grad=True)
         self.ordering = ordering = ordering_of(transport.device)
-        self._pool = BufferPool(device, ordering, self.probe)
+        self.buffers = BufferPool(device, ordering, self.probe, limit=config.inbox_bytes)
+        self.breakage = Breakage(transport)
         self.gradients = GradientStream(
-            transport, self._pool, self.probe, replicas, inbox_bytes=config.inbox_bytes, ordering=ordering
+            transport, self.buffers, self.probe, replicas, self.breakage, inbox_bytes=transport.message_limit, ordering=ordering
         )
-        self.parameters = ParameterStream(transport, self.units, config, self._pool)
+        self.parameters = ParameterStream(transport, self.units, config, device)
+        self.ports = self.gradients.ports
+        self.on_recovery: Callable[[], None] = lambda: None  # the framework's part, after a step that was broken off
         self.parameters.while_waiting = self.gradients.relieve
         self._sequences: dict[bool, list[Key]] = {}  # recorded orders, by whether gradients are computed
         self._mode = False
         self._scatter_order = owner_orders(transport, config)[1]
         self._active = False  # between begin_step and the end of the pass it belongs to
-        self._armed = False  # the end-of-backward callback of the running backward is registered
+        self._in_forward = False  # of the root
+        self._vote = vote
+        self._published = published
+        self._armed: weakref.ref[_Finish] | None = None  # the end-of-backward callback, dead if that backward was broken off
         self._broken = ""  # the text alone: a kept exception keeps its frames, and with them shared memory, for ever
         self._accumulating: set[int] = set()
         self._gemms: Gemms | None = None
@@ -93,38 +106,105 @@ class Engine:
         if self._broken:
             raise CommFuseError(f"communication broke down in an earlier step and cannot go on: {self._broken}")
         try:
-            self._begin_step()
+            with untransformed():
+                self._end_step()
+                with self._for_good():
+                    self._begin_step()
+        except BrokenStepError:  # the step before was lost, this one can be begun
+            raise
         except CommFuseError as error:
             self._broken = str(error)
             raise
 
-    def _begin_step(self) -> None:
+    def _end_step(self) -> None:
+        """Leave the step before. An exception may come in between: it can be called again."""
         self.ensure_exposed()
         where = Where("(start of step)", self.step, "all")
-        if not self.gradients.idle:  # the last backward was broken off by an exception
+        self.breakage.leave(unfinished=self._armed is not None or not self.gradients.idle)
+        if not self.transport.recovers and not self.gradients.idle:
             self.gradients.abandon()
-        self._armed = False
         for index in self._accumulating:  # the last backward was broken off between two calls of a layer
             self.units[index].accumulated = None
         self._accumulating.clear()
-        record = self.parameters.stop(where)
+        record = self.parameters.stop(where, self._outcome())
         if record:
             self._sequences[self._mode] = record
+        if self.breakage.cause:  # peers that wait for room here come to know of it, too
+            self.transport.discard(CHANNEL_GRAD)
         begun = self.probe.mark()
         start = now_ns()
         if self.parameters.shared:
-            self.transport.wait_finished(self.step, where)
+            self.transport.wait_finished(self.step, where, meanwhile=self._move_on)
         waited = now_ns()
         self.probe.stood("(start of step)", begun)
-        begun = self.probe.mark() if self.probe.sink is not None else None
         if self.world_size > 1 and waited - start > LATE_NS and not self.transport.device_ordered:
             self.probe.exposed("(start of step)", start, waited)
+        broken = self.breakage.agree() if self.transport.recovers else None
+        if broken is not None:
+            self._recover(broken, where)
+
+    def _move_on(self) -> None:
+        for port in self.ports:  # a peer may need their room in this rank's inbox
+            port.progress()
+
+    @contextlib.contextmanager
+    def resetting(self) -> Iterator[None]:
+        """In here the framework forgets an iteration that was broken off: its collectives are waited for, but not wanted."""
+        if self._armed is not None or not self.gradients.idle or any(port.under_way for port in self.ports):
+            self.breakage.by("(reset of the iteration)", CommFuseError("the iteration was given up"))
+        for port in self.ports:
+            port.giving_up = True
+        try:
+            yield
+        finally:
+            for port in self.ports:
+                port.giving_up = False
+
+    def _outcome(self) -> Outcome:
+        calls = -1 if any(port.in_doubt for port in self.ports) else sum(port.calls for port in self.ports)
+        return self.breakage.outcome(calls)
+
+    def _recover(self, broken: list[int], where: Where) -> None:
+        """All ranks have left a step that was broken off on some of them, and all of them do this."""
+        self.transport.discard(CHANNEL_GRAD)  # plain collectives under way need the room
+        same = self.breakage.same_calls()
+        for port in self.ports:
+            port.recover(complete=same)
+        self.gradients.reset()
+        with self.resetting():
+            self.on_recovery()
+        self.buffers.forget_taken()
+        self.parameters.recover()
+        self.transport.recover(self.step, where)
+        for unit in self.units:
+            unit.scatters = 0
+        self._armed = None
+        self.breakage.recovered(broken)
+
+    @contextlib.contextmanager
+    def _for_good(self) -> Iterator[None]:
+        """What an exception leaves in here cannot be mended: some of the parameters are published, others are not."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = self._broken or f"{type(error).__name__}: {error}"
+            with contextlib.suppress(CommFuseError):
+                self.transport.tell_broken(self.step, self._broken, final=True)
+            raise
+
+    def _begin_step(self) -> None:
+        self._armed = None
         self.step += 1
+        self.breakage.begin(self.step)
+        begun = self.probe.mark() if self.probe.sink is not None else None
+        start = now_ns()
         self._mode = torch.is_grad_enabled()
         for unit in self.units:
             unit.pending_backwards = 0
+        self.buffers.settle()
         self.parameters.start(self.step, self._sequences.get(self._mode, []))
-        self.probe.span_since(COMPUTE, "publish", waited, begun, kind="publish")
+        self._published()
+        self.probe.span_since(COMPUTE, "publish", start, begun, kind="publish")
         self._active = True
 
     def ensure_exposed(self) -> None:
@@ -133,10 +213,27 @@ class Engine:
             with torch.inference_mode(False):  # an evaluation may come first: its memory must serve training, too
                 self.parameters.expose()
 
-    def ensure_step(self) -> None:
-        """A layer runs outside the root's forward (a submodule called by itself): that starts a step too."""
-        if not self._active and not in_backward():
-            self.begin_step()
+    def ensure_step(self, unit: Unit) -> None:
+        """A layer runs outside the root's forward (a submodule called by itself): that starts a step too.
+
+        If a step is under way, whose backward has perhaps been left out, its parameters serve as long as they are those of now.
+        [Note: Values, not versions] They are compared by value: what is written through `param.data`, a view of DeepSpeed's
+        flat buffers or a pointer counts as no new version of the tensor. The ranks decide together, since what has changed may
+        lie in the shard of one of them. This costs such a call a read of its own shard and a message; the root's forward none.
+        """
+        if self._in_forward or in_backward():
+            return
+        with untransformed():
+            if not self._active or self.breakage.cause or (not unit.replicated and self._vote(self.parameters.differs(unit))):
+                self.begin_step()
+
+    def enter_forward(self) -> None:
+        """The root's forward runs: the step that has just begun serves all layers called in it."""
+        self._in_forward = True
+
+    def leave_forward(self) -> None:
+        """The root's forward has returned or raised."""
+        self._in_forward = False
 
     def end_forward(self, outputs_require_grad: bool) -> None:
         """The root's forward has returned; without a backward to come the step ends here."""
@@ -159,16 +256,42 @@ class Engine:
         """Says what computes each product, on a device, and why. Does not keep the engine alive."""
         return self._gemms.chooser.explain if self._gemms is not None else tuple
 
+    def footprint(self) -> Footprint:
+        """The memory of this rank."""
+        return footprint(self.units, self.transport, self.config.prefetch_bytes)
+
     def expect_backward(self, unit: Unit) -> None:
         """The gather that follows is part of a forward that autograd records: an `exchange` will come for it."""
-        self.ensure_step()
-        if not in_backward():
+        unit.expects_backward = not in_backward()
+        if unit.replicated:  # nothing is gathered
+            self.ready(unit)
+
+    def ready(self, unit: Unit) -> None:
+        """A forward is about to read the unit: a step runs, and its parameters are those of now."""
+        self.ensure_step(unit)
+        if unit.expects_backward:
+            unit.expects_backward = False
             unit.pending_backwards += 1
 
     def gather(self, unit: Unit, consume: Consume) -> None:
         """Forward: consume(slice, pieces) for every slice of the unit, own first. Pieces are valid during the call only."""
-        self.ensure_step()
-        self.parameters.gather(unit, consume, keep=self.keeps(unit))
+        self.ready(unit)
+        try:
+            self.parameters.gather(unit, consume, keep=self.keeps(unit))
+        except BaseException as error:
+            self.breakage.in_forward(unit.name, error)
+            raise
+        self._move_on()
+
+    def read(self, unit: Unit, consume: Consume) -> None:
+        """As `gather`, beside the unit's own forward: nothing is held for a backward."""
+        self.ensure_step(unit)
+        self.parameters.gather(unit, consume, keep=False)
+
+    def expect_more(self, unit: Unit) -> None:
+        """What was read is used in a forward that autograd records: an `exchange` will come for that, too."""
+        if not in_backward():
+            unit.pending_backwards += 1
 
     def exchange(
         self,
@@ -186,7 +309,29 @@ class Engine:
         dtype: of the partial gradients; include: which parts get one. consume None: the parameters are not needed.
         whole: products of all slices at once, tried first; all partials then come before the parameters (whole.py).
         """
+        if self.breakage.cause:
+            raise BrokenStepError(
+                f"rank {self.rank}: step {self.step} was broken off ({self.breakage.cause}); begin a new forward of the model",
+                rank=self.rank,
+                peer=self.rank,
+            )
         self.arm()
+        self.breakage.layer = unit.name
+        try:
+            self._exchange(unit, consume, produce, dtype, include, whole)
+        except BaseException as error:
+            self.breakage.by(unit.name, error)
+            raise
+
+    def _exchange(
+        self,
+        unit: Unit,
+        consume: Consume | None,
+        produce: Produce | None,
+        dtype: torch.dtype,
+        include: tuple[bool, ...],
+        whole: Whole | None,
+    ) -> None:
         unit.pending_backwards = max(0, unit.pending_backwards - 1)
         if consume is not None:
             self.parameters.announce_backward(unit)
@@ -207,6 +352,7 @@ class Engine:
                     self.parameters.read(unit, visits[index], consume)  # type: ignore[arg-type]
         self.parameters.forget(unit)
         self.gradients.poll()
+        self._move_on()
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
     def _open_sink(self, unit: Unit, dtype: torch.dtype, include: tuple[bool, ...]) -> _Sink:
@@ -217,10 +363,10 @@ class Engine:
         return _Sink(self, unit, dtype, include, reduce=reduce)
 
     def take_scratch(self, nbytes: int) -> torch.Tensor:
-        return self._pool.take(nbytes)
+        return self.buffers.take(nbytes)
 
     def give_scratch(self, buffer: torch.Tensor) -> None:
-        self._pool.give(buffer)
+        self.buffers.give(buffer)
 
     def _scatter_accumulated(self, unit: Unit) -> None:
         """Reduce what was accumulated locally, without a new partial: the call that should have brought it did not come."""
@@ -239,25 +385,38 @@ class Engine:
 
     def arm(self) -> None:
         """Make sure that `finish_backward` runs at the end of the backward pass that is under way."""
-        if not self._armed:
-            self._armed = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
+        if self._armed is None or self._armed() is None:
+            finish = _Finish(self)
+            self._armed = weakref.ref(finish)
+            torch.autograd.Variable._execution_engine.queue_callback(finish)
 
     def finish_backward(self) -> None:
         """End of a backward pass: everything owed is sent, all sums are finished and delivered."""
-        self._armed = False
-        for index in sorted(self._accumulating):
-            unit = self.units[index]
-            if unit.policy.reduce_grads:
-                self._scatter_accumulated(unit)
-        self._accumulating.clear()
-        self.gradients.drain()
+        with self._guarded("(end of backward)"):
+            for index in sorted(self._accumulating):
+                unit = self.units[index]
+                if unit.policy.reduce_grads:
+                    self._scatter_accumulated(unit)
+            self._accumulating.clear()
+            self.gradients.drain()
+        self._armed = None
         self._active = False
+        self.breakage.complete = True
+
+    @contextlib.contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
+        """An exception in here breaks the step off."""
+        try:
+            yield
+        except BaseException as error:
+            self.breakage.by(what, error)
+            raise
 
     def settle(self) -> None:
         """Finish the sums of all layers passed so far, and have the current stream see them. To be called before blocking in
         anything that does not poll us, and by whoever reads gradients before the end of the backward."""
-        self.gradients.drain()
+        with self._guarded("(before the end of backward)"):
+            self.gradients.drain()
 
     @property
     def has_accumulated(self) -> bool:
@@ -266,20 +425,34 @@ class Engine:
 
     def reduce_accumulated(self) -> None:
         """Reduce whatever was accumulated without being reduced, and finish all sums. Collective; outside a backward."""
-        for unit in self.units:
-            self._scatter_accumulated(unit)
-        self.gradients.drain()
+        with self._guarded("(accumulated gradients)"):
+            for unit in self.units:
+                self._scatter_accumulated(unit)
+            self.gradients.drain()
 
     def close(self) -> None:
         """Say goodbye and let go of all memory, also of views: whoever still holds the engine holds none.
 
         Autograd may: after a backward that raised, its thread keeps nodes that were ready until its next backward."""
         with contextlib.suppress(CommFuseError):  # a peer may be gone already
-            self.parameters.stop(Where("(close)", self.step))  # else the peers' close() goes on serving this rank for a while
+            # Else the peers' close() goes on serving this rank for a while.
+            self.parameters.stop(Where("(close)", self.step), self._outcome())
         self.transport.close()
         self.parameters.forget_all()
         self.gradients.forget_all()
-        self._pool.clear()
+        self.buffers.clear()
+
+
+class _Finish:
+    """What autograd calls at the end of a backward, and lets go of if that was broken off."""
+
+    __slots__ = ("__weakref__", "_engine")
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __call__(self) -> None:
+        self._engine.finish_backward()
 
 
 class _Sink:

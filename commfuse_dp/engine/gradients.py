@@ -25,21 +25,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from commfuse_dp.collectives.summation import BLOCK_ELEMENTS, sum_in_rank_order, wide_dtype
 from commfuse_dp.device.base import Word
+from commfuse_dp.engine.broken import ROOM, Breakage
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.ordering import Ordering
 from commfuse_dp.engine.plan import Unit, UnitSlice
+from commfuse_dp.engine.reserver import Reserver
 from commfuse_dp.engine.route import Route
 from commfuse_dp.engine.routes import Routes
 from commfuse_dp.engine.scatter import ReplicaGroup, Scatter
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import COMPUTE, SEND, Probe, now_ns
 from commfuse_dp.transport.base import Sending, Transport
+
+PARTIAL = "its partial gradient"  # what a rank waits for at the end of a backward
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -53,6 +58,7 @@ class GradientStream:
         pool: BufferPool,
         probe: Probe,
         replicas: ReplicaGroup | None,
+        breakage: Breakage,
         *,
         inbox_bytes: int,
         ordering: Ordering,
@@ -62,6 +68,7 @@ class GradientStream:
         self._pool = pool
         self._probe = probe
         self._replicas = replicas
+        self._breakage = breakage
         self._rank = transport.rank
         self._announces = type(transport).expect is not Transport.expect  # two-sided: receives are posted early
         self._peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
@@ -69,7 +76,9 @@ class GradientStream:
         self._queue: deque[Scatter] = deque()
         self._replicating: deque[tuple[Scatter, torch.Tensor, dist.Work]] = deque()
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
-        self._routes = Routes(transport, pool, ordering, self._scratch_for)
+        self.slots = Reserver(transport)
+        self.ports = self.slots.ports
+        self._routes = Routes(transport, self.slots, pool, ordering, self._scratch_for)
 
     @property
     def idle(self) -> bool:
@@ -96,6 +105,7 @@ class GradientStream:
             for peer in self._peers:
                 self._transport.expect(peer, tag, item.nbytes)
         self._queue.append(scatter)
+        self._breakage.scatters += 1
         return scatter
 
     def reserve(self, scatter: Scatter, item: UnitSlice) -> torch.Tensor:
@@ -106,7 +116,7 @@ class GradientStream:
             return scatter.route.reserve(item, self._own_part(scatter, item) if item.owner == self._rank else _NOTHING)
         if item.owner == self._rank:
             return self._own_part(scatter, item)
-        buffer = self._transport.try_reserve(item.owner, item.nbytes)
+        buffer = self.slots.try_reserve(item.owner, item.nbytes)
         if buffer is None:
             buffer = self._await_credit(scatter, item)
         return buffer
@@ -192,15 +202,18 @@ class GradientStream:
         found: list[torch.Tensor] = []
 
         def ready() -> bool:
-            buffer = self._transport.try_reserve(item.owner, item.nbytes)
+            buffer = self.slots.try_reserve(item.owner, item.nbytes)
             if buffer is None:
                 self.relieve()
-                buffer = self._transport.try_reserve(item.owner, item.nbytes)
+                buffer = self.slots.try_reserve(item.owner, item.nbytes)
             if buffer is not None:
                 found.append(buffer)
+            else:
+                self._breakage.heed(item.owner, scatter.where(item), ROOM, lambda: False)
+                self.heed_sums()  # it may wait for room here, which a sum that will never be made does not give
             return buffer is not None
 
-        self._transport.wait_until(ready, peer=item.owner, where=scatter.where(item), doing="a free slot in its gradient inbox")
+        self._transport.wait_until(ready, peer=item.owner, where=scatter.where(item), doing=ROOM)
         self._probe.exposed(scatter.unit.name, start, now_ns())
         return found[0]
 
@@ -211,11 +224,15 @@ class GradientStream:
         while self._queue and self._ready(self._queue[0]):
             worked = True
             head = self._queue[0]
-            with self._ordering.reducing():
-                self._sum_next(head)
-                if head.route is not None or head.summed == len(head.geometry.slices[self._rank]):
-                    self._queue.popleft()
-                    self._complete(head)
+            try:
+                with self._ordering.reducing():
+                    self._sum_next(head)
+                    if head.route is not None or head.summed == len(head.geometry.slices[self._rank]):
+                        self._queue.popleft()
+                        self._complete(head)
+            except BaseException as error:  # half of a sum: wherever this was called from, the step is lost
+                self._breakage.by(head.unit.name, error)
+                raise
         if worked:
             self._transport.push()  # the credits
         return worked
@@ -239,6 +256,8 @@ class GradientStream:
                 # Twice, because places in the ring are contiguous: half of it may be lost to a gap at its end.
                 if 2 * scatter.geometry.segment_bytes[self._rank] > self._inbox_bytes:
                     self._unload(scatter)
+        for port in self.ports:
+            port.progress()
 
     def _unload(self, scatter: Scatter) -> None:
         for item in scatter.geometry.slices[self._rank][scatter.summed :]:
@@ -381,14 +400,12 @@ class GradientStream:
 
             def here(peer: int = late[0], head: Scatter = head, item: UnitSlice = item) -> bool:
                 self.relieve()
-                return head.summed > item.index or self._arrived(head, item, peer)
+                if head.summed > item.index or self._arrived(head, item, peer):
+                    return True
+                self.heed_sums()
+                return False
 
-            self._transport.wait_until(
-                here,
-                peer=late[0],
-                where=head.where(item),
-                doing="its partial gradient",
-            )
+            self._transport.wait_until(here, peer=late[0], where=head.where(item), doing=PARTIAL)
             self._probe.exposed(f"{head.unit.name} (tail)", start, now_ns())
         self._send_kept()
         while self._replicating:
@@ -404,17 +421,41 @@ class GradientStream:
         self._probe.joined()
         self._ordering.join()
 
+    def heed_sums(self) -> None:
+        """Raises BrokenStepError if the first sum that only peers hold up will never be made. To be called by whoever waits."""
+        head = self._queue[0] if self._queue else None
+        if head is None:
+            return
+        if head.route is not None:
+            for item, peer, doing in head.route.late():
+
+                def passed(late: tuple[UnitSlice, int, str] = (item, peer, doing), route: Route = head.route) -> bool:
+                    route.advance()
+                    return late not in route.late()
+
+                self._breakage.heed(peer, head.where(item), doing, passed)
+            return
+        item_ = self._next_item(head)
+        if item_ is not None and head.own_done > head.summed:
+            for peer in self._peers:
+                self._breakage.heed(peer, head.where(item_), PARTIAL, partial(self._arrived, head, item_, peer))
+
     def _send_kept(self) -> None:
         """Block until nothing is kept for others."""
         while (kept := self._routes.outbox.oldest()) is not None:
             item, dst = kept
             start = now_ns()
-            self._transport.wait_until(
-                self._routes.outbox.flush,
-                peer=dst,
-                where=Where("(sums for other ranks)", 0, str(item), item.nbytes),
-                doing="a free slot in its gradient inbox",
-            )
+            where = Where("(sums for other ranks)", self._breakage.step, str(item), item.nbytes)
+
+            def sent(dst: int = dst, where: Where = where) -> bool:
+                for port in self.ports:
+                    port.progress()
+                if self._routes.outbox.flush():
+                    return True
+                self._breakage.heed(dst, where, ROOM, lambda: False)
+                return False
+
+            self._transport.wait_until(sent, peer=dst, where=where, doing=ROOM)
             self._probe.exposed("(sums for other ranks)", start, now_ns())
 
     def _await_route(self, scatter: Scatter, route: Route, meanwhile: Callable[[], object]) -> None:
@@ -428,7 +469,10 @@ class GradientStream:
 
         def here() -> bool:
             meanwhile()
-            return route.missing() != missing
+            if route.missing() != missing:
+                return True
+            self.heed_sums()
+            return False
 
         self._transport.wait_until(here, peer=peer, where=scatter.where(item), doing=doing)
         self._probe.exposed(f"{scatter.unit.name} (tail)", start, now_ns())
@@ -438,6 +482,21 @@ class GradientStream:
         self._queue.clear()
         self._replicating.clear()
         self._scratch.clear()
+
+    def reset(self) -> None:
+        """After a step that was broken off, on a transport that recovers: forget all of it. Gradients are not delivered.
+
+        With replicas every sum that was begun is owed an all-reduce: the other replicas count on it. What it brings is NaN, in
+        case they did not lose the step."""
+        queue, self._queue = self._queue, deque()
+        for scatter in queue:
+            if self._replicas is not None and scatter.replicate:
+                numel = scatter.geometry.segment_bytes[self._rank] // scatter.geometry.dtype.itemsize
+                lost = torch.full((numel,), torch.nan, dtype=self._out_dtype(scatter), device=self._pool.device)
+                self._replicating.append((scatter, lost, self._replicas.all_reduce(lost)))
+        while self._replicating:
+            self._replicating.popleft()[2].wait()
+        self._routes = Routes(self._transport, self.slots, self._pool, self._ordering, self._scratch_for)
 
     def abandon(self) -> None:
         """After a step that was broken off: take in and drop what peers have sent for it. Gradients are not delivered.

@@ -9,23 +9,37 @@ from commfuse_dp.engine.plan import Unit
 
 
 class UnitOperand:
-    """Implements `ops.linear.ShardedOperand` and `ops.gathered.GatheredOperand`."""
+    """Implements `ops.linear.ShardedOperand`, `ops.gathered.GatheredOperand` and `ops.on_demand.ReadOperand`."""
 
-    def __init__(self, engine: Engine, unit: Unit) -> None:
+    def __init__(self, engine: Engine, unit: Unit, *, transposed: bool = False) -> None:
+        """transposed: the unit is a linear whose weight is [in, out]; its products go by slices, on GPUs by BLAS."""
         self._engine = engine
         self._unit = unit
         self.shapes = tuple(slot.shape for slot in unit.slots)
-        self.out_features = self.shapes[0][0]
-        self.in_features = self.shapes[0][1] if len(self.shapes[0]) > 1 else 1
+        rows, columns = self.shapes[0][0], self.shapes[0][1] if len(self.shapes[0]) > 1 else 1
+        self.out_features, self.in_features = (columns, rows) if transposed else (rows, columns)
+        self.transposed = transposed
         self.has_bias = len(self.shapes) > 1
         self.anchor = unit.anchor
-        self.whole = engine.whole_products(unit)
+        self.whole = None if transposed else engine.whole_products(unit)
 
     def expect_backward(self) -> None:
         self._engine.expect_backward(self._unit)
 
     def gather(self, consume: Consume) -> None:
         self._engine.gather(self._unit, consume)
+
+    def read(self, consume: Consume) -> None:
+        """As `gather`, but holds nothing for the unit's backward."""
+        self._engine.read(self._unit, consume)
+
+    def expect_more(self) -> None:
+        self._engine.expect_more(self._unit)
+
+    @property
+    def version(self) -> int:
+        """Of the published parameters."""
+        return self._engine.step
 
     def exchange(
         self, consume: Consume | None, produce: Produce | None, *, dtype: torch.dtype, include: tuple[bool, ...]

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.engine.arena import Arena
 from commfuse_dp.engine.buffers import BufferPool
+from commfuse_dp.engine.ordering import ordering_of
 from commfuse_dp.engine.plan import Unit, UnitSlice, absent_slice
 from commfuse_dp.engine.room import check_room
 from commfuse_dp.engine.window import Held, Key, Mirror, Window
@@ -28,7 +30,8 @@ from commfuse_dp.schedule.orders import (
     hierarchical_scatter_owners,
     scatter_owners,
 )
-from commfuse_dp.transport.base import Transfer, Transport
+from commfuse_dp.transport.base import Outcome, Transfer, Transport
+from commfuse_dp.transport.ring import align
 
 Consume = Callable[[UnitSlice, "list[Piece]"], None]
 
@@ -48,6 +51,12 @@ def owner_orders(transport: Transport, config: CommFuseConfig) -> tuple[tuple[in
 def flat_order(config: CommFuseConfig) -> str:
     """The order where every rank turns to every other."""
     return "ring" if config.order == "ring" else "pairwise"
+
+
+def _window_memory(transport: Transport, budget: int, device: torch.device) -> BufferPool | Arena:
+    if device.type == "cpu" and not transport.device_ordered:
+        return Arena(budget)
+    return BufferPool(device, ordering_of(transport.device), transport.probe, limit=budget)
 
 
 class Visit:
@@ -95,14 +104,14 @@ def _mirror(slices: Sequence[Sequence[UnitSlice]], rank: int, index: int) -> Mir
 class ParameterStream:
     """Published parameters of all ranks of one group. Layouts are fixed by `expose`, in the first step."""
 
-    def __init__(self, transport: Transport, units: Sequence[Unit], config: CommFuseConfig, pool: BufferPool) -> None:
+    def __init__(self, transport: Transport, units: Sequence[Unit], config: CommFuseConfig, device: torch.device) -> None:
         self._transport = transport
         self._units = units
         self._published = [unit for unit in units if not unit.replicated]
         # In streams nobody waits for the readers of what nobody publishes (ZeRO-1, 2).
         self.shared = bool(self._published) or not transport.device_ordered
         self._config = config
-        self._pool = pool
+        self.memory = _window_memory(transport, config.prefetch_bytes, device)
         self._probe = transport.probe
         self._rank = transport.rank
         self._world_size = transport.world_size
@@ -110,6 +119,7 @@ class ParameterStream:
         self._readings: list[_Reading] = []
         self._plans: dict[int, PublishPlan] = {}  # first unit of a batch -> its copies, on a device
         self._epoch = 0
+        self._finished = 0  # epoch that the peers know to be over here
         self.exposed = False
         self.while_waiting: Callable[[], object] = lambda: None  # useful work to do while a slice is late
 
@@ -139,7 +149,8 @@ class ParameterStream:
             self._bind_own(unit, reading)
         if not self._transport.in_place and self._world_size > 1:
             mirror = self._mirror if mirrored else None
-            self._window = Window(self._transport, self._pool, config.prefetch_bytes, self._probe, self._locate, mirror)
+            self.memory.reserve(sum(align(v.item.nbytes) for r in self._readings for own in r.by_owner for v in own))
+            self._window = Window(self._transport, self.memory, config.prefetch_bytes, self._probe, self._locate, mirror)
         self._transport.describe_pulls(self._describe)
         self.exposed = True
 
@@ -166,7 +177,7 @@ class ParameterStream:
     def start(self, epoch: int, sequence: list[Key]) -> None:
         """Publish this rank's parameters as version `epoch`, and begin to fetch the others' along a recording."""
         self._epoch = epoch
-        self._pool.settle()
+        self.memory.settle()
         if self._window is not None and not self._transport.mirrored:
             self._window.start(epoch, sequence)  # asked for now, served as soon as the owners have published
         with torch.no_grad():
@@ -179,11 +190,14 @@ class ParameterStream:
         if self._window is not None and self._transport.mirrored:
             self._window.start(epoch, sequence)  # each pull gives a slice of ours, too
 
-    def stop(self, where: Where) -> list[Key]:
-        """This rank reads no more of the epoch; returns the order in which it fetched slices."""
+    def stop(self, where: Where, outcome: Outcome) -> list[Key]:
+        """This rank reads no more of the epoch; returns the order in which it fetched slices. May be called again.
+
+        outcome: of the step, for the peers."""
         record = self._window.stop(where) if self._window is not None else []
-        if self._epoch > 0:
-            self._transport.finish(self._epoch)
+        if self._epoch > self._finished:
+            self._transport.finish(self._epoch, outcome)
+            self._finished = self._epoch
         return record
 
     def _publication_order(self, sequence: list[Key]) -> Sequence[Unit]:
@@ -248,6 +262,14 @@ class ParameterStream:
                 )
             yield local, target
 
+    def differs(self, unit: Unit) -> bool:
+        """Whether this rank's shards of a unit hold other values now, bit by bit, than those that were published."""
+        with torch.no_grad():
+            return any(
+                not torch.equal(local.to(published.dtype).contiguous().view(torch.uint8), published.view(torch.uint8))
+                for local, published in self._shards_of(unit)
+            )
+
     # ---- reading -----------------------------------------------------------------------------------------------------
     def gather(self, unit: Unit, consume: Consume, *, keep: bool) -> None:
         """consume(slice, pieces) for every slice of the unit, own first. `keep`: hold remote slices for the backward."""
@@ -303,8 +325,13 @@ class ParameterStream:
         if self._window is not None:
             self._window.unpin(unit.index)
 
+    def recover(self) -> None:
+        """After `stop`, in a step that was broken off: an exception may have lost buffers."""
+        self.memory.forget_taken()
+
     def forget_all(self) -> None:
         """The end: drop every view of memory."""
+        self.memory.clear()
         self._readings, self._window = [], None
         self._plans.clear()
 

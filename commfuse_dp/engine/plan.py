@@ -256,6 +256,7 @@ class Unit:
         self._flat: FlatLayout | None = None
         # --- state of the running step, kept by the engine
         self.params: Geometry  # layout of the published parameters
+        self.expects_backward = False  # the next read is recorded by autograd
         self.pending_backwards = 0  # forward calls whose backward has not come yet
         self.accumulated: list[torch.Tensor] | None = None  # unreduced gradients of earlier microbatches, whole, per part
         self.replica_partial: torch.Tensor | None = None  # reduced over the shard group but not over the replicas
@@ -291,6 +292,20 @@ class Unit:
     def largest_slice(self, dtype: torch.dtype) -> int:
         """Bytes of the largest slice of gradients (and of parameters) that travel in `dtype`."""
         return self.geometry(dtype, (True,) * len(self.slots)).largest_slice
+
+    def least_slice(self, world_size: int) -> int:
+        """At least the bytes of the largest slice, before layouts are fixed, cut as finely as it may be."""
+        dtypes = (self.slots[0].local().dtype, self.policy.compute_dtype, self.policy.reduce_dtype)
+        wide = max(dtype.itemsize for dtype in dtypes if dtype is not None)
+        per_row = max(1, prod(self.slots[0].shape[1:]))
+        if self._flat_bounds is not None:
+            longest = max(stop - start for start, stop in self._flat_bounds)
+            cut = 0 if self._automatic else longest // self.slices_per_rank
+            return (cut + 2 * per_row) * wide + ALIGNMENT  # cuts lie between rows, as far as they can
+        own = -(-self.slots[0].shape[0] // world_size)
+        rows = 1 if self._automatic else -(-own // self.slices_per_rank)
+        heads = sum(-(-slot.shape[0] // world_size) * prod(slot.shape[1:]) * wide + ALIGNMENT for slot in self.slots[1:])
+        return rows * per_row * wide + heads + ALIGNMENT
 
     def owed_bytes(self, world_size: int) -> int:
         """At least the largest of `Geometry.owed` in the compute dtype, before layouts are fixed."""

@@ -45,6 +45,11 @@ class Route(ABC):
     def missing(self) -> tuple[UnitSlice, int, str] | None:
         """What this rank's part waits for, computed as it is: (slice, peer, what the peer is to do)."""
 
+    def late(self) -> list[tuple[UnitSlice, int, str]]:
+        """All that could be `missing`."""
+        missing = self.missing()
+        return [missing] if missing is not None else []
+
     @abstractmethod
     def uncomputed(self) -> Iterator[UnitSlice]:
         """Slices whose own partial has not been computed."""

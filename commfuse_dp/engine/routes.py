@@ -9,6 +9,7 @@ import torch
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.chain import Chain
 from commfuse_dp.engine.ordering import Ordering
+from commfuse_dp.engine.reserver import Reserver
 from commfuse_dp.engine.room import in_chain
 from commfuse_dp.engine.route import Route
 from commfuse_dp.engine.scatter import Scatter
@@ -31,13 +32,19 @@ class Routes:
     """
 
     def __init__(
-        self, transport: Transport, pool: BufferPool, ordering: Ordering, scratch: Callable[[torch.dtype], torch.Tensor]
+        self,
+        transport: Transport,
+        slots: Reserver,
+        pool: BufferPool,
+        ordering: Ordering,
+        scratch: Callable[[torch.dtype], torch.Tensor],
     ) -> None:
         self._transport = transport
+        self._slots = slots
         self._pool = pool
         self._ordering = ordering
         self._scratch = scratch
-        self.outbox = Outbox(transport, pool)  # what routes keep for other ranks
+        self.outbox = Outbox(transport, slots, pool)  # what routes keep for other ranks
         self._turn = Turn()
 
     def choose(self, scatter: Scatter, *, out_dtype: torch.dtype, divisor: float | None) -> Route | None:
@@ -57,7 +64,14 @@ class Routes:
             )
         if in_chain(unit, transport.world_size):
             return Chain(
-                transport, self._pool, scatter.geometry, unit=unit.index, seq=scatter.seq, out_dtype=out_dtype, divisor=divisor
+                transport,
+                self._slots,
+                self._pool,
+                scatter.geometry,
+                unit=unit.index,
+                seq=scatter.seq,
+                out_dtype=out_dtype,
+                divisor=divisor,
             )
         if transport.hosts is None:
             return None

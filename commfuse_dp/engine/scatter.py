@@ -58,7 +58,12 @@ class Scatter:
 
 
 class ReplicaGroup:
-    """All-reduce of reduced shards over the replicas of hybrid sharding; a communicator of its own."""
+    """All-reduce of reduced shards over the replicas of hybrid sharding; a communicator of its own.
+
+    [Note: Never ended] torch names a group by its ranks and by how many groups there are. After one was destroyed the next of
+    the same ranks would get its name and meet the old addresses in the store; and ranks that collect garbage at different times
+    would name it differently. So it stays until torch.distributed ends, as groups of the framework do.
+    """
 
     def __init__(self, group: dist.ProcessGroup, size: int) -> None:
         self.group = group

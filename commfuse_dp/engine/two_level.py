@@ -35,6 +35,7 @@ from commfuse_dp.collectives.summation import sum_in_rank_order
 from commfuse_dp.device.base import Word
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.plan import Geometry, UnitSlice
+from commfuse_dp.engine.reserver import Reserver
 from commfuse_dp.engine.route import Route
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
 from commfuse_dp.transport.hosts import Hosts
@@ -51,14 +52,15 @@ class _Outgoing(NamedTuple):
 class Outbox:
     """What has found no place at the transport yet, of all units, by destination, in program order."""
 
-    def __init__(self, transport: Transport, pool: BufferPool) -> None:
+    def __init__(self, transport: Transport, slots: Reserver, pool: BufferPool) -> None:
         self._transport = transport
+        self._slots = slots
         self._pool = pool
         self._kept: dict[int, deque[_Outgoing]] = defaultdict(deque)
 
     def slot(self, dst: int, nbytes: int) -> torch.Tensor | None:
         """A place for a message that is sent next; None: it has to be kept."""
-        return None if self._kept[dst] else self._transport.try_reserve(dst, nbytes)
+        return None if self._kept[dst] else self._slots.try_reserve(dst, nbytes)
 
     def keep(self, dst: int, item: UnitSlice, tag: Tag, buffer: torch.Tensor) -> None:
         self._kept[dst].append(_Outgoing(item, tag, buffer))
@@ -69,7 +71,7 @@ class Outbox:
         for dst, kept in self._kept.items():
             while kept:
                 _, tag, buffer = kept[0]
-                slot = self._transport.try_reserve(dst, buffer.numel())
+                slot = self._slots.try_reserve(dst, buffer.numel())
                 if slot is None:
                     break
                 slot.copy_(buffer)
@@ -278,15 +280,21 @@ class TwoLevel(Route):
         return self._out
 
     def missing(self) -> tuple[UnitSlice, int, str] | None:
+        return next(self._missing(), None)
+
+    def late(self) -> list[tuple[UnitSlice, int, str]]:
+        return list(self._missing())
+
+    def _missing(self) -> Iterator[tuple[UnitSlice, int, str]]:
         for duty in self._to_add:
-            for peer in self._siblings:
-                if peer != self._rank and not self._transport.arrived(peer, duty.tag):
-                    return duty.item, peer, "its partial gradient"
+            if duty.own is not None:
+                for peer in self._siblings:
+                    if peer != self._rank and not self._transport.arrived(peer, duty.tag):
+                        yield duty.item, peer, "its partial gradient"
         for duty in self._to_finish:
             for peer in self._rail:
                 if peer != self._rank and not self._transport.arrived(peer, duty.tag):
-                    return duty.item, peer, "its host's sum of partial gradients"
-        return None
+                    yield duty.item, peer, "its host's sum of partial gradients"
 
     def uncomputed(self) -> Iterator[UnitSlice]:
         yield from (duty.item for duty in self._to_add if duty.own is None)

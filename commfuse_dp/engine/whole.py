@@ -96,7 +96,8 @@ class WholeProducts:
             return False
         engine = self._engine
         parameters = engine.parameters
-        engine.ensure_step()
+        if forward:
+            engine.ready(self._unit)
         held = parameters.take_whole(self._unit)
         if held is None:
             return False

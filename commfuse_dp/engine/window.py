@@ -33,6 +33,7 @@ from typing import NamedTuple
 import torch
 
 from commfuse_dp.device.base import Event
+from commfuse_dp.engine.arena import Arena
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import Probe
@@ -68,7 +69,7 @@ class Window:
     def __init__(
         self,
         transport: Transport,
-        pool: BufferPool,
+        pool: BufferPool | Arena,
         budget: int,
         probe: Probe,
         locate: Callable[[Key], tuple[int, int]],
@@ -224,7 +225,7 @@ class Window:
 
     def _fits(self, key: Key) -> bool:
         nbytes = self._mirror(key).weight if self._mirror is not None else self._locate(key)[1]
-        return self.used - self._pinned + nbytes <= self._budget
+        return self.used - self._pinned + nbytes <= self._budget and self._pool.fits(nbytes, self._pinned)
 
     def _fill(self) -> None:
         sequence, entries = self._sequence, self._entries
@@ -266,8 +267,8 @@ class Window:
             entry.transfer = transfer
         counters = self._probe.counters
         counters.window_bytes = self.used
-        if self.used > counters.window_bytes_peak:
-            counters.window_bytes_peak = self.used
+        if self._pool.held > counters.window_bytes_peak:
+            counters.window_bytes_peak = self._pool.held
 
     def _pull_one(self, key: Key) -> Held:
         pulls: list[tuple[Key, Held, PullRequest]] = []

@@ -6,9 +6,9 @@ What a kernel does inside itself is done here between the GEMMs, by a callback t
     wait(entry, epoch)      the current stream stands until the slice has come
     signal(entry, epoch)    the slice's word is written behind what is in the current stream
 
-`words_of(device)` makes both from a device layer. Differences from the kernels, all of them in rounding: dgrad adds up in dx's
-dtype, slice after slice (N roundings instead of one), and a product in another dtype than its operands' is first rounded to
-theirs.
+`words_of(device)` makes both from a device layer. In bfloat16 and float16 dgrad puts the slices together as they come, and is
+one GEMM behind the last: adding up by slices would round once a slice (see [Note: Sums in low precision] in ops/products.py).
+One difference from the kernels is left: a product in another dtype than its operands' is first rounded to theirs.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ class Words(NamedTuple):
 
     wait: Word | None = None
     signal: Word | None = None
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """A sum over slices must not be rounded to this type slice by slice: see [Note: Sums in low precision]."""
+    return dtype.itemsize < 4
 
 
 def words_of(device: Device) -> Words:
@@ -77,15 +82,33 @@ def gemm_dgrad(dy: torch.Tensor, table: SliceTable, dx: torch.Tensor, *, epoch: 
     total = dx if direct else torch.empty_like(dx, dtype=dy.dtype)
     if not len(table):
         total.zero_()
-    for number, entry in enumerate(table.entries):
-        _call(wait, entry, epoch, "wait")
-        part = dy.narrow(1, entry.first_row, entry.rows)
-        if number:
-            total.addmm_(part, entry.data)
-        else:
-            torch.mm(part, entry.data, out=total)
+    elif len(table) > 1 and is_narrow(dy.dtype):
+        torch.mm(*_join(dy, table, epoch, wait), out=total)
+    else:
+        for number, entry in enumerate(table.entries):
+            _call(wait, entry, epoch, "wait")
+            part = dy.narrow(1, entry.first_row, entry.rows)
+            if number:
+                total.addmm_(part, entry.data)
+            else:
+                torch.mm(part, entry.data, out=total)
     if not direct:
         dx.copy_(total)
+
+
+def _join(dy: torch.Tensor, table: SliceTable, epoch: int, wait: Word | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The columns of dy that the table has rows for, and these rows put together: [tokens, rows], [rows, columns]."""
+    low = min(entry.first_row for entry in table.entries)
+    dense = table.end_row - low == table.total_rows
+    weight = torch.empty(table.total_rows, table.columns, dtype=table.dtype, device=table.device)
+    at = 0
+    for entry in table.entries:
+        _call(wait, entry, epoch, "wait")
+        weight.narrow(0, entry.first_row - low if dense else at, entry.rows).copy_(entry.data)
+        at += entry.rows
+    if dense:
+        return dy.narrow(1, low, table.total_rows), weight
+    return torch.cat([dy.narrow(1, entry.first_row, entry.rows) for entry in table.entries], dim=1), weight
 
 
 def gemm_wgrad(dy: torch.Tensor, x: torch.Tensor, table: SliceTable, *, epoch: int = 0, signal: Word | None = None) -> None:

@@ -26,8 +26,9 @@ import torch.nn.functional as F
 
 from commfuse_dp.collectives import Owner, all_gather, reduce_scatter, reference
 from commfuse_dp.collectives.arguments import Op, check_op, check_sizes, even_sizes
-from commfuse_dp.ops.linear import Visit, WholeProducts, linear_backward, linear_forward
+from commfuse_dp.ops.operands import Visit, WholeProducts
 from commfuse_dp.ops.pieces import Piece
+from commfuse_dp.ops.products import linear_backward, linear_forward
 from commfuse_dp.transport.base import Transport
 
 
@@ -50,6 +51,7 @@ class _ShardOperand:
     def __init__(self, packed: torch.Tensor, has_bias: bool, options: _Options) -> None:
         self.out_features = sum(options.sizes)
         self.in_features = packed.shape[1] - has_bias
+        self.transposed = False
         self.has_bias = has_bias
         self.split_rows: tuple[int, ...] = ()
         self.whole: WholeProducts | None = None

@@ -39,6 +39,14 @@ instead, and what was said above about time holds for the order of work in strea
 * A deadline or a lost peer is found by a thread of the transport. It releases the streams, whose data is then worthless,
   and every call from then on raises.
 
+[Note: Broken steps]
+An exception may leave a step anywhere: messages sent that nobody takes in, places reserved and never sent, peers that wait for
+what will not come. Where `recovers` is True the ranks find out and begin the next step clean:
+* a rank that an exception broke off says so at once (`tell_broken`), and with `finish`, how many messages it has sent. A peer
+  that has taken in all of these and still misses one knows that it will never come, and raises BrokenStepError. Nobody raises
+  for what may still come: ranks that all fail at the same place each meet their own exception.
+* every rank learns the outcome of a step on all ranks with `wait_finished`, and so all decide alike whether to `recover`.
+
 [Note: Mirrored transports]
 Where `mirrored` is True nothing is asked for: whatever a rank does with the peer t places further on, in the order of the ring,
 its peer t places back does with it at the same moment. Both directions of such a step are one grouped exchange (grouped.py).
@@ -62,6 +70,7 @@ import torch
 from commfuse_dp.device.base import Device, Event, Word
 from commfuse_dp.errors import DeadlineError, Where
 from commfuse_dp.probe import Probe
+from commfuse_dp.transport.budget import Share
 from commfuse_dp.transport.hosts import Hosts
 
 # Collective object exchange used only while a transport is set up: every rank gives one picklable object and gets all of
@@ -104,6 +113,26 @@ class PullRequest(NamedTuple):
     give: tuple[int, int] = (0, 0)  # mirrored transports: start and bytes of what a peer gets of the own segment meanwhile
 
 
+class Outcome(NamedTuple):
+    """How a rank has left a step, as it tells its peers with `finish`. See [Note: Broken steps]."""
+
+    broken: bool = False  # an exception came out of something that sends to peers, or takes in
+    scatters: int = 0  # reduce-scatters begun in the step
+    calls: int = 0  # plain collectives begun so far; -1: one of them was broken off between two messages
+
+
+WHOLE = Outcome()
+
+
+class Left(NamedTuple):
+    """What a peer has told of a step that it has left, or of why it will never send again (`final`)."""
+
+    epoch: int
+    sent: int  # messages that it has sent to this rank, before it left
+    reason: str = ""  # of an exception, where one is known
+    final: bool = False
+
+
 class Transfer(ABC):
     """A pull under way."""
 
@@ -133,6 +162,8 @@ class Transport(ABC):
     device: Device | None = None  # whose streams its waits stand in, if device_ordered
     hosts: Hosts | None = None  # the hierarchical order, where one transport serves a host and another one what is between
     mirrored: ClassVar[bool] = False  # see [Note: Mirrored transports]
+    share: Share | None = None  # what it takes for messages, if `open_transport` has opened it
+    recovers: ClassVar[bool] = False  # it has `recover` and what belongs to it, see [Note: Broken steps]
 
     def __init__(self, rank: int, world_size: int, *, deadline_s: float, probe: Probe | None = None) -> None:
         self.rank = rank
@@ -196,12 +227,46 @@ class Transport(ABC):
         return
 
     @abstractmethod
-    def finish(self, epoch: int) -> None:
-        """Tell all peers that this rank reads nothing of `epoch` any more (call once, all pulls waited for). Never blocks."""
+    def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
+        """Tell all peers that this rank reads nothing of `epoch` any more (call once, all pulls waited for). Never blocks.
+
+        outcome: how the step ended here; transports that cannot recover from a broken step (`recovers`) keep it to themselves.
+        """
 
     @abstractmethod
-    def wait_finished(self, epoch: int, where: Where = NOWHERE) -> None:
-        """Block until every peer has finished `epoch`: own segments may be rewritten. At once for epoch <= 0."""
+    def wait_finished(self, epoch: int, where: Where = NOWHERE, *, meanwhile: Callable[[], object] | None = None) -> None:
+        """Block until every peer has finished `epoch`: own segments may be rewritten. At once for epoch <= 0.
+
+        meanwhile: called again and again while it blocks; streams do not need it."""
+
+    # ---- broken steps ------------------------------------------------------------------------------------------------
+    def tell_broken(self, epoch: int, reason: str, *, final: bool = False) -> None:
+        """An exception has broken this rank's step `epoch` off: no message of that step follows. final: nothing ever follows.
+
+        Never blocks. Of no effect where `recovers` is False."""
+        return
+
+    def left(self, peer: int) -> Left | None:
+        """What `peer` has told last about a step that it has left; None: it has told nothing."""
+        return None
+
+    def discard(self, channel: int) -> None:
+        """Drop the messages of a channel that are here, or come, and give their room back, until `recover`."""
+        return
+
+    def outcome_of(self, peer: int, epoch: int) -> Outcome | None:
+        """How `peer` has ended step `epoch`, after `wait_finished(epoch)` until the next `finish`; None: it said goodbye."""
+        return None
+
+    def all_sent(self, peer: int) -> bool:
+        """All that `peer` had sent to this rank when it left its step is here."""
+        return False
+
+    def recover(self, epoch: int, where: Where = NOWHERE) -> None:
+        """Drop every message of all steps up to `epoch`, at both ends. Blocks until all ranks have. All have finished `epoch`.
+
+        All places in all inboxes are free afterwards, whatever an exception has left in them."""
+        raise NotImplementedError(f"transport {self.name} cannot recover from a broken step")
 
     def read_again(self, owner: int, key: int, epoch: int, nbytes: int) -> bool:
         """An `in_place` pull of bytes whose view the caller still has from an earlier epoch (segments stay where they are):
@@ -269,6 +334,11 @@ class Transport(ABC):
         """Send the notices that were held back for company (`more`). Waits do so by themselves. Never blocks."""
         return
 
+    @property
+    def held(self) -> int:
+        """Messages of which a place is reserved, that are on their way, or not released, in the peers' inboxes and here."""
+        return 0
+
     # ---- progress and end --------------------------------------------------------------------------------------------
     @abstractmethod
     def progress(self, timeout_s: float = 0.0) -> None:
@@ -325,7 +395,6 @@ class TwoSidedTransport(ABC):
     """
 
     name: ClassVar[str]
-    keeps_tags: bool = True  # False: transfers of a pair, lane and direction are matched by their order alone
 
     def __init__(self, rank: int, world_size: int, *, deadline_s: float, probe: Probe | None = None) -> None:
         self.rank = rank

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
+import logging
 import multiprocessing.util
 import os
 import weakref
+from collections.abc import Callable
 
 from commfuse_dp.transport.base import Transport
 
-_open: weakref.WeakSet[Transport] = weakref.WeakSet()
+CLOSE_S = 5.0  # longest time that close() waits for a transport's streams, and again after releasing them
+
+_log = logging.getLogger("commfuse_dp")
+_open: weakref.WeakKeyDictionary[Transport, Callable[[Transport], object]] = weakref.WeakKeyDictionary()
 
 
-def close_at_exit(transport: Transport) -> None:
-    """Close it when the process ends, if it is still there and open."""
-    _open.add(transport)
+def close_at_exit(transport: Transport, close: Callable[[Transport], object] = lambda transport: transport.close()) -> None:
+    """Close it when the process ends, if it is still there and open. close: how, if a program that ends has less patience."""
+    _open[transport] = close
     _register(os.getpid())
+
+
+def forget(transport: Transport) -> None:
+    """It is closed, or must not be."""
+    _open.pop(transport, None)
 
 
 @functools.cache
@@ -28,6 +37,8 @@ def _register(pid: int) -> None:
 
 
 def _close_all() -> None:
-    for transport in list(_open):
-        with contextlib.suppress(Exception):
-            transport.close()
+    for transport, close in list(_open.items()):
+        try:
+            close(transport)
+        except Exception as error:  # the process ends, and others are still to be closed
+            _log.debug("transport %s of rank %d at exit: %s", transport.name, transport.rank, error)

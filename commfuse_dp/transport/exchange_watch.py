@@ -3,19 +3,28 @@
 The host never waits for an exchange, so a thread looks after them by the events before and behind each:
 
     deadline         the exchange has started, and is not through after deadline_s      DeadlineError: layer, step, slice, peers
+    other order      a gradient came with a label that is not the expected one          MismatchError, before it is read
     other program    ranks disagree about what they have exchanged in an epoch          MismatchError, as soon as all have told
     lost peer        the connection by which they tell ended                            PeerLostError
 
-After the first of them the communicators are aborted, so that no stream stands any more; the data is then worthless, and every
-later call of the transport raises.
+After the first of them the communicators are aborted, so that no stream stands any more, and every later call of the transport
+raises. What was to come is filled with NaN before that: sums that are enqueued behind it, and an optimizer step behind them,
+must not find what was there before, which would pass for it.
+
+[Note: Labels]
+Exchanges carry no tags: the n-th of a pair meets the n-th, whatever it is. So each rank keeps, for every peer and direction, a
+checksum over the identities (key, epoch, place, bytes) of all that it gave and took. Every gradient travels with a label, a few
+words beside it: the checksum of all that was given to this peer so far, parameters included, and what that was last. The
+receiver's stream waits for exactly the checksum of what it took. So a rank that called its layers in another order and computed
+with slices of equal size that it took for others, is found with the first gradient that is exchanged after it, before that is
+added up: the stream stands, this thread reads the label, names both orders, and fills with NaN what is then released. Slices of
+parameters have no label, which would double the calls; what they spoil cannot reach an optimizer but by a gradient.
 
 [Note: Fingerprints cost no message on the way]
-Exchanges carry no tags: the n-th of a pair meets the n-th, whatever it is. So each rank keeps, for every peer and direction, a
-checksum over the identities (key, epoch, place, bytes) of all that it gave and took. Once per epoch the ranks tell each other
-their checksums on a control communicator of CPU tensors, in this thread. The host runs ahead of the device and meets no wait
-inside a step, so also ranks whose streams stand for each other come to the end of their step, tell, and are found out at once.
-Ranks that disagree about sizes or counts stand; ranks that disagree about slices of equal size would have computed with each
-other's: the step's data is worthless, and the error is raised at the latest by the second `begin_step` after it.
+What no gradient follows (an evaluation), and steps that a rank takes alone, is found by comparing the checksums once per epoch,
+on a control communicator of CPU tensors, in this thread. The host runs ahead of the device and meets no wait inside a step, so
+also ranks whose streams stand for each other come to the end of their step, tell, and are found out at once. An evaluation's
+outputs may be wrong until then: the error is raised at the latest by the second `begin_step` after it.
 
 [Note: Whose time is it]
 An exchange may stand in its queue for a long time because of the compute before it. Its time counts from when its stream has
@@ -24,20 +33,33 @@ come to it, and the one before it on its lane is through.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from commfuse_dp.device.base import Event
-from commfuse_dp.errors import CommFuseError, DeadlineError, MismatchError, PeerLostError, TransportError, Where
+from commfuse_dp.device.base import Device, Event, Word, as_int32
+from commfuse_dp.errors import (
+    STEP_LOST,
+    CommFuseError,
+    DeadlineError,
+    MismatchError,
+    PeerLostError,
+    TransportError,
+    Where,
+)
+
+if TYPE_CHECKING:
+    from commfuse_dp.transport.grouped import Exchanged
 
 TICK_S = 0.25  # between two looks
+RELEASE_S = 0.001  # between two rounds of releasing
 LINGER_S = 5.0  # longest time that `stop` waits for what the peers tell
 
 
@@ -75,15 +97,27 @@ class TorchBallot(Ballot):
 class Step:
     """One exchange under way. Noted before it is posted: a device whose calls wait stands inside that."""
 
-    __slots__ = ("end", "peers", "since", "start", "where")
+    __slots__ = ("end", "exchanged", "into", "label", "peers", "since", "start", "where")
 
-    def __init__(self, start: Event, peers: tuple[int, ...], where: Where) -> None:
+    def __init__(self, start: Event, peers: tuple[int, ...], where: Where, into: torch.Tensor) -> None:
         self.start, self.peers, self.where = start, peers, where
+        self.into = into  # what it fills
+        self.exchanged: Exchanged | None = None  # posted
+        self.label: Label | None = None  # that comes with `into`, and for which the stream waits
         self.end: Event | None = None  # behind the exchange
         self.since: float | None = None  # when it was first seen to have started
 
     def over(self) -> bool:
         return self.end is not None and self.end.done()
+
+
+class Label(NamedTuple):
+    """See [Note: Labels]."""
+
+    pad: torch.Tensor  # int32; where it comes. First the checksum, then what was exchanged, the latest last; 0: nothing
+    checksum: int
+    giver: int
+    expected: tuple[int, ...]  # what this rank took of the giver, as in `pad`
 
 
 class Failure(NamedTuple):
@@ -94,14 +128,28 @@ class Failure(NamedTuple):
 
 
 class ExchangeWatch:
-    """abort: breaks off all exchanges under way. ballot: None: ranks do not tell each other what they do."""
+    """abort: breaks off all exchanges under way. ballot: None: ranks do not tell each other what they do. say: the words of a
+    label, for errors."""
 
-    def __init__(self, rank: int, *, deadline_s: float, abort: Callable[[], None], ballot: Ballot | None, name: str) -> None:
+    def __init__(
+        self,
+        rank: int,
+        device: Device,
+        *,
+        deadline_s: float,
+        abort: Callable[[], None],
+        ballot: Ballot | None,
+        name: str,
+        say: Callable[[Sequence[int]], str],
+    ) -> None:
         self.rank, self.deadline_s = rank, deadline_s
         self.failure: Failure | None = None
         self.news = threading.Event()  # a failure
         self._name = name
+        self._device = device
         self._abort = abort
+        self._say = say
+        self._spoiled = False
         self._ballot = ballot
         self._lanes: dict[int, deque[Step]] = {}
         self._rows: deque[list[int]] = deque()
@@ -115,7 +163,9 @@ class ExchangeWatch:
     # ---- the transport's side ----------------------------------------------------------------------------------------
     def note(self, lane: int, step: Step) -> None:
         with self._lock:
-            self._lanes.setdefault(lane, deque()).append(step)
+            if self.failure is None:
+                self._lanes.setdefault(lane, deque()).append(step)
+        self.check()
 
     def tell(self, epoch: int, given: list[int], taken: list[int]) -> None:
         """The checksums of what this rank gave to and took from each rank in an epoch."""
@@ -128,6 +178,7 @@ class ExchangeWatch:
         """Raises what every call raises after a failure."""
         if self.failure is not None:
             kind, peer, text, where = self.failure
+            text = f"{text} {STEP_LOST}" if self._spoiled else text
             if kind is PeerLostError or kind is DeadlineError:
                 raise kind(text, rank=self.rank, peer=peer, where=where)  # type: ignore[call-arg]
             raise kind(text)
@@ -152,9 +203,13 @@ class ExchangeWatch:
             self._wake.clear()
             try:
                 self._look()
-                self._compare()
+                if self.failure is None:
+                    self._compare()
             except Exception as error:  # a device that failed: whoever calls next is to know
                 self._fail(TransportError, -1, f"rank {self.rank}, transport {self._name}: {type(error).__name__}: {error}")
+        with contextlib.suppress(Exception):  # of a device that failed
+            while not self._stopping and self._release():
+                time.sleep(RELEASE_S)
 
     def _look(self) -> None:
         with self._lock:
@@ -169,8 +224,28 @@ class ExchangeWatch:
             if head.since is None:
                 if head.start.done():
                     head.since = now
+            elif head.label is not None and head.exchanged is not None and head.exchanged.done():
+                self._read(head, head.label, now)
             elif now - head.since >= self.deadline_s and not head.over():
                 self._late(head)
+
+    def _read(self, step: Step, label: Label, now: float) -> None:
+        """The label is here, and the stream has not gone on."""
+        checksum, *came = self._device.peek(label.pad)
+        if step.over():
+            return
+        if checksum == as_int32(label.checksum):
+            step.since = now  # the device is busy, nobody is late
+            return
+        self._fail(
+            MismatchError,
+            label.giver,
+            f"rank {self.rank} and rank {label.giver} call their layers in different orders, or run different programs "
+            f"({step.where}; transport {self._name}). What rank {label.giver} gave last: {self._say(came)}. What rank "
+            f"{self.rank} took it for: {self._say(label.expected)}. All ranks must run the same model in the same order; where "
+            "branches depend on data, use transport='tcp' on CPU or 'symmetric' on GPUs of one host.",
+            step.where,
+        )
 
     def _late(self, step: Step) -> None:
         who = " and ".join(f"rank {peer}" for peer in step.peers)
@@ -219,6 +294,28 @@ class ExchangeWatch:
                 return
 
     def _fail(self, kind: type[CommFuseError], peer: int, text: str, where: Where | None = None) -> None:
-        self.failure = Failure(kind, peer, text, where)
-        self._abort()
-        self.news.set()
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.failure = Failure(kind, peer, text, where)  # no step is noted from now on
+        try:
+            steps = self._standing()
+            self._spoiled = bool(steps)
+            self._device.spoil([step.into for step in steps])
+        finally:
+            self._abort()
+            self.news.set()
+
+    def _standing(self) -> list[Step]:
+        with self._lock:
+            steps = [step for queue in self._lanes.values() for step in queue]
+        return [step for step in steps if not step.over()]
+
+    def _release(self) -> bool:
+        """Write the labels that streams wait for, one after the other. False if none is waited for."""
+        first: dict[int, Label] = {}
+        for step in self._standing():
+            if step.label is not None and step.exchanged is not None and step.exchanged.done():
+                first.setdefault(step.label.pad.data_ptr(), step.label)
+        self._device.poke([Word(label.pad, 0, label.checksum) for label in first.values()])
+        return any(step.label is not None for step in self._standing())

@@ -42,6 +42,7 @@ from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, NOWHERE, PARAM_L
 from commfuse_dp.transport.p2p import open_lanes, transfer_error
 
 Part = tuple[int, torch.Tensor]  # (peer, contiguous tensor on the exchange's device)
+Labels = tuple[torch.Tensor, torch.Tensor]  # sent with what is sent, received with what is received
 LANES = (PARAM_LANE, GRAD_LANE)
 
 
@@ -66,12 +67,22 @@ class GroupedExchange(ABC):
     world_size: int
 
     @abstractmethod
-    def exchange(self, lane: int, sends: Sequence[Part], receives: Sequence[Part], *, where: Where = NOWHERE) -> Exchanged:
+    def exchange(
+        self,
+        lane: int,
+        sends: Sequence[Part],
+        receives: Sequence[Part],
+        *,
+        labels: Labels | None = None,
+        where: Where = NOWHERE,
+    ) -> Exchanged:
         """Send and receive as one step. lane: PARAM_LANE or GRAD_LANE.
 
         At most one send to and one receive from each peer; each must be of the size that the peer gives. Tensors without
         elements are left out, at both ends. CPU: every exchange must be waited for.
 
+        labels: small tensors that go with the send and come with the receive, of which there is at most one each; alike on all
+        ranks, and left out where the tensor that they go with is.
         where: what is moved, for errors. Raises ValueError for a peer, lane or tensor that is not possible, TransportError
         after `close` or `abort`.
         """
@@ -117,16 +128,28 @@ class TorchGroupedExchange(GroupedExchange):
         self._ended = ""  # why it cannot be used any more
         self._lock = threading.Lock()  # `abort` against `close`
 
-    def exchange(self, lane: int, sends: Sequence[Part], receives: Sequence[Part], *, where: Where = NOWHERE) -> Exchanged:
+    def exchange(
+        self,
+        lane: int,
+        sends: Sequence[Part],
+        receives: Sequence[Part],
+        *,
+        labels: Labels | None = None,
+        where: Where = NOWHERE,
+    ) -> Exchanged:
         if self._ended:
             raise TransportError(f"grouped exchange of rank {self.rank}: {self._ended}")
         if lane not in self._lanes:
             raise ValueError(f"lane {lane}: {PARAM_LANE} (parameters) and {GRAD_LANE} (gradients) are allowed")
         group = self._lanes[lane]
         operations = []
-        for operation, parts, doing in ((dist.irecv, receives, "receive from"), (dist.isend, sends, "send to")):
+        both = ((dist.irecv, receives, "receive from"), (dist.isend, sends, "send to"))
+        for label, (operation, parts, doing) in zip(reversed(labels or (None, None)), both, strict=True):
             self._check(parts, doing)
-            operations += [dist.P2POp(operation, data, group=group, group_peer=peer) for peer, data in parts if data.numel()]
+            for peer, data in parts:
+                for tensor in (data,) if label is None else (data, label):
+                    if data.numel():
+                        operations.append(dist.P2POp(operation, tensor, group=group, group_peer=peer))
         under_way = self._under_way[lane]
         while under_way and under_way[0].done():
             under_way.popleft()
@@ -238,7 +261,7 @@ def open_grouped(group: dist.ProcessGroup | None, *, deadline_s: float, device: 
         raise TransportError(wrong)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    lanes = open_lanes(group, setup_s=2 * deadline_s, device=device, grouped=True)
+    lanes = open_lanes(group, setup_s=2 * deadline_s, device=device)
     exchange = TorchGroupedExchange(lanes.groups, device=device, deadline_s=deadline_s, keep=lanes.keep)
     try:
         for lane in LANES if exchange.world_size > 1 else ():

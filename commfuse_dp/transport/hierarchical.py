@@ -33,7 +33,7 @@ import torch
 from commfuse_dp.device.base import Event, Word
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import Counters, Probe
-from commfuse_dp.transport.base import NOWHERE, Tag, Transfer, Transport
+from commfuse_dp.transport.base import NOWHERE, WHOLE, Left, Outcome, Tag, Transfer, Transport
 from commfuse_dp.transport.hosts import Hosts
 from commfuse_dp.transport.one_sided import OneSidedTransport
 
@@ -92,6 +92,7 @@ class HierarchicalTransport(Transport):
     """
 
     name = "hierarchical"
+    recovers = True
 
     def __init__(self, hosts: Hosts, inner: OneSidedTransport, outer: OneSidedTransport, *, probe: Probe) -> None:
         super().__init__(inner.rank, inner.world_size, deadline_s=inner.deadline_s, probe=probe)
@@ -109,6 +110,7 @@ class HierarchicalTransport(Transport):
         self._sizes: Sequence[Sequence[int]] = ()
         self._relaying = 0  # shards asked for and not yet here
         self._finish_later = 0  # epoch that the rail is told of when they are
+        self._outcome = WHOLE  # of that epoch
         self._lock = threading.Lock()  # of these two
         self._closed = False
         outer.on_news = inner.wake
@@ -161,7 +163,7 @@ class HierarchicalTransport(Transport):
             if finish:
                 self._finish_later = 0
         if finish:
-            self._outer.finish(finish)
+            self._outer.finish(finish, self._outcome)
         self._inner.wake()
 
     def _all_relayed(self) -> bool:
@@ -185,15 +187,16 @@ class HierarchicalTransport(Transport):
         source, distance = self._source[owner]
         return self._inner.read_again(source, self._key(key, distance), epoch, nbytes)
 
-    def finish(self, epoch: int) -> None:
-        self._inner.finish(epoch)
+    def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
+        self._inner.finish(epoch, outcome)
         with self._lock:
+            self._outcome = outcome
             if self._relaying:
                 self._finish_later = epoch
                 return
-        self._outer.finish(epoch)
+        self._outer.finish(epoch, outcome)
 
-    def wait_finished(self, epoch: int, where: Where = NOWHERE) -> None:
+    def wait_finished(self, epoch: int, where: Where = NOWHERE, *, meanwhile: Callable[[], object] | None = None) -> None:
         if epoch <= 0:
             return
         # Here, not in the two: a wait on one level must hear of a loss on the other.
@@ -202,7 +205,45 @@ class HierarchicalTransport(Transport):
                 continue
             if peer != self.rank and not side.has_finished(peer, epoch):
                 doing = f"to finish reading epoch {epoch}"
-                self.wait_until(partial(side.has_finished, peer, epoch), peer=peer, where=where, doing=doing)
+
+                def finished(side: OneSidedTransport = side, peer: int = peer) -> bool:
+                    if meanwhile is not None:
+                        meanwhile()
+                    return side.has_finished(peer, epoch)
+
+                self.wait_until(finished, peer=peer, where=where, doing=doing)
+
+    # ---- broken steps ------------------------------------------------------------------------------------------------
+    def tell_broken(self, epoch: int, reason: str, *, final: bool = False) -> None:
+        self._inner.tell_broken(epoch, reason, final=final)
+        self._outer.tell_broken(epoch, reason, final=final)
+
+    def left(self, peer: int) -> Left | None:
+        return self._side(peer).left(peer)
+
+    def discard(self, channel: int) -> None:
+        self._inner.discard(channel)
+        self._outer.discard(channel)
+
+    def outcome_of(self, peer: int, epoch: int) -> Outcome | None:
+        return self._side(peer).outcome_of(peer, epoch)
+
+    def all_sent(self, peer: int) -> bool:
+        return self._side(peer).all_sent(peer)
+
+    def recover(self, epoch: int, where: Where = NOWHERE) -> None:
+        sides = [(side, peer) for side in (self._inner, self._outer) for peer in range(self.world_size) if peer != self.rank]
+        sides = [(side, peer) for side, peer in sides if side is self._outer or peer in self._siblings]
+        self._inner.end_round(epoch)
+        self._outer.end_round(epoch)
+        for side, peer in sides:
+            doing = "messages that it sent before its step was broken off"
+            self.wait_until(partial(side.is_quiet, peer), peer=peer, where=where, doing=doing)
+        self._inner.clean(epoch)
+        self._outer.clean(epoch)
+        for side, peer in sides:
+            doing = "to drop the messages of the step that was broken off"
+            self.wait_until(partial(side.is_clean, peer), peer=peer, where=where, doing=doing)
 
     # ---- messages ----------------------------------------------------------------------------------------------------
     def box_of(self, owner: int) -> int:
@@ -236,6 +277,10 @@ class HierarchicalTransport(Transport):
     def push(self) -> None:
         self._inner.push()
         self._outer.push()
+
+    @property
+    def held(self) -> int:
+        return self._inner.held + self._outer.held
 
     # ---- progress and end --------------------------------------------------------------------------------------------
     def progress(self, timeout_s: float = 0.0) -> None:

@@ -33,7 +33,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -42,14 +41,14 @@ import torch
 from commfuse_dp.device.base import Device, Event, Word
 from commfuse_dp.errors import CommFuseError, Where
 from commfuse_dp.probe import Counters, Probe
-from commfuse_dp.transport.base import GRAD_LANE, NOWHERE, PARAM_LANE, PullRequest, Tag, Transfer, Transport
-from commfuse_dp.transport.closing import close_at_exit
+from commfuse_dp.transport.base import GRAD_LANE, NOWHERE, PARAM_LANE, WHOLE, Outcome, PullRequest, Tag, Transfer, Transport
+from commfuse_dp.transport.closing import CLOSE_S, close_at_exit
 from commfuse_dp.transport.exchange_watch import Ballot
 from commfuse_dp.transport.grouped import GroupedExchange
 from commfuse_dp.transport.hierarchical import AcrossProbe, inside_sizes, relay_key
 from commfuse_dp.transport.hosts import Hosts
 from commfuse_dp.transport.nccl_core import Core
-from commfuse_dp.transport.symmetric import CLOSE_S, SymmetricTransport
+from commfuse_dp.transport.symmetric import SymmetricTransport
 
 _log = logging.getLogger("commfuse_dp")
 _never_freed: list[object] = []  # buffers under exchanges that did not end
@@ -94,6 +93,7 @@ class StreamHierarchicalTransport(Transport):
             ballot=ballot,
             probe=across,
         )
+        self._rail.layers = lambda: self.layers
         self._host = hosts.place(rank)[0]
         self._places = {member: place for place, member in enumerate(hosts.siblings(rank))}
         # owner -> (place of who has its shard on this host, hosts to go to it)
@@ -146,9 +146,15 @@ class StreamHierarchicalTransport(Transport):
                 taker, giver = (self._host - ahead) % count, (self._host + ahead) % count
                 into = inner.segment(relay_key(self.hosts, key, ahead))
                 where = self._describe(rail[giver], key, epoch, 0, into.numel())
-                self._rail.trade(relay, PARAM_LANE, (taker, own), (giver, into), where)
-                self._rail.gave(taker, PARAM_LANE, key, epoch, own.numel())
-                self._rail.took(giver, PARAM_LANE, key, epoch, into.numel())
+                self._rail.trade(
+                    relay,
+                    PARAM_LANE,
+                    (taker, own),
+                    (giver, into),
+                    where,
+                    given=(key, epoch, own.numel()),
+                    taken=(key, epoch, into.numel()),
+                )
                 counters.param_bytes_sent += own.numel()
                 counters.param_bytes_received += into.numel()
                 with device.on(relay):
@@ -196,11 +202,11 @@ class StreamHierarchicalTransport(Transport):
 
         self._inner.describe_pulls(inside)
 
-    def finish(self, epoch: int) -> None:
+    def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
         self._inner.finish(epoch)
-        self._rail.watch.tell(epoch, list(self._rail.given), list(self._rail.taken))
+        self._rail.tell(epoch)
 
-    def wait_finished(self, epoch: int, where: Where = NOWHERE) -> None:
+    def wait_finished(self, epoch: int, where: Where = NOWHERE, *, meanwhile: Callable[[], object] | None = None) -> None:
         self._check()
         self._inner.wait_finished(epoch, where)
         if epoch > 0:
@@ -244,13 +250,20 @@ class StreamHierarchicalTransport(Transport):
         device, across = self.device, self._across
         device.wait_event(across, device.record(device.current_stream()))
         rail, counters = self.hosts.rail(self.rank), self.across
+        key = self.layers.index(where.layer) if where.layer in self.layers else -1
         event = device.record(across)
         for ahead in range(1, len(rail)):
             taker, giver = (self._host + ahead) % len(rail), (self._host - ahead) % len(rail)
             give, take = sums[rail[taker]], landings[rail[giver]]
-            event, _ = self._rail.trade(across, GRAD_LANE, (taker, give), (giver, take), where)
-            self._rail.gave(taker, GRAD_LANE, where.step or 0, give.nbytes)
-            self._rail.took(giver, GRAD_LANE, where.step or 0, take.nbytes)
+            event, _ = self._rail.trade(
+                across,
+                GRAD_LANE,
+                (taker, give),
+                (giver, take),
+                where,
+                given=(key, where.step, give.nbytes),
+                taken=(key, where.step, take.nbytes),
+            )
             counters.grad_bytes_sent += give.nbytes
             counters.grad_bytes_received += take.nbytes
         return event
@@ -272,7 +285,8 @@ class StreamHierarchicalTransport(Transport):
         if os.getpid() == self._pid:  # a copy made by fork has no right to any of it
             idle = False
             try:
-                idle = self._settle(self.deadline_s if rail.watch.failure is None else CLOSE_S)
+                patience_s = self.deadline_s if rail.watch.failure is None else CLOSE_S
+                idle = rail.settle((self._relay, self._across), patience_s)
             finally:
                 if not rail.watch.stop() or not idle:
                     rail.grouped.abort()  # communicators with something left open are not used again
@@ -281,20 +295,6 @@ class StreamHierarchicalTransport(Transport):
                     _never_freed.append(self._inner)
                     _log.warning("rank %d: transport %s: an exchange between hosts did not end", self.rank, self.name)
         self._inner.close()
-
-    def _settle(self, patience_s: float) -> bool:
-        """Wait until the exchanges are through, as slower hosts need this rank for them; True if they are."""
-        events = [self.device.record(stream) for stream in (self._relay, self._across)]
-        for patience in (patience_s, CLOSE_S):
-            limit = time.monotonic() + patience
-            while time.monotonic() < limit:
-                if all(event.done() for event in events):
-                    return True
-                if self._rail.watch.failure is not None:
-                    break
-                time.sleep(0.0005)
-            self._rail.grouped.abort()
-        return False
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
     def _check(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -16,8 +17,8 @@ from commfuse_dp.transport.p2p import not_bound_to_a_device
 from commfuse_dp.transport.shm import available_memory
 from commfuse_dp.transport.sockets import agree
 
-# By default group and ranks; never destroyed, see [Note: Communicators are kept] in p2p.py.
-_groups: dict[tuple[object, tuple[int, ...]], dist.ProcessGroup] = {}
+# By default group, with which they go, and ranks; see [Note: Communicators are kept] in p2p.py.
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
 RELAY_SHARE = 10  # order 'auto' keeps what has crossed while that is at most this part (1/10) of the memory that is available
@@ -129,8 +130,9 @@ def _agree(exchange: ExchangeFn, error: str | None) -> None:
 
 def _group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
     """A process group of these ranks, each of which calls alike."""
-    key = dist.group.WORLD, tuple(ranks)
-    if key not in _groups:
+    assert dist.group.WORLD is not None
+    groups, key = _groups.setdefault(dist.group.WORLD, {}), tuple(ranks)
+    if key not in groups:
         with not_bound_to_a_device():
-            _groups[key] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return _groups[key]
+            groups[key] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return groups[key]

@@ -8,7 +8,7 @@ Delays are counted in polls of the receiver (its ticks), not in seconds: a messa
 the k-th poll after it was sent, and a receiver with nothing else to do skips ahead to the next message. Delays are drawn
 from a generator seeded by (seed, source, destination) in the order in which the source sends, so they are the same in every
 run. Messages of different sources are never ordered. Between one pair of ranks
-* PUBLISH and FINISH keep their order among themselves: an epoch is never seen before the one that it follows;
+* PUBLISH, FINISH and BROKEN keep their order among themselves: an epoch is never seen before the one that it follows;
 * DEPOSIT and CREDIT overtake everything, also each other (they are matched by tag and by place);
 * GOODBYE and the end of a rank come after everything that the rank has sent.
 Real transports keep more order than this, so what works here does not lean on it.
@@ -67,7 +67,7 @@ class _Mailbox:
         """Called with `arrival` held."""
         kind = msg.kind_of(message) if message else msg.GOODBYE
         due = self.tick + 1 + delay
-        if kind in (msg.PUBLISH, msg.FINISH):
+        if kind in (msg.PUBLISH, msg.FINISH, msg.BROKEN):
             due = self.last_due[src, True] = max(due, self.last_due.get((src, True), 0))
         elif kind in (msg.GOODBYE, msg.ABORT):
             due = max(due, self.last_due.get((src, False), 0))

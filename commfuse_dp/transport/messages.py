@@ -5,15 +5,18 @@ Every message is one fixed little-endian header of 40 bytes: the kind, four 32-b
 | kind    | a       | b     | c       | d    | x      | y      | then follow                                  |
 |---------|---------|-------|---------|------|--------|--------|----------------------------------------------|
 | PUBLISH | key     | epoch |         |      |        |        |                                              |
-| FINISH  |         | epoch |         |      |        |        |                                              |
+| FINISH  | broken  | epoch | scatters| calls| sent   |        |                                              |
 | DEPOSIT | channel | key   | seq     | part | offset | nbytes | y bytes, unless memory is directly mapped    |
-| CREDIT  |         |       |         |      | offset |        |                                              |
+| CREDIT  | round   |       |         |      | offset |        |                                              |
 | PULL    | key     | epoch | request |      | start  | nbytes |                                              |
 | DATA    |         |       | request |      |        | nbytes | y bytes                                      |
 | ABORT   | culprit |       |         |      |        | length | y bytes of UTF-8 text                        |
 | GOODBYE |         |       |         |      |        |        |                                              |
+| BROKEN  | final   | epoch |         |      | sent   | length | y bytes of UTF-8 text                        |
+| ROUND   | number  | begun |         |      | sent   |        |                                              |
 
-PULL and DATA occur only where peers cannot map each other's memory.
+`sent`: deposits that the sender has made for the receiver so far. `round`, ROUND: see rounds.py. PULL and DATA occur only where
+peers cannot map each other's memory.
 """
 
 from __future__ import annotations
@@ -23,10 +26,10 @@ import struct
 HEADER = struct.Struct("<5I4xQQ")
 HEADER_BYTES = HEADER.size
 
-PUBLISH, FINISH, DEPOSIT, CREDIT, PULL, DATA, ABORT, GOODBYE = range(8)
-KIND_NAMES = ("publish", "finish", "deposit", "credit", "pull", "data", "abort", "goodbye")
+PUBLISH, FINISH, DEPOSIT, CREDIT, PULL, DATA, ABORT, GOODBYE, BROKEN, ROUND = range(10)
+KIND_NAMES = ("publish", "finish", "deposit", "credit", "pull", "data", "abort", "goodbye", "broken", "round")
 
-MAX_TEXT = 2000  # longest reason of an ABORT, in bytes
+MAX_TEXT = 2000  # longest reason of an ABORT or a BROKEN, in bytes
 
 
 def pack(kind: int, a: int = 0, b: int = 0, c: int = 0, d: int = 0, x: int = 0, y: int = 0) -> bytes:
@@ -41,8 +44,17 @@ def pack(kind: int, a: int = 0, b: int = 0, c: int = 0, d: int = 0, x: int = 0, 
 
 
 def pack_abort(culprit: int, reason: str) -> bytes:
-    text = reason.encode()[:MAX_TEXT].decode(errors="ignore").encode()  # never cut a character in two
+    text = _short(reason)
     return pack(ABORT, culprit, y=len(text)) + text
+
+
+def pack_broken(epoch: int, sent: int, reason: str, *, final: bool) -> bytes:
+    text = _short(reason)
+    return pack(BROKEN, int(final), epoch, x=sent, y=len(text)) + text
+
+
+def _short(text: str) -> bytes:
+    return text.encode()[:MAX_TEXT].decode(errors="ignore").encode()  # never cut a character in two
 
 
 def kind_of(message: bytes | bytearray | memoryview) -> int:
@@ -51,7 +63,7 @@ def kind_of(message: bytes | bytearray | memoryview) -> int:
 
 def text_bytes(header: bytes | bytearray | memoryview) -> int:
     """Bytes of text that belong to the message itself and are handed to the receiver together with the header."""
-    return HEADER.unpack_from(header)[6] if kind_of(header) == ABORT else 0
+    return HEADER.unpack_from(header)[6] if kind_of(header) in (ABORT, BROKEN) else 0
 
 
 def payload_bytes(header: bytes | bytearray | memoryview) -> int:

@@ -57,11 +57,10 @@ class MpiTransport(OneSidedTransport):
         deadline_s: float,
         probe: Probe | None = None,
     ) -> None:
-        import torch
 
         probe = probe if probe is not None else Probe()
         lanes = open_lanes(exchange)
-        memory = OwnMemory(rank, world_size, exchange, inbox_bytes, torch.device("cpu"))
+        memory = OwnMemory(rank, world_size, exchange, inbox_bytes)
         channel = MpiChannel(rank, lanes, probe, keep=_keep)
         super().__init__(
             rank, world_size, channel=channel, memory=memory, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe

@@ -28,13 +28,9 @@ Pulls have no arrival word: a persistent kernel that waits for one would hold th
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import logging
 import os
 import sys
-import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -46,7 +42,8 @@ from commfuse_dp.device.timing import EventTimer
 from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.accounts import pull_bytes, window_bytes
-from commfuse_dp.transport.base import NOWHERE, PARAM_LANE, ExchangeFn, PullRequest, Tag, Transfer, Transport
+from commfuse_dp.transport.base import NOWHERE, PARAM_LANE, WHOLE, ExchangeFn, Outcome, PullRequest, Tag, Transfer, Transport
+from commfuse_dp.transport.closing import CLOSE_S, close_at_exit, forget
 from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.exchange_watch import Ballot, Step, TorchBallot
 from commfuse_dp.transport.grouped import GroupedExchange, open_grouped
@@ -55,18 +52,8 @@ from commfuse_dp.transport.nccl_messages import Messages
 from commfuse_dp.transport.parts import check_same_sizes
 from commfuse_dp.transport.ring import align
 
-CLOSE_S = 5.0  # longest time that close() waits for the own streams after a failure, and again after aborting
 _log = logging.getLogger("commfuse_dp")
 _never_freed: list[object] = []  # memory under exchanges that did not end
-_open_transports: weakref.WeakSet[NcclTransport] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """A program that ends without close(): the watchdog must not ask a device that is being torn down."""
-    for transport in list(_open_transports):
-        with contextlib.suppress(Exception):
-            transport._close(CLOSE_S)
 
 
 def _describe(owner: int, key: int, epoch: int, start: int, nbytes: int) -> Where:
@@ -151,7 +138,8 @@ class NcclTransport(Transport):
             self._core.watch.stop()
             grouped.close()
             raise
-        _open_transports.add(self)
+        # A watchdog must not ask a device that is being torn down; but nobody waits long for others when a program ends.
+        close_at_exit(self, lambda transport: transport._close(CLOSE_S))  # type: ignore[attr-defined]
 
     # ---- windows -----------------------------------------------------------------------------------------------------
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
@@ -257,24 +245,28 @@ class NcclTransport(Transport):
         taker = self._core.mirror(owner)
         where = self._describe(owner, key, epoch, start, nbytes)
         gift = segment.narrow(0, *give)
-        event, step = self._core.trade(gather, PARAM_LANE, (taker, gift), (owner, out), where)
-        if give[1]:
-            self._core.gave(taker, PARAM_LANE, key, epoch, *give)
-        if nbytes:
-            self._core.took(owner, PARAM_LANE, key, epoch, start, nbytes)
+        event, step = self._core.trade(
+            gather,
+            PARAM_LANE,
+            (taker, gift),
+            (owner, out),
+            where,
+            given=(key, epoch, *give),
+            taken=(key, epoch, start, nbytes),
+        )
         counters = self.probe.counters
         counters.param_bytes_received += nbytes
         counters.param_bytes_sent += give[1]
         return Brought(self._core, out, event, step)
 
-    def finish(self, epoch: int) -> None:
+    def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
         self._core.enter()
         if epoch <= self._own_finished:
             raise ValueError(f"finish({epoch}): epoch {self._own_finished} is finished already; epochs rise")
         self._own_finished = epoch
-        self._core.watch.tell(epoch, list(self._core.given), list(self._core.taken))
+        self._core.tell(epoch)
 
-    def wait_finished(self, epoch: int, where: Where = NOWHERE) -> None:
+    def wait_finished(self, epoch: int, where: Where = NOWHERE, *, meanwhile: Callable[[], object] | None = None) -> None:
         stream = self._core.enter()
         if epoch <= 0:
             return
@@ -325,12 +317,13 @@ class NcclTransport(Transport):
         if core.closed:
             return
         core.closed = True
-        _open_transports.discard(self)
+        forget(self)
         if os.getpid() != self._pid:  # a copy made by fork: neither the thread nor the device is its own
             return
         idle = False
         try:
-            idle = self._settle(patience_s)
+            streams = (self._gather, self.device.side_stream("scatter"), self.device.current_stream())
+            idle = core.settle(streams, patience_s)
         finally:
             if not core.watch.stop() or not idle:
                 core.grouped.abort()  # communicators with something left open are not used again
@@ -341,19 +334,6 @@ class NcclTransport(Transport):
             else:
                 _never_freed.append((self._segments, self._messages.memory()))
                 _log.warning("rank %d: transport %s: an exchange did not end; its memory is kept", self.rank, self.name)
-
-    def _settle(self, patience_s: float) -> bool:
-        """Wait until the own streams have done what was enqueued; True if they have."""
-        device = self.device
-        events = [device.record(stream) for stream in (self._gather, device.side_stream("scatter"), device.current_stream())]
-        for patience in (patience_s, CLOSE_S):
-            limit = time.monotonic() + patience
-            while time.monotonic() < limit:
-                if all(event.done() for event in events):
-                    return True
-                time.sleep(0.0005)
-            self._core.grouped.abort()
-        return False
 
     def _flush(self) -> None:
         if self._held:

@@ -147,16 +147,22 @@ class Messages:
         into = landing.data if landing is not None else NOTHING
         layer = core.layer(tag.key, "") if tag.channel == CHANNEL_GRAD else ""
         where = Where(layer or f"(message {tag})", tag.seq, str(tag.part), max(nbytes, into.numel()))
-        event, step = core.trade(scatter, GRAD_LANE, (dst, buffer), (src, into), where)
+        identity = (tag.key, tag.channel, tag.seq, tag.part)
+        event, step = core.trade(
+            scatter,
+            GRAD_LANE,
+            (dst, buffer),
+            (src, into),
+            where,
+            given=(*identity, nbytes),
+            taken=(*identity, into.numel()),
+        )
         if reservation is not None:
             self._reserved[dst].sent(reservation, event)
-            core.gave(dst, *tag, nbytes)
             count_message(core.probe.counters, tag.channel, nbytes, sent=True)
         if landing is not None:
             landing.here, landing.step = event, step
             self._landed[src, tag] = landing
-            if into.numel():
-                core.took(src, *tag, into.numel())
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
     def expect(self, src: int, tag: Tag, nbytes: int) -> None:

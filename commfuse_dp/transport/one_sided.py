@@ -20,7 +20,8 @@ State of one rank
 
 [Note: Threads]
 `Receiver` is called by the channel, either from `Channel.poll` in the user's thread (shm, inproc) or from an I/O thread
-(tcp). All shared state is therefore changed under one lock; `changed` is notified after every message, so that a channel
+(tcp). All shared state, counters too, is therefore changed and looked at under one lock, which does not
+count on that of the interpreter (free-threaded Python); `changed` is notified after every message, so that a channel
 with an I/O thread can wait on it in `poll`. `Channel.post` is called with the lock held and must not take it.
 """
 
@@ -32,6 +33,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
 
 import torch
 
@@ -40,11 +42,12 @@ from commfuse_dp.errors import PeerLostError, TransportError, Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport import messages as msg
 from commfuse_dp.transport.accounts import count_message, pull_bytes, window_bytes
-from commfuse_dp.transport.base import NOWHERE, Tag, Transfer, Transport
+from commfuse_dp.transport.base import NOWHERE, WHOLE, Left, Outcome, Tag, Transfer, Transport
 from commfuse_dp.transport.closing import close_at_exit
 from commfuse_dp.transport.parts import Channel, Memory, Receiver
 from commfuse_dp.transport.pulls import Fetch, OwnCopy, View
 from commfuse_dp.transport.ring import Ring
+from commfuse_dp.transport.rounds import Rounds
 
 CLOSE_FLUSH_S = 5.0  # longest time that close() serves late readers, and then hands over what is queued
 
@@ -54,6 +57,8 @@ class OneSidedTransport(Transport, Receiver):
 
     members: the ranks that it connects, if not all: the others take part in its collective calls only, and numbers stay theirs.
     """
+
+    recovers: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -84,6 +89,7 @@ class OneSidedTransport(Transport, Receiver):
         self._pulls_waiting: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}  # (key, epoch) -> requests
         self._fetches: dict[int, Fetch] = {}
         self._last_request = 0
+        self._rounds = Rounds(self._peers)
         self._departed: set[int] = set()
         self._failure: tuple[int, str] | None = None  # (culprit or -1, reason)
         self._closed = False
@@ -173,30 +179,101 @@ class OneSidedTransport(Transport, Receiver):
         return fetch
 
     def read_again(self, owner: int, key: int, epoch: int, nbytes: int) -> bool:
-        if not self._memory.in_place or self._published[owner].get(key) != epoch:
+        if not self._memory.in_place:
             return False
+        with self._lock:
+            if self._published[owner].get(key) != epoch:
+                return False
         self.probe.counters.param_bytes_received += nbytes
         return True
 
-    def finish(self, epoch: int) -> None:
+    def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
         self._check_open()
         if epoch <= self._own_finished:
             raise ValueError(f"finish({epoch}): epoch {self._own_finished} is finished already; epochs rise")
         self._own_finished = epoch
-        self._post_all(msg.pack(msg.FINISH, b=epoch))
+        with self._lock:
+            for peer in self._around:
+                if peer not in self._departed:
+                    self._channel.post(peer, self._rounds.finish(peer, epoch, outcome))
 
-    def wait_finished(self, epoch: int, where: Where = NOWHERE) -> None:
+    def wait_finished(self, epoch: int, where: Where = NOWHERE, *, meanwhile: Callable[[], object] | None = None) -> None:
         self._check_open()
         if epoch <= 0:
             return
         for peer in self._peers:
             if not self.has_finished(peer, epoch):
                 doing = f"to finish reading epoch {epoch}"
-                self.wait_until(lambda p=peer: self.has_finished(p, epoch), peer=peer, where=where, doing=doing)  # type: ignore[misc]
+
+                def finished(peer: int = peer) -> bool:
+                    if meanwhile is not None:
+                        meanwhile()
+                    return self.has_finished(peer, epoch)
+
+                self.wait_until(finished, peer=peer, where=where, doing=doing)
 
     def has_finished(self, peer: int, epoch: int) -> bool:
         """The peer reads nothing of `epoch` any more."""
-        return self._finished[peer] >= epoch or peer in self._departed
+        with self._lock:
+            return self._finished[peer] >= epoch or peer in self._departed
+
+    # ---- broken steps ------------------------------------------------------------------------------------------------
+    def tell_broken(self, epoch: int, reason: str, *, final: bool = False) -> None:
+        if self._closed or self._failure is not None:
+            return
+        with self._lock:
+            for peer in self._around:
+                if peer not in self._departed:
+                    self._channel.post(peer, self._rounds.broken(peer, epoch, reason, final=final))
+
+    def left(self, peer: int) -> Left | None:
+        return self._rounds.left.get(peer)
+
+    def discard(self, channel: int) -> None:
+        with self._lock:
+            self._rounds.discarded = channel
+            for src, tag in [name for name in self._inbox if name[1].channel == channel]:
+                self.release(src, tag)
+
+    def outcome_of(self, peer: int, epoch: int) -> Outcome | None:
+        return self._rounds.outcomes.get((peer, epoch))
+
+    def all_sent(self, peer: int) -> bool:
+        return self._rounds.all_here(peer)
+
+    def recover(self, epoch: int, where: Where = NOWHERE) -> None:
+        self.end_round(epoch)
+        for peer in self._peers:
+            doing = "messages that it sent before its step was broken off"
+            self.wait_until(lambda p=peer: self.is_quiet(p), peer=peer, where=where, doing=doing)  # type: ignore[misc]
+        self.clean(epoch)
+        for peer in self._peers:
+            doing = "to drop the messages of the step that was broken off"
+            self.wait_until(lambda p=peer: self.is_clean(p), peer=peer, where=where, doing=doing)  # type: ignore[misc]
+
+    def is_quiet(self, peer: int) -> bool:
+        """The peer has ended the round, and nothing of it is on its way."""
+        return self._rounds.is_quiet(peer) or peer in self._departed
+
+    def end_round(self, epoch: int) -> None:
+        """The first part of `recover`. Does nothing the second time."""
+        with self._lock:
+            if self._rounds.end(epoch):
+                for peer in self._peers:
+                    self._channel.post(peer, self._rounds.quiet(peer))
+
+    def clean(self, epoch: int) -> None:
+        """The second part, once all peers are quiet. Does nothing the second time."""
+        with self._lock:
+            if self._rounds.begin(epoch):
+                self._inbox.clear()
+                for ring in self._outbox.values():
+                    ring.reset()
+                self._post_all(msg.pack(msg.ROUND, self._rounds.round, 1))
+
+    def is_clean(self, peer: int) -> bool:
+        """The peer has begun this rank's round."""
+        return self._rounds.is_clean(peer) or peer in self._departed
 
     # ---- messages ----------------------------------------------------------------------------------------------------
     @property
@@ -235,26 +312,32 @@ class OneSidedTransport(Transport, Receiver):
                     f"send to rank {dst}, {tag}: the buffer was not reserved by try_reserve({dst}, ...), or was sent before"
                 )
             count_message(self.probe.counters, tag.channel, nbytes, sent=True)
+            self._rounds.sent[dst] += 1  # before it leaves: if an exception comes in between, peers must not go on too early
             self._channel.post(dst, header, None if self._memory.in_place else base.narrow(0, offset, nbytes))
 
     def arrived(self, src: int, tag: Tag) -> bool:
-        if (src, tag) in self._inbox:
-            return True
+        with self._lock:
+            if (src, tag) in self._inbox:
+                return True
         self.progress()
-        if (src, tag) in self._inbox:
+        with self._lock:
+            here, departed = (src, tag) in self._inbox, src in self._departed
+        if here:
             return True
-        if src in self._departed and (src, tag) not in self._inbox:
+        if departed:
             raise self._gone(src, f"its message {tag} will not come")
         self._ring(src)
         return False
 
     def receive(self, src: int, tag: Tag, where: Where = NOWHERE) -> torch.Tensor:
-        entry = self._inbox.get((src, tag))
+        with self._lock:
+            entry = self._inbox.get((src, tag))
         if entry is None:
             self._check_open()
             self._ring(src)
-            self.wait_until(lambda: (src, tag) in self._inbox, peer=src, where=where, doing=f"to send {tag}")
-            entry = self._inbox[src, tag]
+            self.wait_until(lambda: self._holds(src, tag), peer=src, where=where, doing=f"to send {tag}")
+            with self._lock:
+                entry = self._inbox[src, tag]
         return self._memory.incoming(src).narrow(0, *entry)
 
     def release(self, src: int, tag: Tag, *, more: bool = False) -> None:
@@ -262,11 +345,16 @@ class OneSidedTransport(Transport, Receiver):
             entry = self._inbox.pop((src, tag), None)
             if entry is None:
                 raise ValueError(f"release: no message {tag} of rank {src} is here (released twice, or not yet received)")
-            self._channel.post(src, msg.pack(msg.CREDIT, x=entry[0]), hold=more)
+            self._channel.post(src, msg.pack(msg.CREDIT, self._rounds.round, x=entry[0]), hold=more)
 
     def push(self) -> None:
         with self._lock:
             self._channel.push()
+
+    @property
+    def held(self) -> int:
+        with self._lock:
+            return len(self._inbox) + sum(ring.live for ring in self._outbox.values())
 
     # ---- progress and end --------------------------------------------------------------------------------------------
     def progress(self, timeout_s: float = 0.0) -> None:
@@ -287,7 +375,16 @@ class OneSidedTransport(Transport, Receiver):
             super().wait_until(ready_or_gone, peer=peer, where=where, doing=doing)
 
     def check_departed(self, peer: int, ready: Callable[[], bool], where: Where, doing: str) -> None:
-        """Raise PeerLostError if `peer` has said goodbye, so that what is waited for will not come."""
+        """Raise PeerLostError if `peer` has said goodbye, or that it is broken for good: what is waited for will not come."""
+        left = self._rounds.left.get(peer)
+        if left is not None and left.final and self._rounds.all_here(peer) and not ready():
+            raise PeerLostError(
+                f"rank {self.rank} waited for {self._channel.describe(peer)} {doing} ({where}; transport {self.name}), which "
+                f"cannot go on: {left.reason}",
+                rank=self.rank,
+                peer=peer,
+                where=where,
+            )
         if peer in self._departed and not ready():  # asked again: an I/O thread may have come in between
             raise self._gone(peer, f"it was waited for {doing} ({where})", where)
 
@@ -324,7 +421,10 @@ class OneSidedTransport(Transport, Receiver):
         self._closed = True
         try:
             if os.getpid() == self._pid:  # a copy made by fork has no right to speak for its parent
-                self._post_all(msg.pack(msg.GOODBYE))
+                with self._lock:
+                    for peer in self._around:
+                        if self._channel.awaits_goodbyes or peer not in self._departed:
+                            self._channel.post(peer, msg.pack(msg.GOODBYE))
                 self._channel.flush(min(CLOSE_FLUSH_S, self.deadline_s))
         finally:
             self._channel.close()
@@ -364,6 +464,10 @@ class OneSidedTransport(Transport, Receiver):
             self._handlers[kind](src, a, b, c, d, x, y)
         elif kind == msg.GOODBYE:
             self._departed.add(src)
+        elif kind == msg.BROKEN:
+            self._rounds.on_broken(src, a, b, x, bytes(message[msg.HEADER_BYTES :]).decode(errors="replace"))
+        elif kind == msg.ROUND:
+            self._rounds.on_round(src, a, b, x)
         elif kind == msg.ABORT:
             reason = bytes(message[msg.HEADER_BYTES :]).decode(errors="replace")
             culprit = a if a != self.rank else src
@@ -394,7 +498,8 @@ class OneSidedTransport(Transport, Receiver):
         published = self._published[src]
         published[key] = max(epoch, published.get(key, 0))
 
-    def _on_finish(self, src: int, _a: int, epoch: int, *_: int) -> None:
+    def _on_finish(self, src: int, broken: int, epoch: int, scatters: int, calls: int, sent: int, _y: int) -> None:
+        self._rounds.on_finish(src, broken, epoch, scatters, calls, sent)
         self._finished[src] = max(epoch, self._finished[src])
 
     def _on_deposit(self, src: int, channel: int, key: int, seq: int, part: int, offset: int, nbytes: int) -> None:
@@ -402,10 +507,16 @@ class OneSidedTransport(Transport, Receiver):
         if name in self._inbox:
             self._fail(-1, f"rank {src} sent two messages {name[1]}: tags must be unique among messages in flight")
             return
-        self._inbox[name] = (offset, nbytes)
+        if channel == self._rounds.discarded:
+            self._channel.post(src, msg.pack(msg.CREDIT, self._rounds.round, x=offset))
+        else:
+            self._inbox[name] = (offset, nbytes)
+        self._rounds.taken[src] += 1
         count_message(self.probe.counters, channel, nbytes, sent=False)
 
-    def _on_credit(self, src: int, _a: int, _b: int, _c: int, _d: int, offset: int, _y: int) -> None:
+    def _on_credit(self, src: int, round_: int, _b: int, _c: int, _d: int, offset: int, _y: int) -> None:
+        if round_ != self._rounds.round:
+            return  # of before a recovery, which has freed all places
         try:
             self._outbox[src].free(offset)
         except KeyError:
@@ -434,6 +545,10 @@ class OneSidedTransport(Transport, Receiver):
         self._channel.post(src, msg.pack(msg.DATA, c=request, y=nbytes), payload)
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
+    def _holds(self, src: int, tag: Tag) -> bool:
+        with self._lock:
+            return (src, tag) in self._inbox
+
     def _post_all(self, message: bytes, *, hold: bool = False) -> None:
         """To every peer, beginning after this rank, so that not all ranks turn to rank 0 first."""
         with self._lock:

@@ -6,7 +6,8 @@ import contextlib
 import datetime
 import re
 import threading
-from collections import Counter, defaultdict
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from commfuse_dp.errors import DeadlineError, PeerLostError, TransportError, Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, NOWHERE, PARAM_LANE, Handle, TwoSidedTransport
+from commfuse_dp.transport.exchange import exchange_of
 
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 _TAG_LIMIT = 1 << 31
@@ -25,27 +27,13 @@ _TAG_LIMIT = 1 << 31
 class TorchP2PTransport(TwoSidedTransport):
     """Sends and receives on communicators of its own, so that neither lane queues behind another nor behind the user's.
 
-    The lanes for parameters and gradients use the backend of `group`; the control lane always uses gloo and CPU tensors.
-
-    [Note: NCCL, one direction per communicator] (not yet run on a GPU)
-    A communicator runs its sends and receives one after the other in one stream, and a receive stands there until its send
-    comes. Of two ranks that both post a receive and then send, each would stand before its own send for ever. Grouped calls
-    would need both ends to agree on pairs beforehand, which requests that come at any time do not. So what goes to higher
-    ranks and what goes to lower ranks has a communicator each (`lanes`, `down`): in each, one end only sends, the other only
-    receives, both in one order. Torch makes a communicator per pair of ranks for ungrouped sends and receives, but puts all
-    peers on one if the process group was initialised with a `device_id`: `open_lanes` leaves it out for ours.
-
-    [Note: NCCL and streams] (not yet run on a GPU)
-    A transfer starts behind what is in the current stream when it is posted, and `wait` orders the current stream behind it.
-    Threads that wait therefore use a stream of their own: the default stream would hold up the compute. Buffers are kept by
-    handles until the end and are part of memory that lives as long as the transport, so nothing depends on `record_stream`.
+    CPU tensors only: GPUs exchange in groups, ordered by streams (grouped.py).
 
     [Note: What gloo does, as measured]
     * `Work.is_completed()` stays False until `wait()` has returned: `Handle.done` may be late, never early.
     * Sends rendezvous, even small ones: a send completes only once its receive is posted. Post receives early.
     * A wait that ran into its timeout leaves the connection unusable: a deadline here is final.
-    * Messages with different tags may overtake each other; equal tags keep their order. NCCL ignores tags and keeps the order
-      of calls per pair, so users must post matching sends and receives of a lane in the same order.
+    * Messages with different tags may overtake each other; equal tags keep their order.
 
     [Note: Communicators are kept]
     They are never destroyed: `close` keeps them for the next `open_lanes` of the same ranks. Making them is slow, gloo frees
@@ -55,7 +43,6 @@ class TorchP2PTransport(TwoSidedTransport):
 
     Args:
         lanes: a communicator per lane, all of the same ranks. `open_lanes` makes them.
-        down: those for transfers to lower ranks; None: the same.
         deadline_s: longest wait of a handle, in seconds.
         keep: called by `close` if the communicators can be used again.
     """
@@ -66,7 +53,6 @@ class TorchP2PTransport(TwoSidedTransport):
         self,
         lanes: Mapping[int, dist.ProcessGroup],
         *,
-        down: Mapping[int, dist.ProcessGroup] | None = None,
         deadline_s: float,
         probe: Probe | None = None,
         keep: Callable[[], None] | None = None,
@@ -75,16 +61,14 @@ class TorchP2PTransport(TwoSidedTransport):
         super().__init__(first.rank(), first.size(), deadline_s=deadline_s, probe=probe)
         self._keep = keep
         self._lanes = dict(lanes)
-        self._down = dict(down) if down is not None else self._lanes
         self._backend = first.name()
-        self.keeps_tags = self._backend != "nccl"
         self._under_way = 0  # handles that were not waited for successfully
         self._lock = threading.Lock()  # handles are waited for in several threads
 
     def isend(self, buffer: torch.Tensor, dst: int, *, lane: int, tag: int) -> Handle:
         self._check(buffer, dst, tag, "send to")
         try:
-            work = self._towards(lane, self.rank < dst).send([buffer], dst, tag)
+            work = self._lanes[lane].send([buffer], dst, tag)
         except RuntimeError as error:
             raise self._error(error, dst, NOWHERE) from error
         return self._handle(work, dst, buffer)
@@ -92,16 +76,13 @@ class TorchP2PTransport(TwoSidedTransport):
     def irecv(self, buffer: torch.Tensor, src: int, *, lane: int, tag: int) -> Handle:
         self._check(buffer, src, tag, "receive from")
         try:
-            work = self._towards(lane, src < self.rank).recv([buffer], src, tag)
+            work = self._lanes[lane].recv([buffer], src, tag)
         except RuntimeError as error:
             raise self._error(error, src, NOWHERE) from error
         return self._handle(work, src, buffer)
 
-    def _towards(self, lane: int, up: bool) -> dist.ProcessGroup:
-        return (self._lanes if up else self._down)[lane]
-
     def close(self) -> None:
-        self._lanes = self._down = {}
+        self._lanes = {}
         keep, self._keep = self._keep, None
         if keep is not None and not self._under_way:
             keep()
@@ -172,13 +153,7 @@ class _WorkHandle(Handle):
             transport = self._transport
             patience = datetime.timedelta(seconds=transport.deadline_s)
             try:
-                if self._buffer is not None and self._buffer.is_cuda:  # see [Note: NCCL and streams]
-                    stream = _waiting_stream(self._buffer.device)
-                    with torch.cuda.stream(stream):
-                        self._work.wait(patience)
-                    stream.synchronize()
-                else:
-                    self._work.wait(patience)
+                self._work.wait(patience)
             except RuntimeError as error:
                 raise transport._error(error, self._peer, where) from error
             self._transport._settled()
@@ -186,18 +161,7 @@ class _WorkHandle(Handle):
         self._work = self._buffer = None
 
 
-_of_this_thread = threading.local()
-
-
-def _waiting_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream that only this thread waits on."""
-    stream = getattr(_of_this_thread, "stream", None)
-    if stream is None or stream.device != device:
-        stream = _of_this_thread.stream = torch.cuda.Stream(device)
-    return stream
-
-
-LanesKey = tuple[tuple[int, ...], str, bool]  # ranks, backend, communicators per direction
+LanesKey = tuple[tuple[int, ...], str]  # ranks, backend
 
 
 @dataclass(frozen=True)
@@ -205,38 +169,40 @@ class Lanes:
     """A communicator per lane, all of the same ranks; `serial` is the same on all of them."""
 
     groups: Mapping[int, dist.ProcessGroup]
-    down: Mapping[int, dist.ProcessGroup]  # for transfers to lower ranks
-    world: object  # the default group under which they were made
+    world: weakref.ref[dist.ProcessGroup]  # the default group under which they were made
     key: LanesKey
     serial: int
 
     def keep(self) -> None:
         """For the next `open_lanes`."""
-        if dist.is_initialized() and self.world is dist.group.WORLD:
-            _idle[self.key].append(self)
+        world = self.world()
+        if world is not None and dist.is_initialized() and world is dist.group.WORLD:
+            _kept(self.key).append(self)
 
 
-_idle: dict[LanesKey, list[Lanes]] = defaultdict(list)
+# By default group, with which they go.
+_idle: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[LanesKey, list[Lanes]]] = weakref.WeakKeyDictionary()
 _made: Counter[LanesKey] = Counter()
 
 
-def open_lanes(
-    group: dist.ProcessGroup | None, *, setup_s: float, device: torch.device | None = None, grouped: bool = False
-) -> Lanes:
-    """Collective over `group` (None: the default group): the communicators of a `TorchP2PTransport`, or (grouped) of a
-    `TorchGroupedExchange`, which needs none per direction.
+def _kept(key: LanesKey) -> list[Lanes]:
+    assert dist.group.WORLD is not None
+    return _idle.setdefault(dist.group.WORLD, {}).setdefault(key, [])
+
+
+def open_lanes(group: dist.ProcessGroup | None, *, setup_s: float, device: torch.device | None = None) -> Lanes:
+    """Collective over `group` (None: the default group): communicators of a `TorchP2PTransport` or a `TorchGroupedExchange`.
 
     Kept ones if all ranks have the same to offer, else new ones by `new_group` with local synchronisation: ranks outside
     `group` take no part.
 
     device: of what is sent; CUDA: the group must have NCCL. Raises TransportError if it has not, if torch.distributed is not
-    initialised, or if a communicator cannot be made within setup_s seconds.
+    initialised, or, on all ranks, if a communicator cannot be made within setup_s seconds; PeerLostError if a rank has died.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise TransportError("transport 'p2p' needs torch.distributed: call init_process_group first, or start with torchrun")
     own = str(dist.get_backend(group))
-    on_gpu = device is not None and device.type == "cuda"
-    if on_gpu:
+    if device is not None and device.type == "cuda":
         if "nccl" not in str(dist.get_backend_config(group)):
             raise TransportError(
                 f"transport 'p2p' on {device} needs a process group with NCCL, this one has {own!r}: use "
@@ -244,41 +210,50 @@ def open_lanes(
             )
         own = "nccl"
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    directed = on_gpu and not grouped
-    key = (tuple(ranks), own, directed)
-    kept = _idle[key] = [lanes for lanes in _idle[key] if lanes.world is dist.group.WORLD]
-    offers: list[set[int]] = [set()] * len(ranks)
-    dist.all_gather_object(offers, {lanes.serial for lanes in kept}, group=group)
-    common = set.intersection(*offers)
+    key = (tuple(ranks), own)
+    kept = _kept(key)
+    exchange = exchange_of(group)
+    common = set.intersection(*exchange({lanes.serial for lanes in kept}))
     if common:
         chosen = next(lanes for lanes in kept if lanes.serial == min(common))
         kept.remove(chosen)
         return chosen
     timeout = datetime.timedelta(seconds=setup_s)
-
-    def make(lane: int, backend: str) -> dist.ProcessGroup:
+    groups, error = {}, None
+    for lane, backend in ((PARAM_LANE, own), (GRAD_LANE, own), (CONTROL_LANE, "gloo")):
         try:
             with not_bound_to_a_device():
-                return dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
-        except (RuntimeError, ValueError) as error:
-            raise TransportError(f"cannot make a {backend} communicator of ranks {ranks}, lane {lane}: {error}") from error
-
-    groups = {PARAM_LANE: make(PARAM_LANE, own), GRAD_LANE: make(GRAD_LANE, own), CONTROL_LANE: make(CONTROL_LANE, "gloo")}
-    down = {**groups, **{lane: make(lane, own) for lane in (PARAM_LANE, GRAD_LANE)}} if directed else groups
+                groups[lane] = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+        except (RuntimeError, ValueError) as failure:
+            error = f"cannot make a {backend} communicator of ranks {ranks}, lane {lane}: {failure}"
+            break
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(error)) if text]
+    if failures:
+        raise TransportError("; ".join(failures))
     _made[key] += 1
-    return Lanes(groups, down, dist.group.WORLD, key, _made[key])
+    assert dist.group.WORLD is not None
+    return Lanes(groups, weakref.ref(dist.group.WORLD), key, _made[key])
+
+
+_unbinding = threading.Lock()
 
 
 @contextlib.contextmanager
 def not_bound_to_a_device() -> Iterator[None]:
-    """New groups do not inherit the default group's `device_id`: see [Note: NCCL, one direction per communicator]."""
-    world = dist.group.WORLD
-    bound = world.bound_device_id if world is not None else None
-    if world is None or bound is None:
-        yield
-        return
-    world.bound_device_id = None
-    try:
-        yield
-    finally:
-        world.bound_device_id = bound
+    """New groups do not inherit the default group's `device_id`.
+
+    With one, torch splits NCCL's communicator off the default group's, for which all ranks of that would have to call, not only
+    those of the new group (local synchronisation); and `new_group` takes no other value than the default group's. So it is put
+    aside for as long as the group is made: by one thread at a time, and what another thread asks of the default group meanwhile
+    is only slower."""
+    with _unbinding:
+        world = dist.group.WORLD
+        bound = world.bound_device_id if world is not None else None
+        if world is None or bound is None:
+            yield
+            return
+        world.bound_device_id = None
+        try:
+            yield
+        finally:
+            world.bound_device_id = bound

@@ -5,7 +5,7 @@
 | message | control lane | with a payload on | tag | the receive is posted |
 |---|---|---|---|---|
 | PULL, FINISH, CREDIT, ABORT, GOODBYE | 40 bytes (+ text) | | | always one ahead, by the reader |
-| DATA (answer to a PULL) | nothing, unless empty | parameter lane | request | by `pull`, before the request leaves |
+| DATA (answer to a PULL) | 40 bytes | parameter lane | request | by `pull`, before the request leaves |
 | DEPOSIT | 40 bytes | gradient lane | n-th deposit of the pair | when its announcement comes |
 
 [Note: Requests, not mirrored sends]
@@ -16,50 +16,33 @@ sees no reason for. With a request, a changed order is slower, never wrong. The 
 ahead of the compute), and a thread answers it, so its time is hidden and the owner's compute takes no part.
 Where waits stand in streams (nccl.py) no thread could answer in time: there the engine's window walks alike on all ranks.
 
-[Note: Order on every lane]
-Answers of a pair leave in the order of the requests only if they ask for epochs that are published; a request for a later epoch
-is answered when its time has come. Tags keep them apart (gloo, MPI). Where tags are ignored (NCCL), answers must leave in the
-order in which their receives were posted, so there the first request held back holds back the later ones of that peer
-(`keeps_tags`, `_serve`).
-
-[Note: Streams] (not yet run on a GPU)
-What the host has seen of a GPU is what it called, not what is done. Every call that hands something over (publish, send,
-release, pull) therefore marks the current stream, and whatever is posted afterwards, in whichever thread, starts behind the
-latest mark, on the device: `Marks`. The host never waits for the compute here. What has arrived is known to the host (a
-thread has waited for it), so what it launches then needs no more.
-
-    compute   pack segment (publish: mark)      wgrad -> staging (send: mark)    sum inbox (release: mark)
-    posting                | answer: send segment               | send staging            | next receive -> inbox
-
 [Note: Threads]
-A handle's wait is the only call that finishes a transfer for sure (gloo), so threads wait and tell the receiver: for each peer
-one reads control messages and one per data lane waits for payloads in the order of their posting; one thread waits for all
-sends, only to keep their memory until they are done. None of them has a deadline of its own: a peer may be silent for hours
-between two steps. Deadlines belong to the waits of the user's thread.
+A handle's wait is the only call that finishes a transfer for sure (gloo), so threads wait and tell the receiver. One for each
+peer reads its control messages and the payloads that they announce, in the order of the announcements; one waits for all sends,
+only to keep their memory until they are done. A payload is sent right behind its announcement, so a reader waits for bytes that
+are under way. None of them has a deadline of its own: a peer may be silent for hours between two steps. Deadlines belong to the
+waits of the user's thread.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import queue
 import sys
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from commfuse_dp.device.base import Event, Word
 from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import RECEIVE, SEND, Probe, now_ns
 from commfuse_dp.transport import messages as msg
-from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, PARAM_LANE, ExchangeFn, Handle, Tag, Transfer, TwoSidedTransport
+from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, PARAM_LANE, ExchangeFn, Handle, TwoSidedTransport
 from commfuse_dp.transport.exchange import exchange_of
-from commfuse_dp.transport.marks import Marks
 from commfuse_dp.transport.news import News
 from commfuse_dp.transport.one_sided import OneSidedTransport
 from commfuse_dp.transport.p2p import TorchP2PTransport, open_lanes
@@ -91,14 +74,13 @@ _TAG_MASK = (1 << 31) - 1
 
 
 class OwnMemory(Memory):
-    """Segments, staging and inbox rings as ordinary tensors of one device."""
+    """Segments, staging and inbox rings as ordinary CPU tensors."""
 
     in_place: ClassVar[bool] = False
 
-    def __init__(self, rank: int, world_size: int, exchange: ExchangeFn, inbox_bytes: int, device: torch.device) -> None:
+    def __init__(self, rank: int, world_size: int, exchange: ExchangeFn, inbox_bytes: int) -> None:
         self._rank = rank
         self._exchange = exchange
-        self._device = device
         self._segments: list[torch.Tensor] = []
         peers = [peer for peer in range(world_size) if peer != rank]
         self._outgoing = {peer: self._bytes(align(inbox_bytes)) for peer in peers}
@@ -109,7 +91,7 @@ class OwnMemory(Memory):
         try:
             self._segments = [self._bytes(row[self._rank]).zero_() for row in sizes]
         except RuntimeError as error:  # what torch raises when an allocation fails
-            failure = f"no memory on {self._device} for {sum(row[self._rank] for row in sizes)} published bytes ({error})"
+            failure = f"no memory for {sum(row[self._rank] for row in sizes)} published bytes ({error})"
         answers = self._exchange(([tuple(row) for row in sizes], failure))
         check_same_sizes(sizes, [theirs for theirs, _ in answers])
         failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
@@ -130,38 +112,37 @@ class OwnMemory(Memory):
         """Nothing to give back: the tensors go when the last reference does."""
 
     def _bytes(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return torch.empty(nbytes, dtype=torch.uint8)
 
 
 class TwoSidedChannel(Channel):
     """See the module."""
 
-    def __init__(self, two_sided: TwoSidedTransport, marks: Marks | None = None) -> None:
+    awaits_goodbyes: ClassVar[bool] = True
+
+    def __init__(self, two_sided: TwoSidedTransport) -> None:
         self._two_sided = two_sided
-        self._posting = marks.posting if marks is not None else contextlib.nullcontext
         self._peers = [peer for peer in range(two_sided.world_size) if peer != two_sided.rank]
         self._probe = two_sided.probe
         self._receiver: Receiver | None = None
         self._news = News()
         self._deposits_sent: dict[int, int] = defaultdict(int)
         self._deposits_due: dict[int, int] = defaultdict(int)
-        self._parted: set[int] = set()  # said goodbye; its last payloads may still be under way
-        self._due: dict[tuple[int, int], queue.SimpleQueue[_Due | None]] = {
-            (peer, lane): queue.SimpleQueue() for peer in self._peers for lane in (PARAM_LANE, GRAD_LANE)
-        }
+        self._asked: dict[tuple[int, int], _Due] = {}  # (owner, request) -> the receive of its answer
         self._sends: queue.SimpleQueue[_Sent | None] = queue.SimpleQueue()
         self._sends_queued = self._sends_done = 0
         self._threads: list[threading.Thread] = []
         self._reaper = threading.Thread(target=self._reap, name="commfuse-p2p-sends", daemon=True)
         self._closed = False
+        self._parted: set[int] = set()  # said goodbye
 
     # ---- the user's side ---------------------------------------------------------------------------------------------
     def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
         for peer in self._peers:
-            self._spawn(self._read, peer)
-            self._spawn(self._await_payloads, peer, PARAM_LANE)
-            self._spawn(self._await_payloads, peer, GRAD_LANE)
+            thread = threading.Thread(target=self._read, args=(peer,), name=f"commfuse-p2p-{peer}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
         self._reaper.start()
 
     def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None, *, hold: bool = False) -> None:
@@ -203,25 +184,23 @@ class TwoSidedChannel(Channel):
     # ---- sending -----------------------------------------------------------------------------------------------------
     def _post(self, dst: int, message: bytes, payload: torch.Tensor | None) -> None:
         kind, _, _, request, _, _, nbytes = msg.HEADER.unpack_from(message)
-        full = payload is not None and payload.numel() > 0
-        if kind == msg.DATA and full:
-            assert payload is not None
-            self._isend(payload, dst, PARAM_LANE, request & _TAG_MASK, message)
-            return
         if kind == msg.PULL and nbytes:
-            self._irecv(dst, PARAM_LANE, request & _TAG_MASK, msg.pack(msg.DATA, c=request, y=nbytes))
+            answer = msg.pack(msg.DATA, c=request, y=nbytes)
+            self._asked[dst, request] = self._irecv(dst, PARAM_LANE, request & _TAG_MASK, answer)
         text = message[msg.HEADER_BYTES :]
         self._isend(_tensor(message[: msg.HEADER_BYTES]), dst, CONTROL_LANE, _HEADER_TAG)
         if text:
             self._isend(_tensor(text), dst, CONTROL_LANE, _TEXT_TAG)
-        if kind == msg.DEPOSIT and full:
-            assert payload is not None
+        if payload is None or not payload.numel():
+            return
+        if kind == msg.DATA:
+            self._isend(payload, dst, PARAM_LANE, request & _TAG_MASK, message)
+        else:
             number = self._deposits_sent[dst] = (self._deposits_sent[dst] + 1) & _TAG_MASK
             self._isend(payload, dst, GRAD_LANE, number, message)
 
     def _isend(self, buffer: torch.Tensor, dst: int, lane: int, tag: int, message: bytes | None = None) -> None:
-        with self._posting():
-            handle = self._two_sided.isend(buffer, dst, lane=lane, tag=tag)
+        handle = self._two_sided.isend(buffer, dst, lane=lane, tag=tag)
         self._sends_queued += 1  # only ever changed under the transport's lock, which `post` is called with
         self._sends.put(_Sent(handle, dst, message, now_ns()))
 
@@ -236,64 +215,48 @@ class TwoSidedChannel(Channel):
             self._sends_done += 1
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
-    def _irecv(self, src: int, lane: int, tag: int, message: bytes) -> None:
+    def _irecv(self, src: int, lane: int, tag: int, message: bytes) -> _Due:
         assert self._receiver is not None
         landing = self._receiver.landing(src, message)
         if landing is None:  # nobody wants it any more, but the send must find its receive
             landing = torch.empty(msg.payload_bytes(message), dtype=torch.uint8)
-        with self._posting():
-            handle = self._two_sided.irecv(landing, src, lane=lane, tag=tag)
-        self._due[src, lane].put(_Due(handle, message, now_ns()))
+        return _Due(self._two_sided.irecv(landing, src, lane=lane, tag=tag), now_ns())
 
     def _read(self, src: int) -> None:
-        """Control messages of one peer, until its goodbye or its end."""
+        """Messages of one peer, until its goodbye or its end."""
         assert self._receiver is not None
         header = torch.empty(msg.HEADER_BYTES, dtype=torch.uint8)
         try:
-            while True:
+            while src not in self._parted:
                 self._two_sided.irecv(header, src, lane=CONTROL_LANE, tag=_HEADER_TAG).wait()
                 message = header.numpy().tobytes()
                 kind = msg.kind_of(message)
-                if kind == msg.GOODBYE:
-                    self._parted.add(src)
-                    break
-                if kind == msg.DEPOSIT and msg.payload_bytes(message):
-                    number = self._deposits_due[src] = (self._deposits_due[src] + 1) & _TAG_MASK
-                    self._irecv(src, GRAD_LANE, number, message)
-                    continue
+                payload = self._payload(src, kind, message)
+                if payload is not None:
+                    payload.handle.wait()
                 if text_bytes := msg.text_bytes(message):
                     text = torch.empty(text_bytes, dtype=torch.uint8)
                     self._two_sided.irecv(text, src, lane=CONTROL_LANE, tag=_TEXT_TAG).wait()
                     message += text.numpy().tobytes()
+                if kind == msg.GOODBYE:
+                    self._parted.add(src)
                 self._receiver.handle(src, message)
                 self._news.ring()
+                if payload is not None:
+                    self._span(RECEIVE, message, src, payload.start_ns)
         except TransportError as error:
-            self._end(src, str(error))
-        finally:
-            self._due[src, PARAM_LANE].put(None)
-
-    def _await_payloads(self, src: int, lane: int) -> None:
-        """Payloads of one peer and lane in the order of posting; the goodbye comes last of all, after both lanes."""
-        assert self._receiver is not None
-        try:
-            while (item := self._due[src, lane].get()) is not None:
-                item.handle.wait()
-                self._receiver.handle(src, item.message)
+            if src not in self._parted and not self._closed:
+                self._receiver.lost(src, str(error))
                 self._news.ring()
-                self._span(RECEIVE, item.message, src, item.start_ns)
-        except TransportError as error:
-            self._end(src, str(error))
-        if lane == PARAM_LANE:
-            self._due[src, GRAD_LANE].put(None)
-        elif src in self._parted:
-            self._receiver.handle(src, msg.pack(msg.GOODBYE))
-            self._news.ring()
 
-    def _end(self, src: int, reason: str) -> None:
-        assert self._receiver is not None
-        if src not in self._parted and not self._closed:
-            self._receiver.lost(src, reason)
-            self._news.ring()
+    def _payload(self, src: int, kind: int, message: bytes) -> _Due | None:
+        """The receive of what a message announces, if anything."""
+        if kind not in (msg.DATA, msg.DEPOSIT) or not msg.payload_bytes(message):
+            return None
+        if kind == msg.DATA:
+            return self._asked.pop((src, msg.HEADER.unpack_from(message)[3]))
+        number = self._deposits_due[src] = (self._deposits_due[src] + 1) & _TAG_MASK
+        return self._irecv(src, GRAD_LANE, number, message)
 
     def _span(self, lane: str, message: bytes, peer: int, start_ns: int) -> None:
         if self._probe.sink is not None:
@@ -301,25 +264,10 @@ class TwoSidedChannel(Channel):
             name, place = ("message", {"key": key, "seq": seq, "part": part}) if kind == msg.DEPOSIT else ("slice", {})
             self._probe.span(lane, name, start_ns, now_ns(), nbytes=nbytes, peer=peer, **place)
 
-    def _spawn(self, target, *args: int) -> None:  # type: ignore[no-untyped-def]
-        name = "-".join(("commfuse-p2p", target.__name__.strip("_"), *map(str, args)))
-        thread = threading.Thread(target=target, args=args, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
 
 class _Due(NamedTuple):
     handle: Handle
-    message: bytes
     start_ns: int
-
-
-class _Request(NamedTuple):
-    key: int
-    epoch: int
-    request: int
-    start: int
-    nbytes: int
 
 
 class _Sent(NamedTuple):
@@ -341,7 +289,6 @@ class PairedTransport(OneSidedTransport):
         exchange: the group's collective object exchange, used in `expose`.
         inbox_bytes: room for unreleased messages, per pair and direction; the same amount again is used for staging.
         deadline_s: longest single wait of the user's thread, in seconds.
-        device: where segments, staging and inboxes live. CUDA has not been run yet: see [Note: Streams].
     """
 
     in_place: ClassVar[bool] = False
@@ -354,88 +301,28 @@ class PairedTransport(OneSidedTransport):
         inbox_bytes: int,
         deadline_s: float,
         probe: Probe | None = None,
-        device: torch.device | None = None,
     ) -> None:
         self.name = two_sided.name  # type: ignore[misc]
-        device = device if device is not None else torch.device("cpu")
-        self._marks = Marks(device) if device.type == "cuda" else None
-        self._in_order = not two_sided.keeps_tags
-        self._requests: dict[int, deque[_Request]] = defaultdict(deque)  # of each peer, in order, if tags are ignored
         rank, world_size = two_sided.rank, two_sided.world_size
         super().__init__(
             rank,
             world_size,
-            channel=TwoSidedChannel(two_sided, self._marks),
-            memory=OwnMemory(rank, world_size, exchange, inbox_bytes, device),
+            channel=TwoSidedChannel(two_sided),
+            memory=OwnMemory(rank, world_size, exchange, inbox_bytes),
             inbox_bytes=inbox_bytes,
             deadline_s=deadline_s,
             probe=probe if probe is not None else two_sided.probe,
         )
 
-    def publish(self, key: int, epoch: int, *, more: bool = False) -> None:
-        self._mark()
-        super().publish(key, epoch)
-        if self._in_order:
-            with self._lock:
-                for src in self._requests:
-                    self._serve(src)
-
-    def pull(
-        self,
-        owner: int,
-        key: int,
-        epoch: int,
-        *,
-        start: int = 0,
-        nbytes: int | None = None,
-        out: torch.Tensor | None = None,
-        after: Event | None = None,
-    ) -> Transfer:
-        self._mark()  # `out` may still be read
-        return super().pull(owner, key, epoch, start=start, nbytes=nbytes, out=out, after=after)
-
-    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None) -> None:
-        self._mark()
-        super().send(dst, tag, buffer)
-
-    def release(self, src: int, tag: Tag, *, more: bool = False) -> None:
-        self._mark()
-        super().release(src, tag, more=more)
-
-    def _mark(self) -> None:
-        if self._marks is not None:
-            self._marks.mark()
-
-    def _on_pull(self, src: int, key: int, epoch: int, request: int, _d: int, start: int, nbytes: int) -> None:
-        if not self._in_order or self._published[self.rank].get(key, 0) > epoch:
-            super()._on_pull(src, key, epoch, request, _d, start, nbytes)
-            return
-        self._requests[src].append(_Request(key, epoch, request, start, nbytes))
-        self._serve(src)
-
-    def _serve(self, src: int) -> None:
-        """Answer the requests of a peer up to the first one whose time has not come. Called under the lock."""
-        waiting = self._requests[src]
-        while waiting and self._published[self.rank].get(waiting[0].key, 0) == waiting[0].epoch:
-            key, _, request, start, nbytes = waiting.popleft()
-            self._answer(src, key, request, start, nbytes)
-
 
 def open_p2p(
-    group: dist.ProcessGroup | None,
-    *,
-    inbox_bytes: int,
-    deadline_s: float,
-    probe: Probe | None = None,
-    device: torch.device | None = None,
+    group: dist.ProcessGroup | None, *, inbox_bytes: int, deadline_s: float, probe: Probe | None = None
 ) -> PairedTransport:
-    """Collective over `group` (None: the default group): transport `p2p` on communicators of its own.
+    """Collective over `group` (None: the default group): transport `p2p`, for CPU tensors, on communicators of its own.
 
     Raises TransportError if torch.distributed is not initialised or the communicators cannot be made.
     """
     probe = probe if probe is not None else Probe()
-    lanes = open_lanes(group, setup_s=deadline_s, device=device)
-    two_sided = TorchP2PTransport(lanes.groups, down=lanes.down, deadline_s=FOREVER_S, probe=probe, keep=lanes.keep)
-    return PairedTransport(
-        two_sided, exchange_of(group), inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe, device=device
-    )
+    lanes = open_lanes(group, setup_s=deadline_s)
+    two_sided = TorchP2PTransport(lanes.groups, deadline_s=FOREVER_S, probe=probe, keep=lanes.keep)
+    return PairedTransport(two_sided, exchange_of(group), inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe)

@@ -35,6 +35,8 @@ class Receiver(ABC):
 class Channel(ABC):
     """Control messages to all peers."""
 
+    awaits_goodbyes: ClassVar[bool] = False  # `close` waits for those of the peers, also after one's own
+
     @abstractmethod
     def start(self, receiver: Receiver) -> None:
         """Deliver to `receiver` from now on."""

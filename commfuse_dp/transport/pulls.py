@@ -37,7 +37,8 @@ class _Pull(Transfer):
     def _bytes(self) -> torch.Tensor: ...
 
     def _published(self) -> bool:
-        epoch = self._transport._published[self._owner].get(self._key, 0)
+        with self._transport._lock:
+            epoch = self._transport._published[self._owner].get(self._key, 0)
         if epoch > self._epoch:
             raise TransportError(
                 f"pull of key {self._key} of rank {self._owner}, epoch {self._epoch}: it was replaced by epoch {epoch} "

@@ -58,6 +58,16 @@ class Ring:
         self._live[offset] = _SENT
         return True
 
+    def reset(self) -> None:
+        """Nothing is in the ring, whatever was reserved or sent: both ends have agreed on it."""
+        self._live.clear()
+        self._head = 0
+
+    @property
+    def live(self) -> int:
+        """Places that are reserved, or sent and not given back."""
+        return len(self._live)
+
     def free(self, offset: int) -> None:
         """Take back the place at `offset`. Raises KeyError if no message sent from there is in flight."""
         live = self._live

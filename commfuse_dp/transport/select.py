@@ -20,6 +20,7 @@ import torch.distributed as dist
 from commfuse_dp.errors import ConfigError, MismatchError, TransportError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import ExchangeFn, Transport
+from commfuse_dp.transport.budget import Room
 from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.hosts import Hosts, check_hosts
 
@@ -74,12 +75,16 @@ def open_transport(
     device_ordered: bool = False,
     order: str = "pairwise",
     published_bytes: int = 0,
+    least_ring: int = 0,
 ) -> tuple[Transport, str]:
     """Collective over `group` (None: the default group, or one rank without torch.distributed).
 
     order: of the configuration; 'hierarchical' asks for transport hierarchical, 'auto' takes it where it can be had, and where
     the memory for it is small. Callers that cannot use it say 'pairwise'.
     published_bytes: by all ranks together in a step, if known: a part of it is that memory.
+
+    inbox_bytes: what this rank may take for messages of all peers together, see budget.py. least_ring: bytes for one peer's
+    messages that are taken even if that is too little. What is taken is logged before, and is `transport.share` afterwards.
 
     device_ordered: the caller can use a transport whose waits stand in streams (base.py); else 'symmetric' is never chosen.
 
@@ -96,9 +101,40 @@ def open_transport(
             raise MismatchError(
                 f"ranks ask for different {what} (in rank order): {asked}; all ranks need the same configuration"
             )
-    hosts = [wish[0] for wish in wishes]
+    room = Room(inbox_bytes, len(wishes), least_ring)
+    transport, reason = _open(
+        kind,
+        [wish[0] for wish in wishes],
+        group,
+        exchange,
+        room,
+        deadline_s=deadline_s,
+        probe=probe,
+        device=device,
+        device_ordered=device_ordered,
+        order=order,
+        published_bytes=published_bytes,
+    )
+    transport.share = room.share
+    return transport, reason
+
+
+def _open(
+    kind: Kind,
+    hosts: list[str],
+    group: dist.ProcessGroup | None,
+    exchange: ExchangeFn,
+    room: Room,
+    *,
+    deadline_s: float,
+    probe: Probe | None,
+    device: torch.device,
+    device_ordered: bool,
+    order: str,
+    published_bytes: int,
+) -> tuple[Transport, str]:
     chosen, reason = choose(kind, hosts, device)
-    world_size = len(wishes)
+    world_size = len(hosts)
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     together = _together(order, kind, hosts, device, device_ordered=device_ordered)
     if together is not None:
@@ -110,7 +146,7 @@ def open_transport(
             exchange,
             published_bytes,
             device=device,
-            inbox_bytes=inbox_bytes,
+            room=room,
             deadline_s=deadline_s,
             probe=probe,
         )
@@ -123,7 +159,7 @@ def open_transport(
         )
     if device.type == "cuda" and device_ordered and kind in ("auto", "symmetric"):
         opened = _open_symmetric(
-            kind, group, rank, hosts, exchange, device=device, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe
+            kind, group, rank, hosts, exchange, device=device, room=room, deadline_s=deadline_s, probe=probe
         )
         if isinstance(opened, str):
             reason = f"auto: 'symmetric' is not possible: {opened}"
@@ -133,25 +169,32 @@ def open_transport(
     if chosen == "shm":
         from commfuse_dp.transport.shm import ShmTransport
 
-        return ShmTransport(rank, world_size, exchange, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe), reason
+        return ShmTransport(
+            rank, world_size, exchange, inbox_bytes=room.ring("shm"), deadline_s=deadline_s, probe=probe
+        ), reason
     if chosen == "tcp":
         tcp = importlib.import_module("commfuse_dp.transport.tcp")
-        transport = tcp.TcpTransport(rank, world_size, exchange, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe)
+        ring = room.ring("tcp")
+        transport = tcp.TcpTransport(rank, world_size, exchange, inbox_bytes=ring, deadline_s=deadline_s, probe=probe)
         return transport, reason
     if chosen == "mpi":
         mpi = importlib.import_module("commfuse_dp.transport.mpi")
-        transport = mpi.MpiTransport(rank, world_size, exchange, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe)
+        ring = room.ring("mpi")
+        transport = mpi.MpiTransport(rank, world_size, exchange, inbox_bytes=ring, deadline_s=deadline_s, probe=probe)
         return transport, reason
     if not dist.is_initialized():
         raise TransportError("transport 'p2p' needs torch.distributed: call init_process_group first, or start with torchrun")
-    if device.type == "cuda" and device_ordered:
-        mirrored = _open_nccl(group, exchange, device=device, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe)
-        if not isinstance(mirrored, str):
-            return mirrored, f"{reason}; NCCL in grouped exchanges, ordered by streams"
-        reason = f"{reason}; its transfers are waited for on the host: {mirrored}"
-        _log.warning("transport 'p2p' waits for transfers on the host: %s", mirrored)
+    if device.type != "cpu":
+        if device.type != "cuda" or not device_ordered:
+            raise TransportError(
+                f"parameters are on {device}, where this caller would have to wait for every transfer on the host: "
+                "torch.distributed's own collectives are better there. Layers of FSDP2 and DeepSpeed on CUDA are ordered by "
+                "streams instead"
+            )
+        mirrored = _open_nccl(group, exchange, device=device, room=room, deadline_s=deadline_s, probe=probe)
+        return mirrored, f"{reason}; NCCL in grouped exchanges, ordered by streams"
     paired = importlib.import_module("commfuse_dp.transport.paired")
-    transport = paired.open_p2p(group, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe, device=device)
+    transport = paired.open_p2p(group, inbox_bytes=room.ring("p2p"), deadline_s=deadline_s, probe=probe)
     return transport, reason
 
 
@@ -186,7 +229,7 @@ def _open_hierarchical(
     published_bytes: int,
     *,
     device: torch.device,
-    inbox_bytes: int,
+    room: Room,
     deadline_s: float,
     probe: Probe | None,
 ) -> tuple[Transport, str] | None:
@@ -197,7 +240,7 @@ def _open_hierarchical(
         _log.warning("order 'pairwise' instead of 'hierarchical': %s", dear)
         return None
     probe = probe if probe is not None else Probe()
-    settings = {"inbox_bytes": inbox_bytes, "deadline_s": deadline_s, "probe": probe}
+    settings = {"inbox_bytes": room.ring(device.type, hosts), "deadline_s": deadline_s, "probe": probe}
     if device.type == "cpu":
         transport, ways = opening.open_on_cpus(hosts, rank, exchange, **settings)
     else:
@@ -219,26 +262,22 @@ def _open_nccl(
     exchange: ExchangeFn,
     *,
     device: torch.device,
-    inbox_bytes: int,
+    room: Room,
     deadline_s: float,
     probe: Probe | None,
-) -> Transport | str:
-    """The transport whose waits stand in streams; or why some rank cannot have it. Raises TransportError on all ranks alike."""
+) -> Transport:
+    """The transport whose waits stand in streams. Raises TransportError on all ranks alike if some rank cannot have it."""
     cuda = importlib.import_module("commfuse_dp.device.cuda")
     grouped, nccl = (importlib.import_module(f"commfuse_dp.transport.{name}") for name in ("grouped", "nccl"))
-    own, problem, wrong = None, None, grouped.wrong_device(device)
+    own, problem = None, grouped.wrong_device(device)
     try:
         own = cuda.CudaDevice(device)
     except TransportError as error:
-        problem = str(error)
-    answers = exchange((problem, wrong))
-    for position in (1, 0):
-        found = [f"rank {rank}: {answer[position]}" for rank, answer in enumerate(answers) if answer[position]]
-        if found and position:
-            raise TransportError("; ".join(found))
-        if found:
-            return "; ".join(found)
-    return nccl.open_nccl(group, device=own, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe)
+        problem = problem or str(error)
+    found = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(problem)) if text]
+    if found:
+        raise TransportError(f"transport 'p2p' on {device.type} is ordered by streams, which cannot be had: {'; '.join(found)}")
+    return nccl.open_nccl(group, device=own, inbox_bytes=room.ring("p2p"), deadline_s=deadline_s, probe=probe)
 
 
 def _open_symmetric(
@@ -249,7 +288,7 @@ def _open_symmetric(
     exchange: ExchangeFn,
     *,
     device: torch.device,
-    inbox_bytes: int,
+    room: Room,
     deadline_s: float,
     probe: Probe | None,
 ) -> tuple[Transport, str] | str:
@@ -269,7 +308,7 @@ def _open_symmetric(
             exchange,
             cards,
             device=device,
-            inbox_bytes=inbox_bytes,
+            inbox_bytes=room.ring("symmetric"),
             deadline_s=deadline_s,
             probe=probe,
         )

@@ -70,7 +70,9 @@ def connect_mesh(rank: int, members: Sequence[int], exchange: ExchangeFn, deadli
     """Collective: connect every pair of `members`, the ranks of this one's host, ascending. `exchange` may reach more ranks,
     which then set up meshes of theirs, and all succeed or fail together.
 
-    Raises TransportError on all ranks if one of them cannot connect, DeadlineError if one is late.
+    Nobody waits for a connection: a rank that dies here is missed, and named, by the next `exchange`.
+
+    Raises TransportError on all ranks if one of them cannot connect.
     """
     mesh = Mesh()
     token = secrets.token_hex(16).encode()
@@ -84,29 +86,38 @@ def connect_mesh(rank: int, members: Sequence[int], exchange: ExchangeFn, deadli
             error = f"rank {rank} cannot listen on an abstract UNIX-domain socket: {failure}"
         cards = exchange((address, token, error))
         agree([card[2] for card in cards])
-        try:
+        steps = (
             # A connection is complete once it stands in the listener's queue: no rank waits for another one's accept.
-            for peer in (other for other in members if other < rank):
-                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                mesh.sockets[peer] = sock
-                sock.settimeout(deadline_s)
-                sock.connect(cards[peer][0])
-                mesh.pids[peer], uid = _credentials(sock)
-                if uid != os.getuid():
-                    raise PermissionError(f"the listener of rank {peer} runs under user {uid}, this rank under {os.getuid()}")
-                sock.sendall(_HELLO.pack(cards[peer][1], rank))
-            _accept_all(rank, members, listener, token, mesh, deadline_s)
-        except OSError as failure:
-            error = f"rank {rank} cannot connect to its peers on this host: {failure}"
-        except DeadlineError:
-            mesh.close()
-            raise
-    try:
-        agree(exchange(error))
-    except BaseException:
-        mesh.close()
-        raise
+            lambda: _connect_all(rank, members, [card[:2] for card in cards], mesh, deadline_s),
+            lambda: _accept_all(rank, members, listener, token, mesh, deadline_s),
+        )
+        for step in steps:
+            try:
+                step()
+            except (OSError, DeadlineError) as failure:
+                error = f"rank {rank} cannot connect to its peers on this host: {failure}"
+            try:
+                agree(exchange(error))
+            except BaseException:
+                mesh.close()
+                raise
     return mesh
+
+
+def _connect_all(
+    rank: int, members: Sequence[int], cards: Sequence[tuple[bytes, bytes]], mesh: Mesh, deadline_s: float
+) -> None:
+    """To all lower ranks. cards: address and token of every rank."""
+    for peer in (other for other in members if other < rank):
+        address, token = cards[peer]
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        mesh.sockets[peer] = sock
+        sock.settimeout(deadline_s)
+        sock.connect(address)
+        mesh.pids[peer], uid = _credentials(sock)
+        if uid != os.getuid():
+            raise PermissionError(f"the listener of rank {peer} runs under user {uid}, this rank under {os.getuid()}")
+        sock.sendall(_HELLO.pack(token, rank))
 
 
 def _accept_all(

@@ -55,12 +55,10 @@ ends: freeing it would wait for the stream for ever.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -72,7 +70,8 @@ from commfuse_dp.errors import CommFuseError, Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport import messages as msg
 from commfuse_dp.transport.accounts import window_bytes
-from commfuse_dp.transport.base import NOWHERE, ExchangeFn, PullRequest, Sending, Tag, Transport
+from commfuse_dp.transport.base import NOWHERE, WHOLE, ExchangeFn, Outcome, PullRequest, Sending, Tag, Transport
+from commfuse_dp.transport.closing import CLOSE_S, close_at_exit
 from commfuse_dp.transport.parts import Channel
 from commfuse_dp.transport.symmetric_core import Core, Layout
 from commfuse_dp.transport.symmetric_memory import SymmetricMemory
@@ -80,18 +79,8 @@ from commfuse_dp.transport.symmetric_messages import Messages
 from commfuse_dp.transport.symmetric_watch import Watchdog
 from commfuse_dp.transport.symmetric_windows import Pull, Windows
 
-CLOSE_S = 5.0  # longest time that close() waits for the own streams, and again after releasing them
 _log = logging.getLogger("commfuse_dp")
 _never_freed: list[object] = []  # see [Note: The end]
-_open_transports: weakref.WeakSet[SymmetricTransport] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """A program that ends without close() still says goodbye."""
-    for transport in list(_open_transports):
-        with contextlib.suppress(Exception):
-            transport.close()
 
 
 class SymmetricTransport(Transport):
@@ -151,8 +140,10 @@ class SymmetricTransport(Transport):
         )
         self._windows = Windows(self._core, kernels_may_wait=kernels_may_wait)
         self._messages = Messages(self._core, layout, inbox_bytes)
+        self._watch.own_memory = lambda: (*self._windows.memory_of(rank), *self._messages.memory())
+        self._watch.memory_of = self._windows.memory_of
         self._pid = os.getpid()
-        _open_transports.add(self)
+        close_at_exit(self)
 
     # ---- windows -----------------------------------------------------------------------------------------------------
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
@@ -200,11 +191,11 @@ class SymmetricTransport(Transport):
         """
         return self._windows.direct(owner, key, epoch, where)
 
-    def finish(self, epoch: int) -> None:
+    def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
         self._windows.finish(epoch)
         self._messages.rewind()
 
-    def wait_finished(self, epoch: int, where: Where = NOWHERE) -> None:
+    def wait_finished(self, epoch: int, where: Where = NOWHERE, *, meanwhile: Callable[[], object] | None = None) -> None:
         self._windows.wait_finished(epoch, where)
 
     # ---- messages ----------------------------------------------------------------------------------------------------

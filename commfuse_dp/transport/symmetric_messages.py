@@ -190,6 +190,12 @@ class Messages:
         if words:
             core.hold(stream, words, more=more)
 
+    def memory(self) -> list[torch.Tensor]:
+        """What sums read, and what leaves for others."""
+        core = self._core
+        inboxes = [core.own.rings[pair_of(peer, channel)] for peer in core.peers for channel in CHANNELS]
+        return inboxes + list(self._staging.values())
+
     def forget(self) -> None:
         """Let go of all memory."""
         self._staging.clear()

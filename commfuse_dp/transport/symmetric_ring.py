@@ -49,7 +49,7 @@ class Place(NamedTuple):
 class PlaceRing:
     """Places of messages that are written in the order of their numbers. Deterministic: it is asked at both ends."""
 
-    __slots__ = ("_behind", "_head", "_live", "_number", "_words", "capacity")
+    __slots__ = ("_head", "_live", "_number", "_words", "capacity")
 
     def __init__(self, capacity: int, words: int = ARRIVAL_WORDS) -> None:
         if capacity < ALIGNMENT or capacity % ALIGNMENT:
@@ -58,7 +58,6 @@ class PlaceRing:
         self._words = words
         self._head = 0
         self._number = 0
-        self._behind = 0  # what the next message must be behind whatever its place is
         self._live: deque[tuple[int, int, int]] = deque()  # number, first byte, end; oldest first, which is ring order
 
     def place(self, nbytes: int) -> Place:
@@ -66,9 +65,7 @@ class PlaceRing:
         size = align(nbytes) or ALIGNMENT
         assert size <= self.capacity
         self._number = number = self._number + 1
-        behind, self._behind = self._behind, 0
-        if number - self._words > behind:
-            behind = number - self._words
+        behind = max(0, number - self._words)
         start = self._head
         if start + size > self.capacity:
             behind = max(behind, self._take(start, self.capacity))  # lost, but whoever lies there comes first in the ring
@@ -81,9 +78,11 @@ class PlaceRing:
         return Place(number, start, behind)
 
     def rewind(self) -> None:
-        """The next message goes to the start of the ring, as if it did not fit into the rest."""
+        """The next message goes to the start of the ring, as if it did not fit into the rest.
+
+        It lies where a message lies that came after all in the rest, so it is behind them, too."""
         if self._head:
-            self._behind = max(self._behind, self._take(self._head, self.capacity))
+            self._take(self._head, self.capacity)
             self._head = 0
 
     def _take(self, start: int, stop: int) -> int:

@@ -14,6 +14,12 @@ words itself, again and again, for what is enqueued behind the first wait stands
 bytes that never came: the error is raised by the next call of the transport, at the latest by the `begin_step` of the next
 step, and no call succeeds any more. Without this, the process would hang in the first call that waits for the device.
 
+What was there before would pass for what never came, and the host may have enqueued an optimizer step behind it. So before the
+first word is written, the memory that released work reads is filled with NaN (`Device.spoil`): this rank's inboxes, its own
+segments, what it has computed for others, and the segments of peers that are gone. Sums, and products with own slices, are NaN
+from then on, and so are the parameters after that optimizer step: lost, but never plausible. Memory of a peer that lives is
+left alone, for its own step may be sound; it is told, and spoils its own.
+
 [Note: Whose time is it]
 The host runs ahead of the device: a wait may stand in a queue for a long time because of the compute before it. Its time
 therefore counts from when the wait before it in its stream was over, and it is late only if, after that time, its word has not
@@ -31,7 +37,15 @@ from typing import NamedTuple
 import torch
 
 from commfuse_dp.device.base import Device, Event, Stream, Word, reached
-from commfuse_dp.errors import CommFuseError, DeadlineError, MismatchError, PeerLostError, TransportError, Where
+from commfuse_dp.errors import (
+    STEP_LOST,
+    CommFuseError,
+    DeadlineError,
+    MismatchError,
+    PeerLostError,
+    TransportError,
+    Where,
+)
 from commfuse_dp.transport import messages as msg
 from commfuse_dp.transport.parts import Channel, Receiver
 
@@ -100,6 +114,10 @@ class Watchdog(Receiver):
         self.failure: Failure | None = None
         self.departed: set[int] = set()
         self.news = threading.Event()  # a failure, or a departure
+        self.own_memory: Callable[[], Sequence[torch.Tensor]] = tuple  # that released work reads, see [Note: Release]
+        self.memory_of: Callable[[int], Sequence[torch.Tensor]] = lambda peer: ()  # the same, of a peer that is gone
+        self._gone: set[int] = set()  # their connections have ended
+        self._spoiled: set[int] = set()  # this rank, and peers
         self._name = name
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._device = device
@@ -139,6 +157,7 @@ class Watchdog(Receiver):
         failure = self.failure
         assert failure is not None
         kind, culprit, text, where = failure
+        text = f"{text} {STEP_LOST}" if self._spoiled else text
         if kind is PeerLostError or kind is DeadlineError:
             return kind(text, rank=self.rank, peer=culprit, where=where)  # type: ignore[call-arg]
         return kind(text)
@@ -148,10 +167,18 @@ class Watchdog(Receiver):
         with self._lock:
             self._forget_finished()
             waits = [wait for queue in self._waits.values() for wait in queue]
-        words = [Word(c.pad, c.place, c.value) for wait in waits for c in wait.conditions if not _holds(self._device, c)]
-        if words:
-            self._device.poke(words)
+        missing = [c for wait in waits for c in tuple(wait.conditions) if not _holds(self._device, c)]
+        if missing:
+            self._spoil({c.peer for c in missing})
+            self._device.poke([Word(c.pad, c.place, c.value) for c in missing])
         return not waits
+
+    def _spoil(self, late: set[int]) -> None:
+        """What the work behind these peers' words reads must not look as if it had come."""
+        fresh = ({self.rank} | late & (self._gone | self.departed)) - self._spoiled
+        for rank in sorted(fresh):
+            self._device.spoil(self.own_memory() if rank == self.rank else self.memory_of(rank))
+        self._spoiled |= fresh
 
     def stop(self) -> None:
         """End the thread. The channel belongs to the caller from then on."""
@@ -164,11 +191,12 @@ class Watchdog(Receiver):
         while not self._stopping:
             try:
                 self._send()
-                self._channel.poll(RELEASE_S if self.failure is not None else self._tick())
+                failed = self.failure is not None
+                self._channel.poll(RELEASE_S if failed else self._tick())
                 self._send()
-                if self.failure is not None:
+                if failed:  # a round later: a peer's end may be heard of from others first
                     self.release()
-                else:
+                elif self.failure is None:
                     self._look()
             except Exception as error:  # a device that failed, a channel that broke: whoever calls next is to know
                 self.fail(TransportError, -1, f"rank {self.rank}, transport {self._name}: {type(error).__name__}: {error}")
@@ -269,6 +297,7 @@ class Watchdog(Receiver):
         return None
 
     def lost(self, src: int, reason: str) -> None:
+        self._gone.add(src)
         if src not in self.departed and not self._stopping:
             self._lost(src, reason)
 

@@ -69,6 +69,7 @@ class Windows:
         self._gather = core.device.side_stream("gather")
         self.sizes: list[tuple[int, ...]] | None = None  # as exposed
         self._segments: list[list[torch.Tensor]] = []  # [owner][key]
+        self._shards: list[torch.Tensor] = []  # [owner]: all segments
         self._pads: list[
             torch.Tensor
         ] = []  # of every rank: published[owner * keys + key] = epoch, then complete[owner] = epoch
@@ -103,6 +104,7 @@ class Windows:
                 segments.append(block.narrow(0, start, row[owner]))
                 start += align(row[owner])
             self._segments.append(segments)
+            self._shards.append(block.narrow(0, words, start - words))
         self.sizes = table
 
     def segment(self, key: int) -> torch.Tensor:
@@ -250,9 +252,13 @@ class Windows:
         """At the end: nothing is read from now on, whatever epoch the peers may still come to."""
         self._tell_finished(self._own_finished + NEVER)
 
+    def memory_of(self, owner: int) -> Sequence[torch.Tensor]:
+        """What is copied from a rank."""
+        return self._shards[owner : owner + 1]
+
     def forget(self) -> None:
         """Let go of all memory."""
-        self._segments, self._pads, self._signals = [], [], []
+        self._segments, self._pads, self._signals, self._shards = [], [], [], []
         self._sources.clear()
 
     # ---- helpers -----------------------------------------------------------------------------------------------------

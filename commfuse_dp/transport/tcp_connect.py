@@ -3,6 +3,9 @@
 Every rank listens on a free port of the interface that reaches its peers and tells all others the address and a random token
 (through the group's own exchange). Of each pair the higher rank connects; both sides prove that they know the other's token, so
 a stray connection, or one of another job that got the same port, is turned away and waiting goes on.
+
+Between connecting and accepting the ranks exchange how it went: nobody then waits for a connection that will not come, and a
+rank that dies here is missed, and named, by that exchange.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<8sII{_TOKEN_BYTES}s")  # magic, rank, role of the connection, token of the rank spoken to
 _HELLO_MAGIC = b"CFTCP/1\0"
 _RETRY_S = 0.05
+_REFUSED_S = 1.0  # whoever listened there a moment ago, and refuses for so long, is gone
 _ROLES = (CONTROL_ROLE, DATA_ROLE)
 _SIOCGIFADDR = 0x8915
 
@@ -68,20 +72,19 @@ def connect_all(rank: int, exchange: ExchangeFn, *, deadline_s: float, inbox_byt
         _check_loopback(cards)
         if len({c.inbox_bytes for c in cards}) > 1:
             raise MismatchError(f"inbox_bytes must be the same on all ranks; by rank: {[c.inbox_bytes for c in cards]}")
+        assert listener is not None
         sockets: dict[tuple[int, int], socket.socket] = {}
+        limit = time.monotonic() + deadline_s
+        steps = (lambda: _connect_all(rank, cards, sockets, limit), lambda: _accept(rank, cards, listener, sockets, limit))
         try:
-            failure = None
-            try:
-                limit = time.monotonic() + deadline_s
-                for peer in range(rank):
-                    for role in _ROLES:
-                        sockets[peer, role] = _connect(rank, peer, role, cards, limit)
-                assert listener is not None
-                _accept(rank, cards, listener, sockets, limit)
-            except (OSError, TransportError) as error:
-                failure = f"rank {rank}: {error}"
-            # Everybody hears of every failure: without this the others would meet it later, as a peer lost for no reason.
-            _refuse(error for error in exchange(failure) if error)
+            for step in steps:
+                failure = None
+                try:
+                    step()
+                except (OSError, TransportError) as error:
+                    failure = f"rank {rank}: {error}"
+                # Everybody hears of every failure: without this the others would meet it later, as a peer lost for no reason.
+                _refuse(error for error in exchange(failure) if error)
         except BaseException:
             for sock in sockets.values():
                 sock.close()
@@ -183,23 +186,50 @@ def _refuse(failures: Iterable[str]) -> None:
         raise TransportError(f"the tcp transport could not be set up: {text}")
 
 
+def _connect_all(rank: int, cards: list[_Card], sockets: dict[tuple[int, int], socket.socket], limit: float) -> None:
+    """To all lower ranks, which are greeted; they answer when they accept."""
+    for peer in range(rank):
+        for role in _ROLES:
+            sockets[peer, role] = _connect(rank, peer, role, cards, limit)
+
+
 def _connect(rank: int, peer: int, role: int, cards: list[_Card], limit: float) -> socket.socket:
     card = cards[peer]
     last = "no time left"
+    refused = min(limit, time.monotonic() + _REFUSED_S)
     while (left := limit - time.monotonic()) > 0:
         sock = None
         try:
             sock = socket.create_connection((card.host, card.port), timeout=left)
             sock.sendall(_HELLO.pack(_HELLO_MAGIC, rank, role, card.token))
-            if _valid(_read_exactly(sock, _HELLO.size), cards[rank].token) == (peer, role):
-                return sock
-            last = "something else answered there"
+            return sock
         except OSError as error:
             last = str(error)
+            if isinstance(error, ConnectionRefusedError) and time.monotonic() > refused:
+                limit = refused
         if sock is not None:
             sock.close()
         time.sleep(min(_RETRY_S, max(0.0, limit - time.monotonic())))
-    raise TransportError(
+    raise _unreachable(peer, card, last)
+
+
+def _await_answers(rank: int, cards: list[_Card], sockets: dict[tuple[int, int], socket.socket], limit: float) -> None:
+    """Of the lower ranks, to our greetings."""
+    for (peer, role), sock in sockets.items():
+        if peer > rank:
+            continue
+        sock.settimeout(max(0.001, limit - time.monotonic()))
+        try:
+            answer = _read_exactly(sock, _HELLO.size)
+        except OSError as error:
+            raise _unreachable(peer, cards[peer], str(error)) from None
+        if _valid(answer, cards[rank].token) != (peer, role):
+            raise _unreachable(peer, cards[peer], "something else answered there")
+        sock.settimeout(None)
+
+
+def _unreachable(peer: int, card: _Card, last: str) -> TransportError:
+    return TransportError(
         f"cannot reach rank {peer} at {card.host} port {card.port} ({last}). Is there a route or a firewall between the "
         f"hosts? Set {ADDRESS_VARIABLE} on rank {peer} to an address that all ranks reach."
     )
@@ -208,7 +238,9 @@ def _connect(rank: int, peer: int, role: int, cards: list[_Card], limit: float) 
 def _accept(
     rank: int, cards: list[_Card], listener: socket.socket, sockets: dict[tuple[int, int], socket.socket], limit: float
 ) -> None:
-    """Accept until all higher ranks are there. Greetings are read as they come, so that a silent stranger delays nobody."""
+    """Accept and answer until all higher ranks are there, then read the answers of the lower ones.
+
+    Greetings are read as they come, so that a silent stranger delays nobody."""
     missing = {(peer, role) for peer in range(rank + 1, len(cards)) for role in _ROLES}
     listener.setblocking(False)
     with selectors.DefaultSelector() as selector:
@@ -256,6 +288,7 @@ def _accept(
         finally:
             for sock in greetings:
                 sock.close()
+    _await_answers(rank, cards, sockets, limit)
 
 
 def _valid(text: bytes, token: bytes) -> tuple[int, int]:

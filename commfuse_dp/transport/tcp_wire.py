@@ -166,6 +166,7 @@ class Wire:
         self._selector = selectors.DefaultSelector()
         self._bell_in, self._bell_out = socket.socketpair()
         self._sleeping = False
+        self._announcing = threading.Lock()
         self._stop = False
         self._started = False
         self._drain_until = 0.0
@@ -202,8 +203,10 @@ class Wire:
     def push(self) -> None:
         """Wake the I/O thread if it sleeps."""
         # The thread announces that it will sleep, then looks at the queues, then sleeps; callers append, then look at the
-        # announcement. Both sides run under the interpreter's lock, so one of the two sees the other.
-        if self._sleeping:
+        # announcement. Either's look is ordered behind the other's step by the lock, with or without the interpreter's.
+        with self._announcing:
+            sleeping = self._sleeping
+        if sleeping:
             with contextlib.suppress(BlockingIOError, OSError):
                 self._bell_in.send(b"\0")
 
@@ -233,12 +236,14 @@ class Wire:
 
     def _loop(self) -> None:
         while not (self._stop and self._drained()):
-            self._sleeping = True
+            with self._announcing:
+                self._sleeping = True
             for link in self._links.values():
                 if link.open and not link.writing and not link.idle():
                     self._write(link)
             events = self._selector.select(0.005 if self._stop else None)
-            self._sleeping = False
+            with self._announcing:
+                self._sleeping = False
             for key, mask in events:
                 link = key.data
                 if link is None:
@@ -319,10 +324,13 @@ class Wire:
         if link.pending is not None or link.chunk is not None:
             return True
         if link.control:
-            joined = bytearray()
-            while link.control and len(joined) < CONTROL_JOIN_BYTES:
-                joined += link.control.popleft()
+            joined, count = bytearray(), 0
+            while count < len(link.control) and len(joined) < CONTROL_JOIN_BYTES:
+                joined += link.control[count]
+                count += 1
             link.pending = memoryview(joined)
+            for _ in range(count):  # not before: `idle` is asked by other threads
+                link.control.popleft()
             return True
         for lane in link.lanes:
             if lane:

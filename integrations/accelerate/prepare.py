@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from commfuse_dp.integrations.accelerate import compat
 
@@ -123,7 +123,7 @@ def _register_hook(accelerator: Any, model: Any) -> None:
             _tell_once("CommFuse does nothing in this run: enabled=False")
         return
     inner = compat.uncompiled(model)
-    kind = _kind_of(inner)
+    kind = _hooked_kind(inner)
     if kind is None or compat.is_marked(inner):
         return
     import torch
@@ -143,39 +143,18 @@ def _register_hook(accelerator: Any, model: Any) -> None:
         if why is not None:
             _decline(accelerator, kind.name, why)
         else:
-            _tell(accelerator, kind.register(module).summary)
+            _tell(accelerator, kind.serve(module, None).summary)
 
     handle = inner.register_forward_pre_hook(torch.compiler.disable(first_forward), prepend=True)
     compat.mark(inner)
 
 
-class _Kind(NamedTuple):
-    """How one kind of wrapped model gets its hook. obstacle(model): why it cannot, or None."""
+def _hooked_kind(model: Any) -> Any:
+    """The kind of a model that is served by a communication hook, else None (FSDP2 has its own way, above)."""
+    from commfuse_dp.integrations.wrapped import kind_of
 
-    name: str
-    register: Callable[[Any], Any]
-    obstacle: Callable[[Any], str | None]
-    waits_for_training: bool
-
-
-def _kind_of(model: Any) -> _Kind | None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.nn.parallel import DistributedDataParallel
-
-    if isinstance(model, DistributedDataParallel):
-        from commfuse_dp.integrations.ddp import register_ddp
-
-        return _Kind("DDP", register_ddp, _hook_of_the_script, True)
-    if isinstance(model, FullyShardedDataParallel):
-        from commfuse_dp.integrations.fsdp1 import obstacle, register_fsdp1
-
-        return _Kind("FSDP1", register_fsdp1, obstacle, False)
-    return None
-
-
-def _hook_of_the_script(model: Any) -> str | None:
-    hooks = [hook for hook, _ in getattr(model, "_comm_hooks", ())]
-    return f"the script set a communication hook of its own ({_name(hooks[0])})" if hooks else None
+    kind = kind_of(model)
+    return None if kind is None or kind.name == "FSDP2" else kind
 
 
 def _decline(accelerator: Any, framework: str, why: str) -> None:
@@ -188,14 +167,14 @@ def _decline(accelerator: Any, framework: str, why: str) -> None:
 def _tell_once(text: str) -> None:
     if text not in _told:
         _told.add(text)
-        from commfuse_dp.integrations.announce import announce
+        from commfuse_dp.integrations.attach.announce import announce
 
         announce(text)
 
 
 def _tell(accelerator: Any, text: str) -> None:
     if accelerator.is_main_process:
-        from commfuse_dp.integrations.announce import announce
+        from commfuse_dp.integrations.attach.announce import announce
 
         announce(text)
 
@@ -205,7 +184,3 @@ def _missing(name: str, what: str) -> None:
     if CommFuseConfig.from_environment().fuse == "always":
         raise ConfigError(f"fuse='always', but {text}")
     warn(text)
-
-
-def _name(hook: Any) -> str:
-    return str(getattr(hook, "__qualname__", hook))

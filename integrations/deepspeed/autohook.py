@@ -59,8 +59,9 @@ def _hook_engines(module: ModuleType) -> None:
 
 def switch_on(engine: Any, config: Any) -> None:
     import torch.distributed as dist
-    from commfuse_dp.integrations.announce import announce
-    from commfuse_dp.integrations.deepspeed.apply import apply_to_engine, leave_alone
+    from commfuse_dp.integrations.attach.announce import announce
+    from commfuse_dp.integrations.deepspeed.apply import apply_to_engine
+    from commfuse_dp.integrations.deepspeed.backend import leave_alone
 
     for stock in list(_stock_engines):
         leave_alone(stock)
@@ -71,7 +72,7 @@ def switch_on(engine: Any, config: Any) -> None:
 
 
 def _leave_alone(engine: Any) -> None:
-    module = sys.modules.get("commfuse_dp.integrations.deepspeed.apply")
+    module = sys.modules.get("commfuse_dp.integrations.deepspeed.backend")
     if module is None:  # no engine of this process is served so far: should one be later, this one tells itself apart then
         _stock_engines.add(engine)
     else:

@@ -22,10 +22,15 @@ guess changes who moves the bytes, never the result.
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from commfuse_dp.integrations.attach.transaction import Transaction
+from commfuse_dp.integrations.deepspeed import compat
 from commfuse_dp.integrations.deepspeed.deferred import DeferredGather
 
 from commfuse_dp.engine.collective_port import CollectivePort
@@ -54,6 +59,38 @@ _BLOCKING = (
 SUMMED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
+# DeepSpeed engines of this process without CommFuse.
+_stock: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def standing() -> RingBackend | None:
+    """The backend that stands in now, if there is one."""
+    found = compat.get_backend()
+    return found if isinstance(found, RingBackend) else None
+
+
+def serve(transaction: Transaction, zero: Any, client: Client) -> None:
+    """From now on the collectives of a DeepSpeed engine are those of `client`. The undo leaves it to DeepSpeed."""
+    backend = standing()
+    if backend is None:
+        backend = RingBackend(compat.get_backend())
+        transaction.do(functools.partial(compat.set_backend, backend), backend.end_if_unused)
+    transaction.do(functools.partial(_stock.discard, zero), functools.partial(leave_alone, zero))
+    backend.adopt(zero)
+    for other in list(_stock):
+        backend.leave_alone(other)
+    backend.serve(transaction, client)
+
+
+def leave_alone(zero: Any) -> None:
+    """Have an engine without CommFuse keep DeepSpeed's own collectives, though another engine of this process is or will be
+    served."""
+    _stock.add(zero)
+    backend = standing()
+    if backend is not None:
+        backend.leave_alone(zero)
+
+
 class _Done(dist.distributed_c10d.Work):
     """A collective that was complete when it returned."""
 
@@ -64,36 +101,77 @@ class _Done(dist.distributed_c10d.Work):
         return True
 
 
+def _nobody() -> None:
+    return None
+
+
+class Client:
+    """One engine of CommFuse that the backend serves. Its attachment holds it; the backend does not."""
+
+    def __init__(
+        self, engine: Engine, port: CollectivePort | None, ranks: tuple[int, ...], deferred: DeferredGather | None
+    ) -> None:
+        self.engine = engine
+        self.port = port
+        """Serves the collectives of the group of `ranks` (global ones). None: only deferred all-gathers are served."""
+        self.ranks = ranks
+        self.deferred = deferred
+        """All-gathers of its groups are started, and finish when they are needed."""
+
+
 class RingBackend:
-    """Stands where DeepSpeed's backend stood; everything that is not served here goes on to that one."""
+    """Stands where DeepSpeed's backend stood; everything that is not served here goes on to that one.
+
+    It holds its clients, DeepSpeed's engines and process groups by weak references: what is dropped is served no more.
+    """
 
     def __init__(self, original: Any) -> None:
         self.original = original
-        self._active: Engine | None = None
-        self._deferred: dict[int, DeferredGather] = {}  # by id(engine)
-        self._ports: dict[tuple[int, ...], tuple[Engine, CollectivePort | None]] = {}
-        self._ranks: dict[
-            int, tuple[Any, tuple[int, ...]]
-        ] = {}  # id(group) -> (group, kept so that the id stays its own; ranks)
+        self._clients: list[weakref.ref[Client]] = []  # in the order in which they came: alike on all ranks
+        self._active: Callable[[], Client | None] = _nobody
+        self._members: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()  # of each process group
+        self._others: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # engine -> handle of its hook
 
-    def serve(self, engine: Engine, port: CollectivePort | None, ranks: tuple[int, ...]) -> None:
-        """Collectives of the group of these global ranks go through `port` from now on. None: only deferred all-gathers do."""
-        self._ports[ranks] = (engine, port)
-        self._active = engine
+    @property
+    def clients(self) -> list[Client]:
+        found = [reference() for reference in self._clients]
+        return [client for client in found if client is not None]
 
-    def activate(self, engine: Engine | None) -> None:
-        """The calls to come are for this engine; None: for one that CommFuse does not serve."""
-        self._active = engine
+    def serve(self, transaction: Transaction, client: Client) -> None:
+        """Collectives for this client's engine go through its port from now on, until it is released or has gone."""
+        transaction.on_undo(lambda: self.release(client))
+        self._clients = [weakref.ref(known) for known in (*self.clients, client)]
+        weakref.finalize(client, self.end_if_unused).atexit = False
+        self.activate(client)
 
-    def defer(self, engine: Engine, gather: DeferredGather) -> None:
-        """All-gathers of `gather`'s groups, made for this engine, are started and finish when they are needed."""
-        self._deferred[id(engine)] = gather
+    def release(self, client: Client) -> None:
+        self._clients = [weakref.ref(known) for known in self.clients if known is not client]
+        self.end_if_unused()
 
-    def release(self, engine: Engine) -> bool:
-        """The engine ends. True if nobody is served any more."""
-        self._deferred.pop(id(engine), None)
-        self._ports = {ranks: entry for ranks, entry in self._ports.items() if entry[0] is not engine}
-        return not self._ports
+    def activate(self, client: Client | None) -> None:
+        """The calls to come are for this client; None: for an engine that CommFuse does not serve."""
+        self._active = _nobody if client is None else weakref.ref(client)
+
+    def leave_alone(self, zero: Any) -> None:
+        """Have a DeepSpeed engine without CommFuse keep DeepSpeed's own collectives, as long as this backend stands."""
+        if zero not in self._others:
+            self._others[zero] = zero.module.register_forward_pre_hook(lambda module, args: self.activate(None))
+
+    def adopt(self, zero: Any) -> None:
+        """The opposite: CommFuse is about to serve this engine, too."""
+        handle = self._others.pop(zero, None)
+        if handle is not None:
+            handle.remove()
+
+    def end_if_unused(self) -> None:
+        """Nobody is served any more: DeepSpeed gets its own backend back, and engines left alone forget this one."""
+        if self.clients:
+            return
+        for handle in self._others.values():
+            handle.remove()
+        self._others.clear()
+        if compat.get_backend() is self:
+            compat.set_backend(self.original)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.original, name)
@@ -108,8 +186,8 @@ class RingBackend:
 
     # ---- what is served ----------------------------------------------------------------------------------------------
     def all_gather_into_tensor(self, output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Any:
-        served = self._serves(group, output_tensor, input_tensor)
-        gather = self._deferred.get(id(self._active)) if served else None
+        client = self._client(group, output_tensor, input_tensor)
+        gather = client.deferred if client is not None else None
         index = gather.index_of(output_tensor) if gather is not None else None
         if gather is not None and index is not None:
             gather.start(index)
@@ -144,23 +222,26 @@ class RingBackend:
         return _Done() if async_op else None
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
-    def _serves(self, group: Any, *tensors: torch.Tensor) -> bool:
-        engine = self._ports.get(self._ranks_of(group), (None, None))[0]
-        if engine is None or engine is not self._active:
-            return False
-        return all(t.is_contiguous() and t.device.type == engine.device.type and t.numel() > 0 for t in tensors)
+    def _client(self, group: Any, *tensors: torch.Tensor) -> Client | None:
+        """Whose collective this is, if it can be served."""
+        client = self._active()
+        if client is None or client.ranks != self._ranks_of(group):
+            return None
+        kind = client.engine.device.type
+        return client if all(t.is_contiguous() and t.device.type == kind and t.numel() > 0 for t in tensors) else None
 
     def _port(self, group: Any, *tensors: torch.Tensor) -> CollectivePort | None:
-        return self._ports[self._ranks_of(group)][1] if self._serves(group, *tensors) else None
+        client = self._client(group, *tensors)
+        return client.port if client is not None else None
 
     def _ranks_of(self, group: Any) -> tuple[int, ...]:
-        found = self._ranks.get(id(group))
+        group = dist.group.WORLD if group is None else group
+        found = self._members.get(group)
         if found is None:
-            members = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-            found = self._ranks[id(group)] = (group, tuple(members))
-        return found[1]
+            found = self._members[group] = tuple(dist.get_process_group_ranks(group))
+        return found
 
     def _settle(self) -> None:
-        for engine, _ in self._ports.values():
-            if not engine.transport.device_ordered:
-                engine.settle()
+        for client in self.clients:
+            if not client.engine.transport.device_ordered:
+                client.engine.settle()

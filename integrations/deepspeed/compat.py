@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from commfuse_dp.integrations.attach.transaction import Transaction
 from torch import nn
 
 _UNFETCHED = "_commfuse_unfetched"
@@ -27,6 +29,7 @@ _OPTIMIZER_NAMES = {
         "independent_gradient_partition_epilogue",
         "gradient_accumulation_dtype",
         "get_param_comm_dtype",
+        "ipg_buckets",
     ),
     2: (
         "independent_gradient_partition_epilogue",
@@ -50,6 +53,35 @@ _PARAM_NAMES = ("ds_id", "ds_tensor", "ds_shape", "ds_numel", "ds_status", "ds_p
 
 def version() -> str:
     return str(importlib.import_module("deepspeed").__version__)
+
+
+# ---- what is changed for the whole process ---------------------------------------------------------------------------
+class Shared:
+    """A change of state that belongs to the process: made for the first of its users, taken back with the last one.
+
+    begin: makes the change, wholly or not at all, and returns what takes it back.
+    """
+
+    def __init__(self, begin: Callable[[], Callable[[], object]]) -> None:
+        self._begin = begin
+        self._end: Callable[[], object] | None = None
+        self._users = 0
+
+    def use(self, transaction: Transaction, user: object) -> None:
+        """Until the undo, or until `user` has gone."""
+        ending: list[Any] = []
+        transaction.on_undo(lambda: [end() for end in ending])
+        if self._end is None:
+            self._end = self._begin()
+        self._users += 1
+        ending.append(weakref.finalize(user, self._leave))
+        ending[0].atexit = False
+
+    def _leave(self) -> None:
+        self._users -= 1
+        if self._users == 0 and self._end is not None:
+            end, self._end = self._end, None
+            end()
 
 
 # ---- the communication backend ---------------------------------------------------------------------------------------
@@ -129,30 +161,16 @@ def group_of(engine: Any) -> dist.ProcessGroup:
     return group if group is not None else dist.group.WORLD  # type: ignore[return-value]
 
 
-def before_epilogue(optimizer: Any, action: Callable[[], None]) -> Callable[[], None]:
-    """Call `action` before the optimizer collects the gradients of a backward; returns what undoes it."""
-    return _before(optimizer, "independent_gradient_partition_epilogue", action)
-
-
-def before_step(optimizer: Any, action: Callable[[], None]) -> Callable[[], None]:
-    """Call `action` before every step of the optimizer; returns what undoes it."""
-    return _before(optimizer, "step", action)
-
-
-def _before(optimizer: Any, name: str, action: Callable[[], None]) -> Callable[[], None]:
-    original = getattr(optimizer, name)
+def before_epilogue(transaction: Transaction, optimizer: Any, action: Callable[[], None]) -> None:
+    """Call `action` before the optimizer collects the gradients of a backward."""
+    original = optimizer.independent_gradient_partition_epilogue
 
     @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def epilogue(*args: Any, **kwargs: Any) -> Any:
         action()
         return original(*args, **kwargs)
 
-    vars(optimizer)[name] = call
-
-    def undo() -> None:
-        del vars(optimizer)[name]
-
-    return undo
+    transaction.set(vars(optimizer), "independent_gradient_partition_epilogue", epilogue)
 
 
 def coalescing(optimizer: Any) -> bool:
@@ -199,27 +217,71 @@ def see_reductions(optimizer: Any) -> None:
 
 
 # ---- ZeRO-3 ----------------------------------------------------------------------------------------------------------
-def leave_unfetched() -> str | None:
-    """Make DeepSpeed's fetching pass over parameters marked by `mark_unfetched`; a reason if that cannot be."""
-    modules = [importlib.import_module(name) for name in _FETCHERS]
-    for module in modules:
-        if not hasattr(module, "iter_params"):
-            return f"deepspeed {version()}: {module.__name__} has no iter_params"
-    for module in modules:
-        original = module.iter_params
-        if getattr(original, "_commfuse", False):
-            continue
+# [Note: Weights that other code reads]
+# DeepSpeed fetches a module's own parameters before its forward and backward, and those of other modules that its forward reads
+# ("external" ones, found when they are first read). What CommFuse serves is left out of the first, not of the second: so
+# whoever reads the weight of a served layer gets it as in stock DeepSpeed, gathered whole around the reader's forward and
+# backward, and its gradient from there comes by DeepSpeed's way, to be added to the layer's own (`sum_partitions`).
+class Unfetched:
+    """Marks a parameter that DeepSpeed need not fetch for the module that CommFuse serves with it; for a shallow copy of that
+    module it must. `reader`: called once, when other code reads it."""
 
-        def iter_params(*args: Any, _original: Callable[..., Iterable[Any]] = original, **kwargs: Any) -> Iterable[Any]:
-            return [param for param in _original(*args, **kwargs) if not getattr(param, _UNFETCHED, False)]
+    def __init__(self, module: nn.Module, reader: Callable[[], None]) -> None:
+        self._module = weakref.ref(module)
+        self._reader: Callable[[], None] | None = reader
 
-        iter_params._commfuse = True  # type: ignore[attr-defined]
-        vars(module)["iter_params"] = iter_params
+    def passes_over(self, param: nn.Parameter, module: nn.Module) -> bool:
+        """Whether `module`, which uses the parameter, needs it not."""
+        if self._module() is module and id(param) not in vars(module).get("_external_params", {}):
+            return True
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader()
+        return False
+
+
+def fetch_obstacle() -> str | None:
+    """Why DeepSpeed cannot be kept from fetching what CommFuse serves."""
+    for name in _FETCHERS:
+        if not hasattr(importlib.import_module(name), "iter_params"):
+            return f"deepspeed {version()}: {name} has no iter_params"
     return None
 
 
-def mark_unfetched(param: nn.Parameter, on: bool) -> None:
-    setattr(param, _UNFETCHED, on)
+def _pass_over() -> Callable[[], object]:
+    originals = {name: importlib.import_module(name).iter_params for name in _FETCHERS}
+    transaction = Transaction()
+    for name, original in originals.items():
+
+        def iter_params(
+            module: nn.Module, recurse: bool = False, _original: Callable[..., Iterable[Any]] = original
+        ) -> Iterable[Any]:
+            params = _original(module, recurse=recurse)
+            if recurse:  # to release whatever has been gathered; or a leaf module, of which nothing is served
+                return params
+            return [param for param in params if not _passed_over(param, module)]
+
+        transaction.set(vars(importlib.import_module(name)), "iter_params", iter_params)
+    return transaction.roll_back
+
+
+def _passed_over(param: nn.Parameter, module: nn.Module) -> bool:
+    mark = getattr(param, _UNFETCHED, None)
+    return mark is not None and mark.passes_over(param, module)
+
+
+_passing_over = Shared(_pass_over)
+
+
+def leave_unfetched(
+    transaction: Transaction, user: object, weights: Iterable[tuple[nn.Module, nn.Parameter, Callable[[], None]]]
+) -> None:
+    """Make DeepSpeed pass over these parameters when it fetches those of these modules. user: whose life ends it.
+
+    Each comes with what is called once, when other code reads it."""
+    _passing_over.use(transaction, user)
+    for module, param, reader in weights:
+        transaction.set(vars(param), _UNFETCHED, Unfetched(module, reader))
 
 
 def forget_order(optimizer: Any) -> None:
@@ -258,33 +320,25 @@ def partition_obstacle(param: nn.Parameter, device: torch.device, group: dist.Pr
     return None
 
 
-def whole_shape(param: nn.Parameter) -> tuple[int, ...]:
-    return tuple(param.ds_shape)  # type: ignore[attr-defined]
+def whole_shape(param: torch.Tensor) -> tuple[int, ...]:
+    """Of a parameter of any stage."""
+    return tuple(getattr(param, "ds_shape", param.shape))
 
 
-def partition(param: nn.Parameter, real: int) -> torch.Tensor:
+def partition(param: torch.Tensor, real: int) -> torch.Tensor:
     """This rank's elements of the flattened parameter, without padding: 1-D, `real` elements."""
     return param.ds_tensor.data.view(-1)[:real]  # type: ignore[attr-defined]
 
 
-def is_gathered(param: nn.Parameter) -> bool:
-    """Somebody has made the whole parameter available."""
-    return param.ds_status.name == "AVAILABLE"  # type: ignore[attr-defined]
-
-
-def release(param: nn.Parameter) -> None:
-    param.partition()  # type: ignore[attr-defined]
-
-
-def accumulate_partition(optimizer: Any, param: nn.Parameter, grad: torch.Tensor) -> None:
+def accumulate_partition(optimizer: Any, param: torch.Tensor, grad: torch.Tensor) -> None:
     """Hand a reduced gradient of this rank's partition to ZeRO-3: set in the first microbatch, added in the others."""
     waiting, param.grad = param.grad, None  # of other code that reads the weight: in a bucket, not reduced yet
     optimizer.partition_grads([param], [grad])
     param.grad = waiting
 
 
-def sum_partitions(optimizer: Any) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Have ZeRO-3 add up the gradients that a partition gets in one microbatch. Returns (a microbatch begins, undo).
+def sum_partitions(transaction: Transaction, optimizer: Any) -> Callable[[], None]:
+    """Have ZeRO-3 add up the gradients that a partition gets in one microbatch. Returns what says that a microbatch begins.
 
     In the first microbatch it overwrites, as autograd gives it one gradient a backward. Layers served here deliver one for each
     forward, and DeepSpeed one more if other code reads the weight.
@@ -310,16 +364,25 @@ def sum_partitions(optimizer: Any) -> tuple[Callable[[], None], Callable[[], Non
             buffers += got
         return buffers
 
-    vars(optimizer)["partition_grads"] = partition_grads
+    transaction.set(vars(optimizer), "partition_grads", partition_grads)
 
     def begin() -> None:
         delivered.clear()
         passed.clear()
 
-    def undo() -> None:
-        del vars(optimizer)["partition_grads"]
+    return begin
 
-    return begin, undo
+
+def forget_broken_backward(optimizer: Any) -> None:
+    """Between a backward that was broken off by an exception and the next forward: drop the gradients that ZeRO-3 had taken
+    into its buckets, but not reduced. They would meet those of the next backward, which it does not allow.
+
+    Stock DeepSpeed gets away with it if its buckets overflow in between; without the gradients of fused layers they may not.
+    """
+    for bucket in optimizer.ipg_buckets.values():
+        for param in bucket.params:
+            param.grad = None
+        bucket.clear_params()
 
 
 # ---- ZeRO-1 and 2 ----------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ Epochs here are optimizer steps, while the engine's are forwards, and transfers 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -173,8 +172,8 @@ class _Waiting(dict):  # type: ignore[type-arg]
         return dict, (dict(super().items()),)
 
 
-def watch(model: nn.Module, gather: DeferredGather, places: dict[int, tuple[int, int, int]]) -> Iterator[nn.Module]:
-    """Make every module of a model wait for what it reads; yields those that were changed, for `unwatch`.
+def watch(model: nn.Module, gather: DeferredGather, places: dict[int, tuple[int, int, int]]) -> None:
+    """Make every module of a model wait for what it reads, until `unwatch`.
 
     places: id(param) -> (group, first element, last element + 1).
     """
@@ -182,8 +181,8 @@ def watch(model: nn.Module, gather: DeferredGather, places: dict[int, tuple[int,
         known = {name: places[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in places}
         if known:
             vars(module)["_parameters"] = _Waiting(module._parameters, gather, known)
-            yield module
 
 
 def unwatch(module: nn.Module) -> None:
-    vars(module)["_parameters"] = dict(module._parameters.items())
+    if isinstance(module._parameters, _Waiting):
+        vars(module)["_parameters"] = dict(module._parameters.items())

@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from commfuse_dp.integrations.attach.linears import LinearForm
+from commfuse_dp.integrations.attach.rules import form_of, module_obstacle, tensor_obstacle
 from commfuse_dp.integrations.deepspeed import compat
-from commfuse_dp.integrations.rules import module_obstacle, tensor_obstacle
 from torch import nn
 
 from commfuse_dp.config import CommFuseConfig
-
-Bounds = tuple[tuple[int, int], ...]
 
 
 class Layer(NamedTuple):
@@ -22,7 +21,7 @@ class Layer(NamedTuple):
     name: str
     module: nn.Module
     param: nn.Parameter  # its weight
-    fused: bool  # otherwise gathered whole
+    form: LinearForm | None  # which linear it computes; None: none, the weight is gathered whole
     place: compat.FlatPlace | None  # ZeRO-1/2
 
 
@@ -39,7 +38,7 @@ def select(engine: Any, config: CommFuseConfig, group: dist.ProcessGroup, device
     model, stage = engine.module, int(engine.zero_optimization_stage())
     why = "fuse='never'" if config.fuse == "never" else compat.engine_obstacle(engine)
     if why is None and stage == 3:
-        why = compat.leave_unfetched()
+        why = compat.fetch_obstacle()
     layers: list[Layer] = []
     left: dict[str, tuple[nn.Parameter, str]] = {}
     owners = Counter(id(param) for module in model.modules() for param in module._parameters.values() if param is not None)
@@ -55,7 +54,7 @@ def select(engine: Any, config: CommFuseConfig, group: dist.ProcessGroup, device
         reason = why or ("registered as an external parameter" if id(param) in external and stage == 3 else None)
         reason = reason or _obstacle(name, module, parents.get(id(module)), param, stage, places, owners, config, group, device)
         if reason is None:
-            layers.append(Layer(name, module, param, isinstance(module, nn.Linear), places.get(id(param))))
+            layers.append(Layer(name, module, param, form_of(module), places.get(id(param))))
             served.add(id(param))
         else:
             left[f"{name}.weight" if name else "weight"] = (param, reason)
@@ -89,7 +88,7 @@ def _obstacle(
         return obstacle
     if owners[id(param)] > 1:
         return "shared by several modules"
-    if not isinstance(module, nn.Linear) and not (stage == 3 and isinstance(module, nn.Embedding)):
+    if form_of(module) is None and not (stage == 3 and isinstance(module, nn.Embedding)):
         return _kept(param, f"{type(module).__name__} cannot be computed by row slices")
     if stage == 3:
         return compat.partition_obstacle(param, device, group) or tensor_obstacle(param.data)

@@ -1,69 +1,91 @@
-"""Parameters of DeepSpeed as the engine sees them: slots in flat ranges, and the settings that units follow."""
+"""Parameters of DeepSpeed as the engine sees them: slots in flat ranges, and the settings that units follow.
+
+All of it holds DeepSpeed's optimizer and parameters by weak references: see [Note: Who holds whom] in attach/__init__.py.
+"""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
+from commfuse_dp.integrations.attach.slots import ModuleSlot
 from commfuse_dp.integrations.deepspeed import compat
 from torch import nn
 
+from commfuse_dp.errors import CommFuseError
 
-class PartitionedWeight:
-    """A `ParamSlot` over a ZeRO-3 partition."""
+Bounds = tuple[tuple[int, int], ...]
 
-    def __init__(self, name: str, param: nn.Parameter, optimizer: Any, bounds: tuple[tuple[int, int], ...], rank: int) -> None:
-        self.name = name
+
+def referent(reference: weakref.ref[Any]) -> Any:
+    """What a weak reference points to. Raises CommFuseError if it has gone."""
+    found = reference()
+    if found is None:
+        raise CommFuseError(
+            "the DeepSpeed engine that this layer was served for has gone: call engine.destroy() before dropping it"
+        )
+    return found
+
+
+class _ZeroSlot(ModuleSlot):
+    """A weight that the optimizer of a DeepSpeed engine knows: that very parameter, as it was when CommFuse was switched on."""
+
+    def __init__(self, name: str, module: nn.Module, param: nn.Parameter, optimizer: Any, bounds: Bounds, rank: int) -> None:
+        self._param = weakref.ref(param)
+        self._optimizer = weakref.ref(optimizer)
+        self._bounds = bounds
+        self._rank = rank
+        super().__init__(name, module, "weight")
         self.shape = compat.whole_shape(param)
-        self._param = param
-        self._optimizer = optimizer
-        self._elements = bounds[rank][1] - bounds[rank][0]
-
-    def local(self) -> torch.Tensor:
-        return compat.partition(self._param, self._elements)
 
     @property
-    def grad_dtype(self) -> torch.dtype:
-        return self._optimizer.gradient_accumulation_dtype
+    def optimizer(self) -> Any:
+        return referent(self._optimizer)
 
-    @property
-    def requires_grad(self) -> bool:
-        return self._param.requires_grad
+    def fits(self, param: torch.Tensor) -> bool:
+        return param is self._param()
+
+
+class PartitionedWeight(_ZeroSlot):
+    """A `ParamSlot` over a ZeRO-3 partition: [elements of this rank's flat range]."""
 
     keeps_delivered = False  # copied into DeepSpeed's buffer
 
-    def deliver(self, grad: torch.Tensor) -> None:
-        with torch.no_grad():
-            compat.accumulate_partition(self._optimizer, self._param, grad)
-
-
-class ReplicatedWeight:
-    """A `ParamSlot` of ZeRO-1/2: the whole parameter on every rank, one range of its gradient on each."""
-
-    def __init__(self, name: str, param: nn.Parameter, optimizer: Any, place: compat.FlatPlace, rank: int) -> None:
-        self.name = name
-        self.shape = tuple(param.shape)
-        self._param = param
-        self._optimizer = optimizer
-        self._place = place
-        self._rank = rank
-        self._ready: list[torch.Tensor] = []
-
-    def local(self) -> torch.Tensor:
-        start, stop = self._place.bounds[self._rank]
-        return self._param.detach().view(-1)[start:stop]
+    def local_of(self, param: torch.Tensor) -> torch.Tensor:
+        start, stop = self._bounds[self._rank]
+        return compat.partition(param, stop - start)
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        return compat.replicated_grad_dtype(self._optimizer, self._param, self._place)
+        return self.optimizer.gradient_accumulation_dtype
 
-    @property
-    def requires_grad(self) -> bool:
-        return self._param.requires_grad
+    def deliver_to(self, param: torch.Tensor, grad: torch.Tensor) -> None:
+        with torch.no_grad():
+            compat.accumulate_partition(self.optimizer, param, grad)
+
+
+class ReplicatedWeight(_ZeroSlot):
+    """A `ParamSlot` of ZeRO-1/2: the whole parameter on every rank, one range of its gradient on each."""
 
     keeps_delivered = True  # until `hand_over`
 
-    def deliver(self, grad: torch.Tensor) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, param: nn.Parameter, optimizer: Any, place: compat.FlatPlace, rank: int
+    ) -> None:
+        self._place = place
+        self._ready: list[torch.Tensor] = []
+        super().__init__(name, module, param, optimizer, place.bounds, rank)
+
+    def local_of(self, param: torch.Tensor) -> torch.Tensor:
+        start, stop = self._bounds[self._rank]
+        return param.detach().view(-1)[start:stop]
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        return compat.replicated_grad_dtype(self.optimizer, self.parameter, self._place)
+
+    def deliver_to(self, param: torch.Tensor, grad: torch.Tensor) -> None:
         self._ready.append(grad)
 
     def hand_over(self) -> None:
@@ -74,7 +96,11 @@ class ReplicatedWeight:
         self._ready = []
         with torch.no_grad():
             total = sum(more, start=first)
-            compat.accumulate_range(self._optimizer, self._param, self._place, self._rank, total)
+            compat.accumulate_range(self.optimizer, self.parameter, self._place, self._rank, total)
+
+    def forget(self) -> None:
+        """Drop what was delivered in a backward that was broken off before the optimizer collected its gradients."""
+        self._ready = []
 
 
 class ZeroPolicy:
@@ -85,21 +111,22 @@ class ZeroPolicy:
     all_reduce_grads = True
 
     def __init__(self, optimizer: Any, param: nn.Parameter, stage: int) -> None:
-        self._optimizer = optimizer
-        self._param = param
+        self._optimizer = weakref.ref(optimizer)
+        self._param = weakref.ref(param)
         self._stage = stage
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        return self._optimizer.get_param_comm_dtype(self._param)
+        return referent(self._optimizer).get_param_comm_dtype(referent(self._param))
 
     @property
     def reduce_grads(self) -> bool:
-        if compat.coalescing(self._optimizer):
+        optimizer = referent(self._optimizer)
+        if compat.coalescing(optimizer):
             return False
-        return self._stage == 3 or compat.reduces_every_backward(self._optimizer)
+        return self._stage == 3 or compat.reduces_every_backward(optimizer)
 
     @property
     def divide_factor(self) -> float | None:
         """None: the mean over the ranks."""
-        return None if self._stage == 3 or getattr(self._optimizer, "gradient_average", True) else 1.0
+        return None if self._stage == 3 or getattr(referent(self._optimizer), "gradient_average", True) else 1.0

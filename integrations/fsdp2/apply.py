@@ -10,47 +10,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from commfuse_dp.integrations.fingerprint import check_equal, describe
+from commfuse_dp.integrations.attach.attachment import Attachment, attach, attachment_of, fused, gathered, remove_from
+from commfuse_dp.integrations.attach.fingerprint import check_equal, describe
+from commfuse_dp.integrations.attach.forwards import whole_function
+from commfuse_dp.integrations.attach.linears import looks_linear
+from commfuse_dp.integrations.attach.ranks import Ranks
+from commfuse_dp.integrations.attach.reads import Scope
+from commfuse_dp.integrations.attach.report import ParameterRow, Path, Report
+from commfuse_dp.integrations.attach.root import hook_root
+from commfuse_dp.integrations.attach.rules import check_exclude, form_of, original_type
 from commfuse_dp.integrations.fsdp2 import compat
-from commfuse_dp.integrations.fsdp2.claim import ClaimedLayer, ClaimPolicy, follow
+from commfuse_dp.integrations.fsdp2.claim import ClaimPolicy, follow
 from commfuse_dp.integrations.fsdp2.hooks import StockAllGather, StockReduceScatter, StreamAllGather, StreamReduceScatter
-from commfuse_dp.integrations.fsdp2.layers import GroupPolicy, ModuleParameter, fused_forward, gathered_forward
+from commfuse_dp.integrations.fsdp2.layers import GroupPolicy, ModuleParameter
 from commfuse_dp.integrations.fsdp2.select import Left, Selection, select
-from commfuse_dp.integrations.report import ParameterRow, Path, Report
-from commfuse_dp.integrations.root import hook_root
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.collective_port import CollectivePort
 from commfuse_dp.engine.engine import Engine
-from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.plan import Unit, UnitPolicy
-from commfuse_dp.engine.room import published_bytes, room_for
-from commfuse_dp.engine.scatter import ReplicaGroup
 from commfuse_dp.errors import CommFuseError, ConfigError
 from commfuse_dp.probe import Probe
-from commfuse_dp.transport.select import open_transport
 
 log = logging.getLogger("commfuse_dp")
-
-_ATTRIBUTE = "_commfuse_application"  # on the model, so that both are freed together
-
-
-class _Application:
-    """All that `remove` must undo."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.groups: list[tuple[Any, list[Any]]] = []  # parameter group, its first FSDPParams
-        self.modules: list[nn.Module] = []  # with a forward of ours
-        self.claims: list[ClaimedLayer] = []  # likewise
-        self.hooked: list[tuple[FSDPModule, Any, Any]] = []  # module, its collectives before
-        self.prefetched: list[tuple[FSDPModule, FSDPModule, Any]] = []  # module, the one after it, whose group is fetched ahead
-        self.resettable: list[FSDPModule] = []  # with a reset_iter_state of ours
-        self.handles: list[Any] = []
-        self.operands: list[UnitOperand] = []
-        self.finalizer: weakref.finalize | None = None
 
 
 def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
@@ -64,23 +49,8 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     Returns a printable report: path and reason for every parameter.
     Raises ConfigError (wrong settings, apply() twice or before fully_shard), MismatchError (ranks differ), TransportError.
     """
-    config = config if config is not None else CommFuseConfig.from_environment()
-    if not isinstance(config, CommFuseConfig):
-        raise ConfigError(f"config must be a CommFuseConfig, got {type(config).__name__}; use CommFuseConfig(**settings)")
-    if _application_of(model) is not None:
-        raise ConfigError(
-            "commfuse_dp.apply() was called twice for this model; call commfuse_dp.remove(model) before the second"
-        )
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ConfigError(
-            "commfuse_dp.apply() found no FSDP2 module in this model. Call fully_shard on the layers and on the model first: "
-            "for layer in model.layers: fully_shard(layer); fully_shard(model); commfuse_dp.apply(model)"
-        )
-    inside = [name for name, module in model.named_modules() if module is not model and _application_of(module)]
-    if inside:
-        raise ConfigError(f"commfuse_dp.apply() was already called for the submodule {inside[0]!r}; remove() it first")
-    _reshard(model)
-    selection = select(model, config)
+    groups = _groups(model)
+    config, selection = Ranks(groups).together(lambda: _prepare(model, config))
     if selection.shard_group is not None:
         claims = ", ".join(f"{name} ({layer.policy})" for name, layer in selection.claims) or "none"
         check_equal([*describe(model, config), ("claimed layers", claims)], selection.shard_group)
@@ -92,51 +62,60 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
         _require_fusion(selection)
     if selection.missing is not None:
         _warn(selection)
-    return _install(model, selection, config)
+    ranks = Ranks([selection.shard_group, selection.replicate_group, *groups])
+    report = attach(model, ranks, lambda attachment: _install(attachment, model, selection, config))
+    log.info("%s", report)
+    return report
 
 
 def remove(model: nn.Module) -> None:
     """Give stock FSDP2 back. Between steps only; all ranks call it."""
-    application = _application_of(model)
-    if application is None:
-        raise ConfigError(
-            "commfuse_dp.remove(): this model has no CommFuse; apply() was not called for it, or remove() already"
-        )
-    del vars(model)[_ATTRIBUTE]
-    _reshard(model)
-    for handle in application.handles:
-        handle.remove()
-    for module in application.modules:
-        del module.forward
-    for layer in application.claims:
-        layer.restore()
-    for group, original in application.groups:
-        compat.reattach_params(group, original)
-    for fsdp_module in application.resettable:
-        del vars(fsdp_module)["reset_iter_state"]
-    _prefetch(application, False)
-    for fsdp_module, gather, reduce in application.hooked:
-        fsdp_module.set_custom_all_gather(gather)
-        fsdp_module.set_custom_reduce_scatter(reduce)
-    application.engine.close()
-    if application.finalizer is not None:
-        application.finalizer.detach()  # it would keep the engine and its memory as long as the model
+    if attachment_of(model) is not None:
+        _reshard(model)
+    remove_from(model, "commfuse_dp.remove(): this model has no CommFuse; apply() was not called for it, or remove() already")
 
 
 def engine_of(model: nn.Module) -> Engine | None:
     """The engine that serves a model, for measurements and tests."""
-    application = _application_of(model)
-    return application.engine if application is not None else None
+    attachment = attachment_of(model)
+    return attachment.engine if attachment is not None else None
 
 
-def _application_of(module: nn.Module) -> _Application | None:
-    return vars(module).get(_ATTRIBUTE)
+def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    """Of the mesh that the model is sharded over."""
+    _reshard(model)
+    sharded = next((param for param in model.parameters() if isinstance(param, DTensor)), None)
+    return [] if sharded is None else sharded.device_mesh.get_all_groups()
+
+
+def _prepare(model: nn.Module, config: CommFuseConfig | None) -> tuple[CommFuseConfig, Selection]:
+    config = config if config is not None else CommFuseConfig.from_environment()
+    if not isinstance(config, CommFuseConfig):
+        raise ConfigError(f"config must be a CommFuseConfig, got {type(config).__name__}; use CommFuseConfig(**settings)")
+    if attachment_of(model) is not None:
+        raise ConfigError(
+            "commfuse_dp.apply() was called twice for this model; call commfuse_dp.remove(model) before the second"
+        )
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ConfigError(
+            "commfuse_dp.apply() found no FSDP2 module in this model. Call fully_shard on the layers and on the model first: "
+            "for layer in model.layers: fully_shard(layer); fully_shard(model); commfuse_dp.apply(model)"
+        )
+    inside = [name for name, module in model.named_modules() if module is not model and attachment_of(module)]
+    if inside:
+        raise ConfigError(f"commfuse_dp.apply() was already called for the submodule {inside[0]!r}; remove() it first")
+    check_exclude(model, config)
+    return config, select(model, config)
 
 
 def _reshard(model: nn.Module) -> None:
-    """A group that was used without a backward keeps its parameters gathered, and would miss those that come or go."""
+    """A group that was used without a backward keeps its parameters gathered, and would miss those that come or go; so would
+    an `unshard(async_op=True)` that has not been waited for."""
+    known = compat.probe(model) is None  # without the private names a pending unshard stays as it is
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            for group in compat.param_groups(module) if known else ():
+                compat.drop_pending_unshard(group)
             module.reshard()
 
 
@@ -148,7 +127,7 @@ def _require_fusion(selection: Selection) -> None:
 
 
 def _is_linear(item: Left) -> bool:
-    return any(isinstance(module, nn.Linear) for module in item.modules)
+    return any(looks_linear(original_type(module)) for module in item.modules)
 
 
 def _warn(selection: Selection) -> None:
@@ -189,7 +168,7 @@ def _plain_rows(selection: Selection) -> list[ParameterRow]:
     ]
 
 
-def _install(model: nn.Module, selection: Selection, config: CommFuseConfig) -> Report:
+def _install(attachment: Attachment, model: nn.Module, selection: Selection, config: CommFuseConfig) -> Report:
     group = selection.shard_group
     assert group is not None
     device = next(param for param in model.parameters()).device
@@ -204,84 +183,80 @@ def _install(model: nn.Module, selection: Selection, config: CommFuseConfig) -> 
         units.append(Unit(len(units), adoption.name, slots, GroupPolicy(adoption.group), config.slices_per_rank))
     for name, layer in selection.claims:
         units.append(Unit(len(units), name, layer.slots(name), layer.policy, config.slices_per_rank))
-    probe = Probe()
-    transport, transport_reason = open_transport(
-        config.transport,
-        group=group,
-        inbox_bytes=config.inbox_bytes if device.type == "cpu" else room_for(units, group.size(), config),
-        deadline_s=config.deadline_s,
-        probe=probe,
-        device=device,
-        device_ordered=True,
-        order=config.order,
-        published_bytes=published_bytes(units),
+    engine = attachment.open(
+        units, config, group=group, device=device, order=config.order, replicate_group=selection.replicate_group
     )
-    replicas = None
-    if selection.replicate_group is not None:
-        ranks = dist.get_process_group_ranks(selection.replicate_group)
-        if len(ranks) > 1:  # a communicator of our own: FSDP2's must not see our all-reduces between its collectives
-            replicas = ReplicaGroup(dist.new_group(ranks, use_local_synchronization=True), len(ranks))
-    engine = Engine(transport, units, config, device=device, replicas=replicas)
-    application = _Application(engine)
     rows: list[ParameterRow] = []
+    scopes = _scopes(attachment, selection)
     for adoption, unit in zip(selection.adoptions, units, strict=False):
-        rows += _serve(application, unit, adoption.module, adoption.fused, adoption.param_names)
-        application.modules.append(adoption.module)
+        rows += _serve(attachment, unit, adoption.module, adoption.fused, scopes[id(adoption.group)])
     for (_, layer), unit in zip(selection.claims, units[len(selection.adoptions) :], strict=True):
-        rows += _serve(application, unit, layer.module, layer.fused, layer.param_names, claimed=True)
-        application.claims.append(layer)
+        rows += _serve(attachment, unit, layer.module, layer.fused, claimed=True)
     rows += _plain_rows(selection)
-    _keep_originals(application, selection)
+    _detach(attachment, selection)
+    more, prefetch = _hook_rest(attachment, selection, engine)
+    hook_root(
+        attachment.transaction,
+        model,
+        engine,
+        before=functools.partial(_prefetch, prefetch, True),
+        after=functools.partial(_prefetch, prefetch, False),
+    )
+    _hook_reset(attachment, model, engine)
+    return attachment.finish(
+        rows + more,
+        config,
+        names=[name for name, _ in model.named_parameters()],
+        minimum_bytes_per_step=_minimum_bytes(selection, engine.rank, engine.world_size),
+    )
+
+
+def _scopes(attachment: Attachment, selection: Selection) -> dict[int, Scope]:
+    """id(group) -> when its layers are read as whole parameters: while FSDP2 has the group unsharded."""
+    scopes: dict[int, Scope] = {}
     for adoption in selection.adoptions:
-        for fsdp_param in adoption.fsdp_params:
-            compat.detach_param(adoption.group, fsdp_param)
-    rows += _hook_rest(application, selection, engine)
-    application.handles = hook_root(
-        model, engine, before=lambda: _prefetch(application, True), after=lambda: _prefetch(application, False)
-    )
-    _hook_reset(application, model, engine)
-    vars(model)[_ATTRIBUTE] = application
-    application.finalizer = weakref.finalize(model, engine.close)  # also at interpreter exit: peers are told goodbye
-    names = {name: number for number, (name, _) in enumerate(model.named_parameters())}
-    rows.sort(key=lambda row: names.get(row.name, len(names)))
-    report = Report(
-        rows,
-        transport=transport.name,
-        transport_reason=transport_reason,
-        config=config,
-        probe=probe,
-        world_size=transport.world_size,
-        minimum_bytes_per_step=_minimum_bytes(selection, transport.rank, transport.world_size),
-        kernels=engine.kernel_explainer(),
-    )
-    log.info("%s", report)
-    return report
+        group = adoption.group
+        if id(group) not in scopes:
+            scope = scopes[id(group)] = Scope(functools.partial(compat.is_unsharded, group))
+            attachment.transaction.set(*compat.watch_reshard(group, scope.close))
+        for handle in compat.reshard_for_state_dict(adoption.module, group):
+            attachment.transaction.on_undo(handle.remove)
+    return scopes
 
 
 def _serve(
-    application: _Application, unit: Unit, module: nn.Module, fused: bool, param_names: list[str], *, claimed: bool = False
+    attachment: Attachment, unit: Unit, module: nn.Module, fusable: bool, scope: Scope | None = None, *, claimed: bool = False
 ) -> list[ParameterRow]:
-    operand = UnitOperand(application.engine, unit)
-    application.operands.append(operand)
-    forward = fused_forward(operand) if fused else gathered_forward(module, operand, param_names)
-    vars(module)["forward"] = forward  # an instance attribute: the class keeps its own
-    reason = "nn.Linear" if fused else f"{type(module).__name__} cannot be computed by row slices"
+    kind, form = original_type(module), form_of(module) if fusable else None
+    if form is not None:
+        attachment.serve(module, unit, fused(form, kind), scope, transposed=form.transposed)
+        reason = "nn.Linear" if kind is nn.Linear else f"{kind.__name__} computes a linear"
+    else:
+        attachment.serve(module, unit, gathered(whole_function(kind)), scope)
+        reason = f"{kind.__name__} cannot be computed by row slices"
     reason += ", claimed" if claimed else ""
-    return [ParameterRow(slot.name, "fused" if fused else "gathered", reason, _numel(slot.shape)) for slot in unit.slots]
+    return [ParameterRow(slot.name, "fused" if fusable else "gathered", reason, _numel(slot.shape)) for slot in unit.slots]
 
 
 def _numel(shape: tuple[int, ...]) -> int:
     return int(torch.Size(shape).numel())
 
 
-def _keep_originals(application: _Application, selection: Selection) -> None:
-    adopted = {id(adoption.group) for adoption in selection.adoptions}
-    for _, group in selection.groups:
-        if id(group) in adopted:
-            application.groups.append((group, list(group.fsdp_params)))
+def _detach(attachment: Attachment, selection: Selection) -> None:
+    """Take what is served out of FSDP2's hands."""
+    taken: dict[int, tuple[Any, list[Any]]] = {}
+    for adoption in selection.adoptions:
+        taken.setdefault(id(adoption.group), (adoption.group, []))[1].extend(adoption.fsdp_params)
+    for group, fsdp_params in taken.values():
+        attachment.transaction.on_undo(functools.partial(compat.reattach_params, group, list(group.fsdp_params)))
+        for fsdp_param in fsdp_params:
+            compat.detach_param(group, fsdp_param)
 
 
-def _hook_rest(application: _Application, selection: Selection, engine: Engine) -> list[ParameterRow]:
+_Prefetched = list[tuple[FSDPModule, FSDPModule, Any]]  # module, the one after it, whose group is fetched ahead
+
+
+def _hook_rest(attachment: Attachment, selection: Selection, engine: Engine) -> tuple[list[ParameterRow], _Prefetched]:
     """Custom collectives for the groups that still have parameters; prefetch of the next group where none is set."""
     rows = []
     served: set[int] = set()
@@ -294,46 +269,69 @@ def _hook_rest(application: _Application, selection: Selection, engine: Engine) 
         if id(group) in selection.foreign or all(item.group is not group for item in selection.left):
             continue
         assert isinstance(module, FSDPModule)
-        before = (StockAllGather(), StockReduceScatter()) if selection.missing else compat.collectives(group)
+        gather, reduce = (StockAllGather(), StockReduceScatter()) if selection.missing else compat.collectives(group)
         try:
-            module.set_custom_all_gather(StreamAllGather(port))
+            module.set_custom_all_gather(gather)
         except ValueError:
             selection.foreign[id(group)] = "FSDP2 allows no custom collectives for a module with several parameter groups"
             continue
-        module.set_custom_reduce_scatter(StreamReduceScatter(port))
-        application.hooked.append((module, *before))
+        attachment.transaction.do(
+            functools.partial(module.set_custom_all_gather, StreamAllGather(port)),
+            functools.partial(module.set_custom_all_gather, gather),
+        )
+        attachment.transaction.do(
+            functools.partial(module.set_custom_reduce_scatter, StreamReduceScatter(port)),
+            functools.partial(module.set_custom_reduce_scatter, reduce),
+        )
         served.add(id(group))
         if selection.missing is None and not compat.has_forward_prefetch(module):
             waiting.append((module, group))
-    application.prefetched = [(module, *following) for (module, _), following in itertools.pairwise(waiting)]
     for item in selection.left:
         path: Path = "hooks" if id(item.group) in served else "stock"
         rows.append(ParameterRow(item.name, path, selection.foreign.get(id(item.group), item.reason), item.param.numel()))
-    return rows
+    prefetch = [(module, *following) for (module, _), following in itertools.pairwise(waiting)]
+    attachment.transaction.on_undo(functools.partial(_prefetch, prefetch, False))
+    return rows, prefetch
 
 
-def _prefetch(application: _Application, on: bool) -> None:
+def _prefetch(prefetch: _Prefetched, on: bool) -> None:
     """Let FSDP2 fetch the next group ahead, during a root's forward only.
 
     A group that was fetched and then not used would keep what it got, and be out of date after the next optimizer step.
     """
-    for module, following, group in application.prefetched:
+    for module, following, group in prefetch:
         module.set_modules_to_forward_prefetch([following] if on else [])
         compat.drop_pending_unshard(group)
 
 
-def _hook_reset(application: _Application, model: nn.Module, engine: Engine) -> None:
+def _hook_reset(attachment: Attachment, model: nn.Module, engine: Engine) -> None:
     """FSDPModule.reset_iter_state, of newer versions: what an iteration broken off has accumulated is dropped here, too."""
 
-    def reset(module: FSDPModule) -> None:
+    def reset(ref: weakref.ref[FSDPModule]) -> None:
         for unit in engine.units:
             unit.accumulated = unit.replica_partial = None
-        type(module).reset_iter_state(module)
+        module = ref()
+        if module is not None:
+            with engine.resetting():
+                type(module).reset_iter_state(module)  # type: ignore[attr-defined]
 
-    for module in model.modules():
+    names: list[str] = []
+    roots: list[weakref.ref[FSDPModule]] = []
+    for name, module in model.named_modules():
         if isinstance(module, FSDPModule) and hasattr(module, "reset_iter_state"):
-            vars(module)["reset_iter_state"] = functools.partial(reset, module)
-            application.resettable.append(module)
+            attachment.transaction.set(vars(module), "reset_iter_state", functools.partial(reset, weakref.ref(module)))
+            if not any(name == outer or name.startswith(f"{outer}.") or not outer for outer in names):
+                names.append(name)
+                roots.append(weakref.ref(module))
+
+    def reset_roots() -> None:
+        """FSDP2 would otherwise leave its groups unsharded, and what is read of served layers with them."""
+        for ref in roots:
+            module = ref()
+            if module is not None and compat.has_begun(module):
+                type(module).reset_iter_state(module)  # type: ignore[attr-defined]
+
+    engine.on_recovery = reset_roots
 
 
 def _minimum_bytes(selection: Selection, rank: int, world_size: int) -> int:

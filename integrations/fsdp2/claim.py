@@ -16,6 +16,7 @@ Until `apply`, and again after `remove`, a claimed layer works by blocking colle
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from commfuse_dp.integrations.attach.attachment import attaching
+from commfuse_dp.integrations.attach.forwards import CLAIM, Service, serve, served_class
+from commfuse_dp.integrations.attach.rules import check_exclude, form_of, module_obstacle, original_type, tensor_obstacle
 from commfuse_dp.integrations.fsdp2 import compat
 from commfuse_dp.integrations.fsdp2.layers import ModuleParameter
-from commfuse_dp.integrations.fsdp2.plain import plain_forward
-from commfuse_dp.integrations.rules import FUSED_TYPE, module_obstacle, original_type, tensor_obstacle
+from commfuse_dp.integrations.fsdp2.plain import plain
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -35,8 +38,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.errors import ConfigError
 from commfuse_dp.schedule.layout import chunk_bounds
-
-_ATTRIBUTE = "_commfuse_claim"  # on a claimed module
 
 
 @dataclass
@@ -54,12 +55,11 @@ class ClaimPolicy:
 class ClaimedParameter(ModuleParameter):
     """A `ParamSlot` that uses public names of DTensor only."""
 
-    def local(self) -> torch.Tensor:
+    def local_of(self, param: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            return self.parameter.to_local()  # type: ignore[attr-defined]  # a view: same memory
+            return param.to_local()  # type: ignore[attr-defined]  # a view: same memory
 
-    def deliver(self, grad: torch.Tensor) -> None:
-        param = self.parameter
+    def deliver_to(self, param: torch.Tensor, grad: torch.Tensor) -> None:
         assert isinstance(param, DTensor)
         with torch.no_grad():
             if param.grad is None:
@@ -73,20 +73,28 @@ class ClaimedLayer:
     """One claimed module: all of its own parameters, weight first."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, policy: ClaimPolicy) -> None:
-        self.module = module
+        self._module = weakref.ref(module)
         self.policy = policy
-        self.fused = original_type(module) is FUSED_TYPE
+        self.kind = original_type(module)
+        self.fused = form_of(module) is not None
         self.param_names = sorted((name for name, _ in module.named_parameters(recurse=False)), key=lambda n: n != "weight")
+        self.mesh = mesh
         self.shard_group = mesh.get_group(mesh.ndim - 1)
         self.replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
-        self.plain = plain_forward(self)
 
-    def restore(self) -> None:
-        """Compute by blocking collectives, as before `apply`."""
-        vars(self.module)["forward"] = self.plain
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise ConfigError("the model that was given to commfuse_dp.claim() has gone: keep it as long as `claimed` is used")
+        return module
 
     def slots(self, name: str) -> list[ClaimedParameter]:
         return [ClaimedParameter(f"{name}.{param}" if name else param, self.module, param) for param in self.param_names]
+
+    def replaced(self) -> bool:
+        """Whether somebody has given the module another forward since."""
+        return "forward" in vars(self.module) or type(self.module).forward is not served_class(self.kind).forward
 
 
 class Claimed:
@@ -171,26 +179,28 @@ def claim(
             f"reshard_after_forward={reshard_after_forward!r} for claimed layers; allowed are True and False. For resharding "
             "to a smaller mesh use fully_shard without claim()."
         )
+    check_exclude(model, config)
     mesh = _checked(mesh)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     layers: dict[str, ClaimedLayer] = {}
     left: dict[str, str] = {}
-    for name, module, why in _candidates(model, config):
-        if why is not None:
-            left[name] = why
-            continue
-        for param_name, param in list(module.named_parameters(recurse=False)):
-            setattr(module, param_name, _shard(param, mesh))
-        settings = ClaimPolicy(policy.param_dtype, policy.reduce_dtype, keep_after_forward=not reshard_after_forward)
-        layer = ClaimedLayer(module, mesh, settings)
-        vars(module)[_ATTRIBUTE] = layer
-        layer.restore()
-        layers[name] = layer
+    with attaching(model) as attachment:
+        for name, module, why in _candidates(model, config):
+            if why is not None:
+                left[name] = why
+                continue
+            for param_name, param in list(module.named_parameters(recurse=False)):
+                attachment.transaction.set(module._parameters, param_name, _shard(param, mesh))
+            settings = ClaimPolicy(policy.param_dtype, policy.reduce_dtype, keep_after_forward=not reshard_after_forward)
+            layer = layers[name] = ClaimedLayer(module, mesh, settings)
+            attachment.transaction.set(vars(module), CLAIM, layer)
+            serve(attachment.transaction, module, Service(module, plain(layer), layer.slots(name)))
     return Claimed(layers, left)
 
 
 def claimed_layer(module: nn.Module) -> ClaimedLayer | None:
-    return vars(module).get(_ATTRIBUTE)
+    found = vars(module).get(CLAIM)
+    return found if found is not None and found._module() is module else None
 
 
 def follow(model: nn.Module) -> None:

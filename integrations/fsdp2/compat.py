@@ -7,11 +7,13 @@ and says so.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from commfuse_dp.integrations.attach.forwards import Hook
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -27,6 +29,12 @@ _GROUP_FIELDS = (
     "all_reduce_grads",
     "gradient_divide_factor",
     "unshard",
+    "wait_for_unshard",
+    "unshard_in_backward",
+    "is_unsharded",
+    "_to_sharded",
+    "_to_unsharded",
+    "_training_state",
     "lazy_init",
     "_all_gather_comm",
     "_reduce_scatter_comm",
@@ -81,6 +89,20 @@ def users(fsdp_param: Any) -> list[nn.Module]:
     return [info.module, *info.shared_modules]
 
 
+def tied_over_groups(groups: list[Any]) -> list[tuple[Any, Any]]:
+    """Pairs of parameters of two groups that were one when they were sharded: FSDP2 refuses them in its first forward, if it
+    still finds both. (Empty for a torch that does not look.)"""
+    seen: dict[Any, Any] = {}
+    found = []
+    for group in groups:
+        for fsdp_param in group.fsdp_params:
+            uid = getattr(fsdp_param, "_orig_param_uid", None)
+            if uid is not None and uid in seen:
+                found.append((seen[uid], fsdp_param))
+            seen.setdefault(uid, fsdp_param)
+    return found
+
+
 def local_tensor(param: torch.Tensor) -> torch.Tensor:
     """This rank's rows of a sharded parameter: the tensor itself, no copy, no autograd."""
     return param._local_tensor if isinstance(param, DTensor) else param
@@ -107,16 +129,61 @@ def reshards_to_smaller_mesh(group: Any) -> bool:
 
 
 def idle_unshard(group: Any) -> None:
-    """Make an emptied group's unshard a no-op: FSDP2 cannot gather zero parameters. All its setters stay in force."""
+    """Let an emptied group go to and fro between sharded and unsharded without a gather: FSDP2 cannot gather zero parameters.
+
+    All its setters stay in force, and `is_unsharded` says what it would say if the group had its parameters."""
 
     def unshard(async_op: bool = False) -> None:
         return None
 
+    ref: Callable[[], Any] = weakref.ref(group)
+
+    def wait_for_unshard() -> None:
+        group = ref()
+        if group.unshard_in_backward or group._training_state.name != "PRE_BACKWARD":
+            group._to_unsharded()
+
     group.unshard = unshard
+    group.wait_for_unshard = wait_for_unshard
 
 
 def restore_unshard(group: Any) -> None:
     group.__dict__.pop("unshard", None)
+    group.__dict__.pop("wait_for_unshard", None)
+
+
+def is_unsharded(group: Any) -> bool:
+    """Whether FSDP2 has whole parameters in the group's modules now: in their forward, and as long as it keeps them."""
+    return bool(group.is_unsharded)
+
+
+def watch_reshard(group: Any, resharded: Callable[[], None]) -> tuple[dict[str, Any], str, Callable[[], None]]:
+    """What to set in which dictionary, so that `resharded` is called whenever FSDP2 shards the group's parameters again."""
+    ref, stock = weakref.ref(group), type(group)._to_sharded
+
+    def _to_sharded() -> None:
+        resharded()
+        stock(ref())
+
+    return vars(group), "_to_sharded", _to_sharded
+
+
+class _ReshardHook(Hook):
+    """As FSDP2 does for the modules of its parameters: a state_dict has sharded ones."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = weakref.ref(group)
+
+    def __call__(self, *_: Any) -> None:
+        group = self._group()
+        if group is not None:
+            group._to_sharded()
+
+
+def reshard_for_state_dict(module: nn.Module, group: Any) -> list[Any]:
+    """Returns the hooks' handles."""
+    hook = _ReshardHook(group)
+    return [module.register_state_dict_pre_hook(hook), module.register_load_state_dict_pre_hook(hook)]
 
 
 def detach_param(group: Any, fsdp_param: Any) -> None:
@@ -142,7 +209,7 @@ def reattach_params(group: Any, original: list[Any]) -> None:
         group.lazy_init()
 
 
-def set_sharded_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
+def set_sharded_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
     """Set or accumulate the gradient of a sharded DTensor parameter from this rank's rows, then run its gradient hooks."""
     if param.grad is not None:
         local_tensor(param.grad).add_(grad)
@@ -154,7 +221,7 @@ def set_sharded_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
     run_gradient_hooks(param)
 
 
-def run_gradient_hooks(param: nn.Parameter) -> None:
+def run_gradient_hooks(param: torch.Tensor) -> None:
     """What autograd does after it has accumulated a gradient. (A name of torch.Tensor; without it, such hooks do not run.)"""
     for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
         hook(param)
@@ -165,9 +232,15 @@ def collectives(group: Any) -> tuple[Any, Any]:
     return group._all_gather_comm, group._reduce_scatter_comm
 
 
+def has_begun(module: FSDPModule) -> bool:
+    """Whether a forward of this root has begun: FSDP2 sets up its communication with the first, and resets nothing before."""
+    state = module._get_fsdp_state()
+    return bool(getattr(state, "_is_root", False)) and hasattr(getattr(state, "_comm_ctx", None), "all_gather_state")
+
+
 def drop_pending_unshard(group: Any) -> None:
     """Forget an all-gather that was begun for a forward that did not come, as FSDP2 does at the end of a backward."""
-    result = group._all_gather_result
+    result = getattr(group, "_all_gather_result", None)
     if result is None:
         return
     if result.all_gather_event is not None:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from commfuse_dp.integrations.attach.forwards import whole_function
 from commfuse_dp.integrations.fsdp2.hooks import all_gather, reduce_scatter
-from commfuse_dp.integrations.fsdp2.layers import functional_forward
+from torch import nn
 
 if TYPE_CHECKING:
     from commfuse_dp.integrations.fsdp2.claim import ClaimedLayer
@@ -50,13 +51,17 @@ class _Gather(torch.autograd.Function):
         return total[: ctx.own].div_(size if factor is None else factor).to(ctx.dtype), None, None
 
 
-def plain_forward(layer: ClaimedLayer) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The forward of a claimed module without CommFuse."""
-    module, names = layer.module, layer.param_names
+def plain(layer: ClaimedLayer) -> Callable[..., torch.Tensor]:
+    """What a claimed module computes without CommFuse."""
+    names = layer.param_names
+    function = whole_function(layer.kind)
 
     @torch.compiler.disable
-    def gathered() -> tuple[torch.Tensor, ...]:
+    def gathered(module: nn.Module) -> tuple[torch.Tensor, ...]:
         params: list[Any] = [getattr(module, name) for name in names]
         return tuple(_Gather.apply(param.to_local(), layer, param.shape[0]) for param in params)
 
-    return functional_forward(module, gathered, "bias" in names)
+    def compute(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+        return function(module, input, gathered(module))
+
+    return compute

@@ -7,14 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from commfuse_dp.integrations.attach.rules import excluded, form_of, module_obstacle, tensor_obstacle
 from commfuse_dp.integrations.fsdp2 import compat
 from commfuse_dp.integrations.fsdp2.claim import ClaimedLayer, claimed_layer, holders
-from commfuse_dp.integrations.rules import FUSED_TYPE, excluded, module_obstacle, original_type, tensor_obstacle
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.errors import ConfigError
 
 
 @dataclass
@@ -70,6 +71,8 @@ def _select_from_groups(model: nn.Module, config: CommFuseConfig, out: Selection
                 out.groups.append((module, group))
     names = {id(module): name for name, module in model.named_modules()}
     parents = {id(child): module for _, module in model.named_modules() for child in module.children()}
+    if config.enabled:
+        _refuse_ties(compat.tied_over_groups([group for _, group in out.groups]), names)
 
     for _, group in out.groups:
         reason = _foreign(group, out)
@@ -91,7 +94,7 @@ def _select_from_groups(model: nn.Module, config: CommFuseConfig, out: Selection
                     Adoption(
                         name,
                         module,
-                        original_type(module) is FUSED_TYPE,
+                        form_of(module) is not None,
                         group,
                         order,
                         [p._module_info.param_name for p in order],
@@ -101,6 +104,16 @@ def _select_from_groups(model: nn.Module, config: CommFuseConfig, out: Selection
                 for fsdp_param in order:
                     full = _full(name, fsdp_param._module_info.param_name)
                     out.left.append(Left(full, compat.users(fsdp_param), fsdp_param.sharded_param, group, why))
+
+
+def _refuse_ties(pairs: list[tuple[Any, Any]], names: dict[int, str]) -> None:
+    """As FSDP2 itself does in its first forward. Of a layer that is served it would see nothing, and the tie would be gone."""
+    for pair in pairs:
+        first, second = (_full(names.get(id(p._module_info.module), "?"), p._module_info.param_name) for p in pair)
+        raise ConfigError(
+            f"parameter {second!r} is shared with {first!r}, which another FSDP2 group manages: each would train a copy "
+            "of its own. For tied parameters, use fully_shard([module_a, module_b]) to place them in one group."
+        )
 
 
 def _select_by_public_names(model: nn.Module, config: CommFuseConfig, out: Selection) -> None:
@@ -139,7 +152,7 @@ def _select_claims(model: nn.Module, config: CommFuseConfig, out: Selection) -> 
         why = _other_ranks(layer.shard_group, layer.replicate_group, out) or excluded(name, config)
         if why is None and (config.fuse == "never" or not config.enabled):
             why = "fuse='never'" if config.enabled else "enabled=False"
-        if why is None and vars(module).get("forward") is not layer.plain:
+        if why is None and layer.replaced():
             why = "its forward was replaced after claim()"
         for slot in layer.slots(name):
             why = why or tensor_obstacle(slot.local())

@@ -413,6 +413,13 @@ class FakeDevice(Device):
                 self.world.words[word.pad.data_ptr() + 4 * word.place] = {}
             self.world.changed.notify_all()
 
+    def spoil(self, memory: Sequence[torch.Tensor]) -> None:
+        self._host_waits("spoil")
+        with self.world.changed, _disable_current_modes():
+            self.world.released = True
+            for tensor in memory:
+                tensor.view(-1).view(torch.uint8).fill_(0xFF)
+
     def capturing(self) -> bool:
         return self.captures
 

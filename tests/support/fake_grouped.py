@@ -24,7 +24,7 @@ import torch
 
 from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.transport.base import GRAD_LANE, NOWHERE, PARAM_LANE
-from commfuse_dp.transport.grouped import Exchanged, GroupedExchange, Part
+from commfuse_dp.transport.grouped import Exchanged, GroupedExchange, Labels, Part
 from tests.support.fake_device import FakeEvent, FakeStream, FakeWorld, _merge, _Op
 
 LANE_STREAMS = {PARAM_LANE: "lane parameters", GRAD_LANE: "lane gradients"}
@@ -94,7 +94,15 @@ class FakeGroupedExchange(GroupedExchange):
         self.closed = False
         board.calls[rank] = []
 
-    def exchange(self, lane: int, sends: Sequence[Part], receives: Sequence[Part], *, where: Where = NOWHERE) -> FakeExchanged:
+    def exchange(
+        self,
+        lane: int,
+        sends: Sequence[Part],
+        receives: Sequence[Part],
+        *,
+        labels: Labels | None = None,
+        where: Where = NOWHERE,
+    ) -> FakeExchanged:
         world, board, device = self.board.world, self.board, self.device
         if self.closed or self.rank in board.aborted:
             raise TransportError(f"grouped exchange of rank {self.rank}: closed or aborted")
@@ -108,6 +116,9 @@ class FakeGroupedExchange(GroupedExchange):
             out = [_End(self.rank, peer, data, world.random.random() < board.eager) for peer, data in sends if data.numel()]
             into = [_End(peer, self.rank, data) for peer, data in receives if data.numel()]
             board.calls[self.rank].append((lane, tuple(end.dst for end in out), tuple(end.src for end in into)))
+            if labels is not None:
+                out += [_End(self.rank, end.dst, labels[0], end.eager) for end in out]
+                into += [_End(end.src, self.rank, labels[1]) for end in into]
             for end in out:
                 board.match(lane, end, sending=True)
             for end in into:

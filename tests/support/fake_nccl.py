@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from commfuse_dp.transport.closing import forget
 from commfuse_dp.transport.exchange_watch import Ballot
-from commfuse_dp.transport.nccl import NcclTransport, _open_transports
+from commfuse_dp.transport.nccl import NcclTransport
 from tests.support.fake_grouped import FakeBoard, FakeGroupedExchange
 from tests.support.threads import ExchangeFn
 
@@ -32,7 +33,7 @@ def die(transport: NcclTransport) -> None:
     """End a rank without a word: its thread goes, its streams stop. Also for ranks whose test has failed on purpose."""
     transport._core.closed = True
     transport._core.watch._stopping = True
-    _open_transports.discard(transport)
+    forget(transport)
 
 
 def open_fake_nccl(

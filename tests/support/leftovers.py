@@ -12,7 +12,7 @@ class Leftovers(NamedTuple):
     descriptors: list[str]
     threads: list[threading.Thread]
     children: list[str]
-    shm: list[str]  # of this user's processes together: others' tests may run beside
+    shared_memory: list[str]  # mapped by this process
 
 
 def leftovers() -> Leftovers:
@@ -21,8 +21,14 @@ def leftovers() -> Leftovers:
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         children = file.read().split()
     targets = [_target(fd) for fd in os.listdir("/proc/self/fd")]
-    names = [name for name in os.listdir("/dev/shm") if "commfuse" in name]
-    return Leftovers([target for target in targets if target], threading.enumerate(), children, names)
+    return Leftovers([target for target in targets if target], threading.enumerate(), children, shared_memory())
+
+
+def shared_memory() -> list[str]:
+    """Shared memory of transports that this process has mapped. It has no name by which one could look for it from outside."""
+    with open("/proc/self/maps") as file:
+        places = [line.split(maxsplit=5)[5].strip() for line in file if line.count("/")]
+    return [place for place in places if place.startswith(("/memfd:commfuse", "/dev/shm/"))]
 
 
 def _target(fd: str) -> str:

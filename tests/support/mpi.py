@@ -2,7 +2,7 @@
 
 MPI ranks cannot be threads of a process. So the suite itself runs as an MPI job: every process runs the same pytest, a test's
 `cluster.run(world_size, body)` runs the body on the first ranks, and all ranks learn how all of them ended. The session that
-started the job reports case by case what rank 0 reported (tests/transport/conftest.py).
+started the job reports case by case what rank 0 reported (tests/conformance/transports/conftest.py).
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from tests.support.threads import ExchangeFn
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB_VARIABLE = "COMMFUSE_TEST_MPI_JOB"
-PROCESSES = 5  # of the job that runs the conformance suite: its largest world
-_JOB_S = 150.0
-_CASE_S = 40
+_JOB_S = 400.0
+_CASE_S = 120
 
 
 def mpiexec() -> str | None:
@@ -189,7 +188,18 @@ class _Recorder:
 def _suite(folder: Path) -> int:
     cases = (folder / "cases.txt").read_text().splitlines()
     recorder = _Recorder()
-    options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", f"--timeout={_CASE_S}", "--timeout-method=thread"]
+    # All ranks run the same cases in the same order.
+    options = [
+        "-q",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:randomly",
+        "-p",
+        "no:cacheprovider",
+        f"--timeout={_CASE_S}",
+        "--timeout-method=thread",
+    ]
     code = int(pytest.main([*options, *cases], plugins=[recorder]))
     from mpi4py import MPI
 
@@ -202,8 +212,9 @@ def _suite(folder: Path) -> int:
 class SuiteJob:
     """The conformance suite as an MPI job, run when the first of its cases is asked for."""
 
-    def __init__(self, cases: Sequence[str]) -> None:
+    def __init__(self, cases: Sequence[str], processes: int) -> None:
         self._cases = cases
+        self._processes = processes
         self._report: dict[str, tuple[str, str]] | None = None
         self._output = ""
 
@@ -220,7 +231,9 @@ class SuiteJob:
             folder = Path(name)
             (folder / "cases.txt").write_text("\n".join(self._cases))
             try:
-                _, self._output = run_job(PROCESSES, ["-m", "tests.support.mpi", name], {JOB_VARIABLE: "1"}, timeout_s=_JOB_S)
+                _, self._output = run_job(
+                    self._processes, ["-m", "tests.support.mpi", name], {JOB_VARIABLE: "1"}, timeout_s=_JOB_S
+                )
             except AssertionError as error:
                 self._output = str(error)
             with contextlib.suppress(FileNotFoundError):

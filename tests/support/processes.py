@@ -13,9 +13,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-# The server imports torch once; the ranks are forked from it and not from the test's process with its threads.
+from tests.support.workers import PRELOAD
+
+# The server, which is that of workers.py, imports torch once; the ranks are forked from it and not from the test's process
+# with its threads.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "commfuse_dp.transport.shm", "commfuse_dp.transport.select"])
+_CONTEXT.set_forkserver_preload(list(PRELOAD))
 
 
 class RankPipe:

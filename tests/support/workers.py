@@ -19,6 +19,7 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import sys
 import tempfile
@@ -34,7 +35,15 @@ _STARTUP_S = 120.0
 _GRACE_S = 5.0  # after the first failure, for the other ranks to fail by themselves
 _TAIL = 4000  # characters of a rank's output in an error
 _PR_SET_PDEATHSIG = 1
-_PRELOAD = ("torch", "torch.distributed.fsdp", "commfuse_dp.integrations.fsdp2")
+# Imported once, by the fork server. The last two are what the first optimizer, the first compiled block and DeepSpeed's first
+# engine of a process import: 5 s, which every rank of every pool paid.
+PRELOAD = (
+    "torch",
+    "torch.distributed.fsdp",
+    "commfuse_dp.integrations.fsdp2",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+)
 
 
 class WorkerError(AssertionError):
@@ -63,10 +72,14 @@ def _serve(rank: int, world_size: int, port: int, conn: Connection, output: str)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     conn.send_bytes(pickle.dumps((True, None)))
+    modules = len(sys.modules)
     with contextlib.suppress(EOFError):
         while True:
             conn.send_bytes(_call(rank, world_size, conn.recv_bytes()))
             gc.collect()
+            if len(sys.modules) > modules:  # a framework: a quarter of a second for each collection that looks through it
+                modules = len(sys.modules)
+                gc.freeze()
 
 
 def _call(rank: int, world_size: int, request: bytes) -> bytes:
@@ -75,6 +88,8 @@ def _call(rank: int, world_size: int, request: bytes) -> bytes:
         sys.path[:] = path  # as in the session, which may have added folders of tests since
         fn = reduce(getattr, name.split("."), importlib.import_module(module))
         args, kwargs = pickle.loads(payload)  # may name classes of `module`
+        random.seed(0)  # what a call draws does not depend on the calls before it
+        sys.modules["torch"].manual_seed(0)
         return pickle.dumps((True, fn(rank, world_size, *args, **kwargs)))
     except BaseException as error:
         return pickle.dumps((False, (type(error).__name__, str(error), traceback.format_exc())))
@@ -123,7 +138,7 @@ class WorkerPool:
         self._folder = tempfile.TemporaryDirectory(prefix="workers-")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")  # imports torch once for all workers of the session
-        context.set_forkserver_preload(list(_PRELOAD))
+        context.set_forkserver_preload(list(PRELOAD))
         with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"):
             for rank in range(self.world_size):
                 ours, theirs = context.Pipe()

@@ -1,0 +1,45 @@
+"""Room in the peers' inboxes for gradients, behind what plain collectives have still to send."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from commfuse_dp.transport.base import Transport
+
+
+class Port(Protocol):
+    """Plain collectives over the engine's transport, as recovery from a broken step sees them."""
+
+    calls: int
+    in_doubt: bool
+    giving_up: bool
+
+    @property
+    def under_way(self) -> bool: ...
+
+    def sends_to(self, dst: int) -> bool: ...
+
+    def progress(self) -> None: ...
+
+    def recover(self, *, complete: bool) -> None:
+        """All ranks do this. complete: finish what is under way; else drop it. Calls count from 0 again."""
+        ...
+
+
+class Reserver:
+    """See [Note: Program order in a ring] in collective_port.py."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.ports: list[Port] = []
+
+    def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor | None:
+        """As of the transport; also None while a collective that was begun before has something to send to `dst`."""
+        for port in self.ports:
+            if port.sends_to(dst):
+                port.progress()
+                if port.sends_to(dst):
+                    return None
+        return self._transport.try_reserve(dst, nbytes)

@@ -1,0 +1,32 @@
+"""Names of torch that are private: looked up here only."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+log = logging.getLogger("commfuse_dp")
+
+
+def transforms_active() -> bool:
+    """Inside torch.func's grad, vjp, jvp, vmap and what is made of them: tensors may be wrapped, and have no memory."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def untransformed() -> AbstractContextManager[object]:
+    """What the body computes has no part in the transforms of torch.func that are active: its tensors are not wrapped."""
+    return torch._C._DisableFuncTorch() if transforms_active() else nullcontext()
+
+
+def keep_program_order() -> None:
+    """Have inductor leave calls in the order of the program, in this process: see [Note: Calls in graphs] in operands.py."""
+    config = importlib.import_module("torch._inductor.config")
+    if getattr(config, "reorder_for_peak_memory", False):
+        config.reorder_for_peak_memory = False  # type: ignore[attr-defined]
+        log.info(
+            "CommFuse: torch._inductor.config.reorder_for_peak_memory is off from now on: it reorders the communication of "
+            "layers by sizes, which may differ from rank to rank"
+        )

@@ -1,0 +1,123 @@
+"""What the ops are given: a sharded weight (and bias) whose slices somebody moves.
+
+Compiled graphs, whose ops take tensors and numbers only, find it under a number: `register_operand`, `operand_of`.
+
+[Note: Calls in graphs]
+To a compiler the registered ops are functions of their arguments, and what it may do to such calls is not what ranks may do
+that communicate in them:
+
+* Equal calls are merged. A layer that is called twice with the same input then computes its output once, which is right, and,
+  where the gradients are equal too, its backward once, which is half of the weight's gradient. So each call in a graph has a
+  number, given when the graph is traced: to dynamo a constant without a guard, so that blocks of one kind still share a graph.
+* Calls that do not depend on each other are reordered: by inductor, to save memory, in an order that depends on sizes. Ranks
+  with batches of other sizes would exchange in another order. So this pass is switched off before inductor gets the graph.
+
+Ops registered with ordered effects would be neither merged nor reordered, but torch 2.13 fails on them in a checkpoint within a
+graph ("expected all tensors_saved_with_vc_check to be Tensors").
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from commfuse_dp.ops.compat import keep_program_order
+from commfuse_dp.ops.pieces import Piece
+
+
+class ByOwner(Protocol):
+    """A slice, as far as the ops look at it: whose rows they are."""
+
+    @property
+    def owner(self) -> int: ...
+
+
+Visit = Callable[[Any, "Sequence[Piece]"], None]  # (ByOwner, pieces)
+
+
+class WholeProducts(Protocol):
+    """One kernel a product, which turns to slices as they arrive."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> bool:
+        """False: nothing was done, go by slices."""
+        ...
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        x: torch.Tensor,
+        dx: torch.Tensor | None,
+        consume: Visit | None,
+        produce: Visit | None,
+        *,
+        dtype: torch.dtype,
+        include: tuple[bool, ...],
+    ) -> None:
+        """As `exchange`, whose callbacks serve for what has to go by slices."""
+        ...
+
+
+class ShardedOperand(Protocol):
+    """A weight (and bias) sharded along dim 0, whose slices somebody moves: the engine, or the plain collectives."""
+
+    out_features: int
+    in_features: int
+    transposed: bool  # the weight is [in, out]: y = x @ W + b, and the slices cut K; otherwise [out, in]: y = x @ W.T + b
+    has_bias: bool  # a sharded one, that travels with the weight
+    anchor: torch.Tensor
+
+    @property
+    def split_rows(self) -> tuple[int, ...]:
+        """Rows of the weight that come in several pieces."""
+
+    def expect_backward(self) -> None:
+        """Autograd records the forward that follows: an `exchange` will come for it. (Inside an autograd Function, and in a
+        compiled graph, gradients always look disabled, so that `gather` cannot tell by itself.)"""
+
+    def gather(self, consume: Visit) -> None:
+        """consume(slice, pieces) for every slice, own first."""
+
+    def exchange(self, consume: Visit | None, produce: Visit | None, *, dtype: torch.dtype, include: tuple[bool, ...]) -> None:
+        """produce(slice, pieces), then consume(slice, pieces), for every slice, own last."""
+
+    @property
+    def whole(self) -> WholeProducts | None:
+        """Products in one kernel each (GPUs); None: by slices only."""
+
+    @property
+    def trainable(self) -> tuple[bool, ...]:
+        """Which of (weight, bias) want a gradient now."""
+
+
+# ---- numbers for compiled graphs -------------------------------------------------------------------------------------
+_OPERANDS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_next_handle = 0
+_calls = itertools.count(1)
+
+
+def register_operand(operand: Any) -> int:
+    """A number under which the registered ops find the operand again; it does not keep it alive."""
+    global _next_handle
+    if not _next_handle:  # now, as it imports the compiler: `call_number` in a graph is a constant
+        torch.compiler.assume_constant_result(call_number)
+    _next_handle += 1
+    _OPERANDS[_next_handle] = operand
+    return _next_handle
+
+
+def call_number() -> int:
+    """A number for each call that is traced: see [Note: Calls in graphs]. Runs while dynamo traces, before inductor."""
+    keep_program_order()
+    return next(_calls)
+
+
+def operand_of(handle: int) -> Any:
+    """The operand registered under `handle`."""
+    operand = _OPERANDS.get(handle)
+    if operand is None:
+        raise RuntimeError("this compiled graph uses a layer whose CommFuse integration was removed: compile the model again")
+    return operand

@@ -1,0 +1,223 @@
+"""The GEMMs of a fused linear, slice by slice. No autograd.
+
+Rank o keeps rows_o of the weight W along dim 0. Whether the weight is [out, in] (nn.Linear) or [in, out] (`transposed`, Conv1D
+of Hugging Face), three products do; only their operands change places:
+
+| product | for each owner o | [out, in]: y = x @ W.T + b | [in, out]: y = x @ W + b |
+| --- | --- | --- | --- |
+| columns | q[:, rows_o] = p @ W_o.T (+ b_o) | forward: p = x, q = y | dgrad: p = dy, q = dx |
+| sum | q += p[:, rows_o] @ W_o (+ b) | dgrad: p = dy, q = dx | forward: p = x, q = y (K is split) |
+| partials | dW_o = left[:, rows_o].T @ right | left = dy, right = x | left = x, right = dy |
+
+The bias of an owner comes with its first slice, [out] cut by its own rows: those of W in the first case, unrelated to them in
+the second, where it is needed whole and is added when all of it has come. db_o = sum over tokens of dy[:, rows_o] in both.
+
+A rank may also keep a flat range of W that begins and ends in the middle of a row (DeepSpeed). The pieces of such a row, [1,
+columns] each, are put together, and the row is computed as a whole.
+
+[Note: Sums in low precision]
+q += p_o @ W_o rounds q once a slice. In float32 and wider this is lost in the GEMM's own rounding. In bfloat16 and float16 it
+is not: the error grows to 1.23, 2.1 and 5.7 x that of one GEMM at 2, 8 and 64 slices. Products rounded to bfloat16 and added up
+in float32 still give 1.41 x, at any number of slices; products of operands converted to float32 give 1.00 x, but cost a GEMM in
+float32, 4 bytes an element of W and a second sum as large as q. So slices of a narrow type are put together as they come, in
+[rows, columns] of that type, and one GEMM follows the last: the very GEMM of the unfused layer, 1.00 x, for a copy of W. (Under
+autocast that copy is the conversion, which is needed anyway.) The partial gradients leave as ever, slice by slice. On GPUs
+Triton's kernel adds up in float32 registers and turns to slices as they arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from commfuse_dp.kernels.by_slices import is_narrow
+from commfuse_dp.ops.operands import ByOwner, ShardedOperand
+from commfuse_dp.ops.pieces import Piece
+
+
+def linear_forward(x: torch.Tensor, operand: ShardedOperand, *, convert: bool = False) -> torch.Tensor:
+    """y = x @ W.T + b (transposed: x @ W + b), [..., in] -> [..., out], in x's dtype, slice by slice. No autograd.
+
+    convert: cast the parameters to x's dtype (autocast); otherwise the dtypes must agree, as in torch's own linear.
+    Raises RuntimeError for an x of another width or dtype.
+    """
+    shape = x.shape
+    if not shape or shape[-1] != operand.in_features:
+        raise RuntimeError(f"linear layer of {operand.in_features} input features got an input of shape {tuple(shape)}")
+    flat = len(shape) == 2
+    rows = x if flat else x.reshape(-1, operand.in_features)
+    y = x.new_empty((*shape[:-1], operand.out_features))
+    columns = y if flat else y.view(-1, operand.out_features)
+    if operand.whole is not None and not convert and operand.whole.forward(rows, columns):
+        return y
+    if operand.transposed:
+        total = _Sum(rows, columns, operand, with_bias=operand.has_bias, convert=convert)
+        operand.gather(total.consume)
+        total.finish()
+    else:
+        operand.gather(_Columns(rows, columns, operand, with_bias=operand.has_bias, convert=convert).consume)
+    return y
+
+
+def linear_backward(
+    grad: torch.Tensor, x: torch.Tensor, operand: ShardedOperand, needs_input_grad: bool, partial_dtype: torch.dtype
+) -> torch.Tensor | None:
+    """dx [..., in] (None if not needed); the gradients of weight and bias leave through `operand`, in `partial_dtype`."""
+    grads = grad if grad.dim() == 2 else grad.reshape(-1, operand.out_features)
+    rows = x if x.dim() == 2 else x.reshape(-1, operand.in_features)
+    dx = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_input_grad else None
+    left, right = (rows, grads) if operand.transposed else (grads, rows)
+
+    def produce(item: ByOwner, pieces: Sequence[Piece]) -> None:
+        for part, row, out, column in pieces:
+            if part == 1:
+                torch.sum(grads.narrow(1, row, out.shape[0]), dim=0, out=out, dtype=out.dtype)
+                continue
+            count, width = out.shape
+            span = left.narrow(1, row, count)
+            inputs = right if width == right.shape[1] else right.narrow(1, column, width)
+            if out.dtype == grads.dtype:
+                torch.mm(span.t(), inputs, out=out)
+            else:  # autocast: computed in the low precision, handed on in the parameter's
+                out.copy_(torch.mm(span.t(), inputs))
+
+    product: _Columns | _Sum | None = None
+    if dx is not None:
+        kind = _Columns if operand.transposed else _Sum
+        product = kind(grads, dx, operand, with_bias=False, convert=True)
+    include, products = operand.trainable, operand.whole
+    callbacks = product.consume if product is not None else None, produce if any(include) else None
+    if products is None:
+        operand.exchange(*callbacks, dtype=partial_dtype, include=include)
+    else:
+        grads = grads if grads.stride(-1) == 1 else grads.contiguous()
+        products.backward(grads, rows, dx, *callbacks, dtype=partial_dtype, include=include)
+    if dx is None:
+        return None
+    if isinstance(product, _Sum):
+        product.finish()
+    return dx if dx.shape == x.shape else dx.view(x.shape)
+
+
+class _SplitRows:
+    """Rows of the weight that come in several pieces, put together in `whole`, [rows, columns]."""
+
+    __slots__ = ("_missing", "_places", "rows", "whole")
+
+    def __init__(self, rows: tuple[int, ...], columns: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.rows = rows
+        self.whole = torch.empty(len(rows), columns, dtype=dtype, device=device)
+        self._places = {row: place for place, row in enumerate(rows)}
+        self._missing = [columns] * len(rows)
+
+    def put(self, piece: Piece) -> torch.Tensor | None:
+        """The row, [1, columns], when all of it has come."""
+        place, width = self._places[piece.row_start], piece.tensor.shape[1]
+        row = self.whole[place : place + 1]
+        row.narrow(1, piece.column_start, width).copy_(piece.tensor)
+        self._missing[place] -= width
+        return row if self._missing[place] == 0 else None
+
+
+def _check(weight: torch.Tensor, dtype: torch.dtype, convert: bool) -> None:
+    # Autocast leaves float64 as it is, so that torch's own linear refuses the mixture, too.
+    if weight.dtype != dtype and (not convert or weight.dtype == torch.float64):
+        raise RuntimeError(f"linear layer with parameters of dtype {weight.dtype} got an input of dtype {dtype}")
+
+
+class _Columns:
+    """out[:, rows of s] = given @ W_s.T (+ b_s), slice by slice. given: [tokens, columns], out: [tokens, rows]."""
+
+    __slots__ = ("_bias", "_convert", "_given", "_out", "_split", "_with_bias")
+
+    def __init__(
+        self, given: torch.Tensor, out: torch.Tensor, operand: ShardedOperand, *, with_bias: bool, convert: bool
+    ) -> None:
+        self._given, self._out, self._with_bias, self._convert = given, out, with_bias, convert
+        self._bias: dict[int, tuple[int, torch.Tensor]] = {}  # owner -> first row, its bias
+        split = operand.split_rows
+        self._split = _SplitRows(split, given.shape[1], given.dtype, given.device) if split else None
+
+    def consume(self, item: ByOwner, pieces: Sequence[Piece]) -> None:
+        given, dtype = self._given, self._given.dtype
+        for piece in pieces:
+            part, row, weight, _ = piece
+            if part == 1:  # comes with the owner's first slice and is needed by all of them
+                if self._with_bias:
+                    self._bias[int(item.owner)] = (row, weight.to(dtype, copy=True))
+                continue
+            count, width = weight.shape
+            if weight.dtype != dtype:
+                _check(weight, dtype, self._convert)
+            if width < given.shape[1]:
+                assert self._split is not None
+                whole = self._split.put(piece)
+                if whole is None:
+                    continue
+                weight = whole
+            weight = weight.to(dtype)
+            out = self._out.narrow(1, row, count)
+            if self._with_bias:
+                low, bias = self._bias[int(item.owner)]
+                torch.addmm(bias[row - low : row - low + count], given, weight.t(), out=out)
+            else:
+                torch.mm(given, weight.t(), out=out)
+
+
+class _Sum:
+    """out = sum over s of given[:, rows of s] @ W_s (+ b). given: [tokens, rows], out: [tokens, columns]."""
+
+    __slots__ = ("_bias", "_convert", "_given", "_joined", "_narrow", "_out", "_split", "_started")
+
+    def __init__(
+        self, given: torch.Tensor, out: torch.Tensor, operand: ShardedOperand, *, with_bias: bool, convert: bool
+    ) -> None:
+        self._given, self._out, self._convert, self._started = given, out, convert, False
+        self._narrow = is_narrow(given.dtype)
+        self._bias = out.new_empty(out.shape[1]) if with_bias else None
+        self._joined: torch.Tensor | None = None  # in a narrow type: all rows
+        split = operand.split_rows
+        self._split = _SplitRows(split, out.shape[1], given.dtype, given.device) if split and not self._narrow else None
+        if not given.shape[1]:
+            out.zero_()
+
+    def consume(self, item: ByOwner, pieces: Sequence[Piece]) -> None:
+        given, out, dtype = self._given, self._out, self._given.dtype
+        for piece in pieces:
+            part, row, weight, _ = piece
+            if weight.dtype != dtype:
+                _check(weight, dtype, self._convert)
+            if part == 1:
+                if self._bias is not None:
+                    piece.of(self._bias).copy_(weight)
+                continue
+            count, width = weight.shape
+            if self._narrow and (count < given.shape[1] or width < out.shape[1] or self._bias is not None):
+                if self._joined is None:
+                    self._joined = torch.empty(given.shape[1], out.shape[1], dtype=dtype, device=given.device)
+                piece.of(self._joined).copy_(weight)
+            elif width < out.shape[1]:
+                assert self._split is not None
+                self._split.put(piece)
+            else:
+                self._add(given.narrow(1, row, count), weight.to(dtype))
+
+    def finish(self) -> None:
+        """After the last slice. Nothing, if a kernel computed the product, so that no slice was consumed."""
+        if self._joined is not None and self._bias is not None:
+            torch.addmm(self._bias, self._given, self._joined, out=self._out)
+            return
+        if self._joined is not None:
+            torch.mm(self._given, self._joined, out=self._out)
+        if self._split is not None:
+            self._add(torch.cat([self._given.narrow(1, row, 1) for row in self._split.rows], dim=1), self._split.whole)
+        if self._bias is not None:
+            self._out.add_(self._bias)
+
+    def _add(self, span: torch.Tensor, weight: torch.Tensor) -> None:
+        if self._started:
+            self._out.addmm_(span, weight)
+        else:
+            torch.mm(span, weight, out=self._out)
+            self._started = True

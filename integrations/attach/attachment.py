@@ -1,0 +1,247 @@
+"""CommFuse on one model: the engine, how to take everything back, and the report."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from commfuse_dp.integrations.attach.forwards import ATTACHMENT, Service, nothing, serve
+from commfuse_dp.integrations.attach.linears import LinearForm, own_forward
+from commfuse_dp.integrations.attach.ranks import Ranks, any_of
+from commfuse_dp.integrations.attach.reads import ReadLog, Reads, Scope
+from commfuse_dp.integrations.attach.report import ParameterRow, Report
+from commfuse_dp.integrations.attach.slots import ModuleSlot
+from commfuse_dp.integrations.attach.transaction import Transaction
+from torch import nn
+
+from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.engine.engine import Engine
+from commfuse_dp.engine.operand import UnitOperand
+from commfuse_dp.engine.plan import Unit
+from commfuse_dp.engine.room import least_ring, published_bytes
+from commfuse_dp.engine.scatter import ReplicaGroup
+from commfuse_dp.ops.gathered import gather_parameters
+from commfuse_dp.ops.linear import fused_linear, register_operand
+from commfuse_dp.probe import Probe
+from commfuse_dp.transport.base import Transport
+from commfuse_dp.transport.select import open_transport
+
+
+class Attachment:
+    """Lies in the dictionary of the object that it is for (a model, a DeepSpeed engine), so that both are freed together.
+
+    Everything that is changed goes through `transaction`; `remove` is its rollback."""
+
+    engine: Engine  # from `open` on
+    report: Report  # from `finish` on
+
+    def __init__(self, holder: Any, ranks: Ranks) -> None:
+        self._holder = weakref.ref(holder)
+        self._ranks = ranks
+        self.transaction = Transaction()
+        self._reads = ReadLog()
+        self._transport_reason = ""
+
+    # ---- attaching ---------------------------------------------------------------------------------------------------
+    def open(
+        self,
+        units: Sequence[Unit],
+        config: CommFuseConfig,
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        order: str,
+        replicate_group: dist.ProcessGroup | None = None,
+    ) -> Engine:
+        """Collective: a transport among the ranks of `group`, and an engine for `units` over it."""
+        take = self.transaction.acquire
+
+        def opened() -> tuple[Transport, str]:
+            return open_transport(
+                config.transport,
+                group=group,
+                inbox_bytes=config.inbox_bytes,
+                least_ring=least_ring(units, group.size(), streams=device.type != "cpu"),
+                deadline_s=config.deadline_s,
+                probe=Probe(),
+                device=device,
+                device_ordered=True,
+                order=order,
+                published_bytes=published_bytes(units),
+            )
+
+        # A vote of its own, before ranks wait for those of other groups.
+        transport, self._transport_reason = self._ranks.together(lambda: take(opened, lambda found: found[0].close()))
+        ranks = dist.get_process_group_ranks(replicate_group) if replicate_group is not None else []
+
+        replicas = None
+        if len(ranks) > 1:  # a communicator of our own: the framework's must not see our all-reduces between its collectives
+            replicas = ReplicaGroup(dist.new_group(ranks, use_local_synchronization=True), len(ranks))
+        slots = [slot for unit in units for slot in unit.slots if isinstance(slot, ModuleSlot)]
+
+        def engine() -> Engine:
+            return Engine(
+                transport,
+                units,
+                config,
+                device=device,
+                replicas=replicas,
+                vote=any_of(group, device),
+                published=lambda: [slot.published() for slot in slots],
+            )
+
+        self.engine = take(engine, lambda made: made.close())
+        holder = self._holder()
+        assert holder is not None
+        # Also at interpreter exit: peers are told goodbye.
+        take(lambda: weakref.finalize(holder, _end, self.engine), weakref.finalize.detach)
+        return self.engine
+
+    def serve(
+        self,
+        module: nn.Module,
+        unit: Unit,
+        compute: Callable[[UnitOperand, int], Callable[..., torch.Tensor]],
+        scope: Scope | None = None,
+        *,
+        transposed: bool = False,
+    ) -> None:
+        """From now on `module` computes with `unit`. compute(operand, handle): see `fused` and `gathered`.
+
+        scope: when whoever reads the module's parameters gets whole ones; None: never. transposed: a linear whose weight is
+        [in, out]."""
+        operand = UnitOperand(self.engine, unit, transposed=transposed)
+        handle = register_operand(operand)
+        slots: Any = unit.slots
+        reads = Reads(operand, handle, slots, scope, self._reads) if scope is not None else None
+        serve(self.transaction, module, Service(module, compute(operand, handle), slots, reads))
+
+    def finish(
+        self, rows: list[ParameterRow], config: CommFuseConfig, *, names: Sequence[str], minimum_bytes_per_step: int
+    ) -> Report:
+        """The report; from now on `attachment_of(holder)` finds this attachment. names: of the parameters, in order."""
+        place = {name: number for number, name in enumerate(names)}
+        transport = self.engine.transport
+        self.report = Report(
+            sorted(rows, key=lambda row: place.get(row.name, len(place))),
+            transport=transport.name,
+            transport_reason=self._transport_reason,
+            config=config,
+            probe=self.engine.probe,
+            world_size=transport.world_size,
+            minimum_bytes_per_step=minimum_bytes_per_step,
+            kernels=self.engine.kernel_explainer(),
+            reads=self._reads.gathers,
+            memory=self.engine.footprint(),
+        )
+        self.transaction.set(vars(self._holder()), ATTACHMENT, self)
+        return self.report
+
+    # ---- ending ------------------------------------------------------------------------------------------------------
+    def remove(self) -> None:
+        """Take everything back. Raises the first error that an undo raised, after all of them have run."""
+        error = self.transaction.roll_back()
+        if error is not None:
+            raise error
+
+    # ---- copies ------------------------------------------------------------------------------------------------------
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return nothing, ()
+
+
+def _end(engine: Engine) -> None:
+    """The holder has gone. Garbage is collected in any thread: also in one that the transport joins, or that has its lock."""
+    if threading.current_thread() is threading.main_thread():
+        engine.close()
+    else:
+        threading.Thread(target=engine.close, name="commfuse-close", daemon=True).start()
+
+
+def attachment_of(holder: Any) -> Attachment | None:
+    """What CommFuse has on a model (or another object that it was switched on for); None for copies of it."""
+    found = vars(holder).get(ATTACHMENT)
+    return found if found is not None and found._holder() is holder else None
+
+
+@contextlib.contextmanager
+def attaching(holder: Any, ranks: Ranks | None = None) -> Iterator[Attachment]:
+    """`with attaching(model) as attachment`: what its body does to anything is taken back if the body raises."""
+    attachment = Attachment(holder, ranks if ranks is not None else Ranks([]))
+    try:
+        yield attachment
+    except BaseException:
+        attachment.transaction.roll_back()
+        raise
+
+
+def attach(holder: Any, ranks: Ranks, install: Callable[[Attachment], Report]) -> Report:
+    """Collective: `install` on all ranks, or on none. ranks: the first group is the one that the transport is opened over."""
+    with attaching(holder, ranks) as attachment:
+        return ranks.together(lambda: install(attachment))
+
+
+def fused(form: LinearForm, kind: type[nn.Module] = nn.Linear) -> Callable[[UnitOperand, int], Callable[..., torch.Tensor]]:
+    """What a module of class `kind` computes that is a linear of this form. (The operand must be as transposed as the form.)"""
+
+    def make(operand: UnitOperand, handle: int) -> Callable[..., torch.Tensor]:
+        def compute(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+            return fused_linear(input, operand, handle, operand.partial_dtype)
+
+        def otherwise(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+            return own(module, gather_parameters(operand, handle), input)
+
+        return called_as(form, kind, compute, otherwise)
+
+    own = own_forward(kind)
+    return make
+
+
+def called_as(
+    form: LinearForm,
+    kind: type[nn.Module],
+    compute: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+    otherwise: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+) -> Callable[..., torch.Tensor]:
+    """`compute`, called as the forward of `kind` is; `otherwise` under an autocast under which `kind` is not like a linear."""
+
+    def by_name(module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(args) + len(kwargs) != 1 or (kwargs and form.argument not in kwargs):
+            return kind.forward(module, *args, **kwargs)  # says what is wrong
+        input = args[0] if args else kwargs[form.argument]
+        if not form.autocast and torch.is_autocast_enabled(input.device.type):
+            return otherwise(module, input)
+        return compute(module, input)
+
+    return compute if form.autocast and form.argument == "input" else by_name
+
+
+def gathered(
+    function: Callable[[Any, torch.Tensor, Sequence[torch.Tensor]], torch.Tensor],
+) -> Callable[[UnitOperand, int], Callable[..., torch.Tensor]]:
+    """What a module computes over parameters gathered whole. function: of `whole_function`."""
+
+    def make(operand: UnitOperand, handle: int) -> Callable[..., torch.Tensor]:
+        def compute(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+            return function(module, input, gather_parameters(operand, handle))
+
+        return compute
+
+    return make
+
+
+def remove_from(holder: Any, missing: str) -> None:
+    """Take CommFuse off `holder`. Raises ConfigError with the text `missing` if it is not on."""
+    from commfuse_dp.errors import ConfigError
+
+    attachment = attachment_of(holder)
+    if attachment is None:
+        raise ConfigError(missing)
+    attachment.remove()

@@ -1,0 +1,91 @@
+"""What CommFuse does with every parameter of a model, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.engine.room import Footprint
+from commfuse_dp.probe import Probe
+
+Path = Literal["fused", "gathered", "hooks", "stock", "plain"]
+
+MEANING = {
+    "fused": "GEMM by slices: forward, dgrad and wgrad overlap their own communication",
+    "gathered": "gathered whole in the same stream of slices, prefetched; compute unfused",
+    "hooks": "gathered and reduced whole by the framework, over CommFuse's all-gather and reduce-scatter",
+    "stock": "left to the framework as it was",
+    "plain": "claimed, but CommFuse is off: blocking collectives, compute unfused",
+}
+
+
+class ParameterRow(NamedTuple):
+    name: str
+    path: Path
+    reason: str
+    numel: int
+
+
+class Report:
+    """Result of `apply`. `print(report)` shows the path and the reason of every parameter, equal ones together."""
+
+    def __init__(
+        self,
+        rows: list[ParameterRow],
+        *,
+        transport: str,
+        transport_reason: str,
+        config: CommFuseConfig,
+        probe: Probe,
+        world_size: int,
+        minimum_bytes_per_step: int,
+        kernels: Callable[[], Sequence[Any]] = tuple,
+        reads: Mapping[str, int] | None = None,
+        memory: Footprint | None = None,
+    ) -> None:
+        self.rows = rows
+        self.memory = memory
+        """Bytes that CommFuse holds on this rank; None: nothing."""
+        self.transport = transport
+        self.transport_reason = transport_reason
+        self.config = config
+        self.probe = probe
+        self.world_size = world_size
+        self.kernels = kernels
+        """On a GPU: what computes each product of the fused layers so far, and why; rows of kernels/choice.py."""
+        self.reads = reads if reads is not None else {}
+        """Layer -> how often so far it was gathered whole because a forward read its parameters beside the layer's own call."""
+        self.minimum_bytes_per_step = minimum_bytes_per_step
+        """Bytes one rank receives in a textbook step: (N-1)/N x (parameters of every all-gather + gradients), with two
+        all-gathers of whatever is resharded after forward. The window can go below it: see engine/window.py."""
+
+    def numel_by_path(self) -> dict[str, int]:
+        total: Counter[str] = Counter()
+        for row in self.rows:
+            total[row.path] += row.numel
+        return dict(total)
+
+    def __str__(self) -> str:
+        whole = sum(row.numel for row in self.rows) or 1
+        lines = [f"CommFuse: {self.world_size} ranks, transport {self.transport} ({self.transport_reason})"]
+        if self.memory is not None:
+            lines.append(f"  memory: {self.memory}")
+        for path, numel in sorted(self.numel_by_path().items(), key=lambda item: -item[1]):
+            lines.append(f"  {path:<9}{numel:>14,} parameters {100 * numel / whole:5.1f} %  {MEANING[path]}")
+        lines.append("")
+        width = max((len(row.name) for row in self.rows), default=4)
+        for row in self.rows:
+            lines.append(f"  {row.name:<{width}}  {row.path:<9} {row.reason}")
+        if self.reads:
+            lines += ["", "  read beside their layer's own call so far, and gathered whole and reduced once more for that"]
+            lines += ["  (exclude=[name] leaves a layer to the framework, which may be cheaper):"]
+            lines += [f"    {name:<{width}}  {count} times" for name, count in self.reads.items()]
+        products = self.kernels()
+        if products:
+            lines += ["", "  products so far (tokens x columns x rows of all slices):"]
+            for row in products:
+                product = f"{row.op:<8} {row.product:<22} {row.dtype:<18} {row.slices:>3} slices"
+                lines.append(f"  {product}  {row.backend:<7}{row.tiles}  {row.why}")
+        return "\n".join(lines)

@@ -1,0 +1,107 @@
+"""A module's parameter as the engine sees it, held by weak references: see [Note: Who holds whom] in __init__.py."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+
+import torch
+from torch import nn
+
+from commfuse_dp.errors import CommFuseError
+
+KNOWN = "_commfuse_known"  # in the dictionary of a served module: the parameters that its slots know
+_PUBLISHED = "published "  # before the name of a parameter, in the same dictionary
+
+
+def held(module: nn.Module, name: str) -> torch.Tensor | None:
+    """What a module really holds under `name`, also where its dictionary of parameters answers readers with something else."""
+    param: torch.Tensor | None = module.__dict__["_parameters"].get(name)  # not module._parameters: see reads.py
+    return param
+
+
+class ModuleSlot(ABC):
+    """A `ParamSlot` (engine/plan.py) that looks its parameter up anew at each use: conversions and checkpoints replace it.
+
+    A parameter that does not `fit` (a whole tensor that `torch.func.functional_call` has put there for the length of a call,
+    say) is not taken: the module's own forward computes with it, and the engine goes on with the last one that fitted.
+
+    [Note: No weak references to parameters]
+    `Module.to` and `Module.to_empty` swap a parameter's contents for new ones, which torch refuses for a tensor that anything
+    refers to weakly. And a strong reference from here would keep alive whatever a gradient hook of the parameter refers to.
+    So parameters are remembered in the dictionary of their own module, under `KNOWN`, from when it is served.
+    """
+
+    def __init__(self, name: str, module: nn.Module, param_name: str) -> None:
+        self.name = name
+        self.param_name = param_name
+        self._module = weakref.ref(module)
+        self.shape = tuple(self.parameter.shape)
+
+    @abstractmethod
+    def fits(self, param: torch.Tensor) -> bool:
+        """Whether this is a parameter sharded as the engine expects it."""
+
+    @abstractmethod
+    def local_of(self, param: torch.Tensor) -> torch.Tensor:
+        """This rank's part of it: the same memory, no autograd."""
+
+    @abstractmethod
+    def deliver_to(self, param: torch.Tensor, grad: torch.Tensor) -> None:
+        """Set or accumulate the gradient of this rank's part, and run the parameter's gradient hooks."""
+
+    def holds_known(self, module: nn.Module) -> bool:
+        """Whether `module` holds a parameter of ours under this name."""
+        param = held(module, self.param_name)
+        if torch.compiler.is_compiling():  # in a graph: no state of ours, whose changes would be part of the graph
+            return param is not None and self.fits(param)
+        known = module.__dict__.get(KNOWN)
+        if known is not None and param is known.get(self.param_name):
+            return param is not None
+        if param is None or not self.fits(param):
+            return False
+        if known is not None:
+            known[self.param_name] = param
+        return True
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The module's own, or the last one that fitted. Raises CommFuseError if neither exists."""
+        module = self._module()
+        if module is not None and self.holds_known(module):
+            return held(module, self.param_name)  # type: ignore[return-value]
+        last = self._remembered(self.param_name)
+        if last is None:
+            raise CommFuseError(
+                f"parameter {self.name!r} has gone, or is sharded in another way than when CommFuse was switched on. Call "
+                "commfuse_dp.remove(model) before such a change and apply() again afterwards."
+            )
+        return last  # type: ignore[return-value]
+
+    def _remembered(self, key: str) -> torch.Tensor | None:
+        module = self._module()
+        return None if module is None else module.__dict__.get(KNOWN, {}).get(key)
+
+    def published(self) -> None:
+        """The values that the parameter has now are those of the step: so is its gradient."""
+        module = self._module()
+        if module is not None and KNOWN in module.__dict__:
+            module.__dict__[KNOWN][_PUBLISHED + self.param_name] = self.parameter
+
+    def local(self) -> torch.Tensor:
+        return self.local_of(self.parameter)
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        return self.parameter.dtype
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.parameter.requires_grad
+
+    keeps_delivered = True  # it becomes .grad
+
+    def deliver(self, grad: torch.Tensor) -> None:
+        """To the parameter that was published, which `functional_call` may have taken away since."""
+        param = self._remembered(_PUBLISHED + self.param_name)
+        self.deliver_to(param if param is not None else self.parameter, grad)

@@ -1,0 +1,89 @@
+"""The callback, and the wrapper for Fabric's `setup_module`, which calls no callback."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from commfuse_dp.integrations.attach.announce import announce
+from commfuse_dp.integrations.wrapped import called_roots, kind_of
+from torch import nn
+
+from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback
+elif "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+    from pytorch_lightning.callbacks import Callback
+else:
+    from lightning.pytorch.callbacks import Callback
+
+
+class CommFuseCallback(Callback):
+    """Switches CommFuse on for what the strategy of a Trainer or a Fabric makes of the model.
+
+    Args:
+        config: settings; None: those of the environment (COMMFUSE_*).
+
+    reports: one for each model, or part of it, that is served. Raises ConfigError when the fit (Trainer) or `setup` (Fabric)
+    begins, if nothing can be served, MismatchError, TransportError.
+
+    | strategy | path |
+    | --- | --- |
+    | ModelParallelStrategy (`fully_shard` in configure_model or parallelize_fn) | fused, as `commfuse_dp.apply` |
+    | DDPStrategy | gradients over CommFuse's collectives, as `register_ddp` |
+    | FSDPStrategy | gradients over CommFuse's collectives, as `register_fsdp1` |
+    """
+
+    def __init__(self, config: CommFuseConfig | None = None) -> None:
+        if config is not None and not isinstance(config, CommFuseConfig):
+            raise ConfigError(f"config must be a CommFuseConfig, got {type(config).__name__}; use CommFuseConfig(**settings)")
+        self.config = config
+        self.reports: list[Any] = []
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Trainer: the strategy has wrapped the model, nothing has run yet."""
+        model = trainer.strategy.model
+        self._serve(list(called_roots(model)) if model is pl_module else [model], trainer.is_global_zero, model)
+
+    def on_after_setup(self, fabric: Any, module: Any) -> None:
+        """Fabric, at the end of `setup`."""
+        model = module._forward_module
+        self._serve([model], fabric.is_global_zero, model)
+
+    def _serve(self, models: list[nn.Module], first_process: bool, model: nn.Module) -> None:
+        reports = serve_all(models, model, self.config)
+        self.reports += reports
+        if first_process:
+            for report in reports:
+                announce(str(report).partition("\n\n")[0])
+
+
+def parallelized(shard: Callable[..., nn.Module], config: CommFuseConfig | None = None) -> Callable[..., nn.Module]:
+    """The function for Fabric's `ModelParallelStrategy` with CommFuse switched on behind it.
+
+    shard(model, device_mesh) applies `fully_shard` and returns the model. config: as for `commfuse_dp.apply`.
+    """
+
+    @functools.wraps(shard)
+    def shard_and_serve(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        sharded = shard(model, *args, **kwargs)
+        serve_all([sharded], sharded, config)
+        return sharded
+
+    return shard_and_serve
+
+
+def serve_all(models: list[nn.Module], whole: nn.Module, config: CommFuseConfig | None) -> list[Any]:
+    """Serve each model that is not served yet; returns the reports. Collective. Raises ConfigError if nothing can be served."""
+    kinds = [(model, kind) for model in models if (kind := kind_of(model)) is not None]
+    if not kinds:
+        raise ConfigError(
+            f"CommFuse for Lightning found nothing to serve in this {type(whole).__name__}. It serves ModelParallelStrategy "
+            "(call fully_shard in configure_model, or in the function given to Fabric's), DDPStrategy and FSDPStrategy. For "
+            "DeepSpeedStrategy put the commfuse block into its JSON; with one process leave the callback away."
+        )
+    return [kind.serve(model, config) for model, kind in kinds if not kind.served(model)]

@@ -1,0 +1,83 @@
+"""Which adapter serves a model that a framework has wrapped: for launchers and trainers that wrap models of any kind.
+
+| wrapped as | served by |
+| --- | --- |
+| DistributedDataParallel | the hook of `integrations.ddp` |
+| FullyShardedDataParallel | the hook of `integrations.fsdp1` |
+| modules that `fully_shard` was applied to | `commfuse_dp.apply` |
+
+DeepSpeed is not among them: its engine is served out of `deepspeed.initialize`, by the block in its JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from commfuse_dp.config import CommFuseConfig
+
+
+class Kind(NamedTuple):
+    """How one kind of wrapped model is served."""
+
+    name: str
+    serve: Callable[[Any, CommFuseConfig | None], Any]  # (model, config) -> report; collective
+    served: Callable[[Any], bool]  # CommFuse is on for the model already
+    obstacle: Callable[[Any], str | None]  # why the model cannot be served; None: it can
+    waits_for_training: bool  # serving waits for the first forward in training: a rank may evaluate alone
+
+
+def kind_of(model: Any) -> Kind | None:
+    """None: a model that nothing is to be done for."""
+    if isinstance(model, DistributedDataParallel):
+        from commfuse_dp.integrations.ddp import DDPState, register_ddp
+
+        return Kind("DDP", register_ddp, lambda m: isinstance(_ddp_hook(m)[0], DDPState), _hook_of_the_script, True)
+    if isinstance(model, FullyShardedDataParallel):
+        from commfuse_dp.integrations.fsdp1 import obstacle, register_fsdp1
+        from commfuse_dp.integrations.fsdp1_compat import registered_hook
+
+        return Kind("FSDP1", register_fsdp1, lambda m: _is_ours(registered_hook(m)), obstacle, False)
+    if isinstance(model, nn.Module) and any(isinstance(module, FSDPModule) for module in model.modules()):
+        from commfuse_dp.integrations.fsdp2.apply import engine_of
+
+        import commfuse_dp
+
+        return Kind("FSDP2", commfuse_dp.apply, lambda m: engine_of(m) is not None, lambda m: None, False)
+    return None
+
+
+def called_roots(model: nn.Module) -> Iterator[nn.Module]:
+    """For a module whose own forward no step calls (a LightningModule's methods are): its parts that hold all its FSDP2 modules
+    and that are called themselves. Containers that only hold modules are none of them."""
+    for child in model.children():
+        if not any(isinstance(module, FSDPModule) for module in child.modules()):
+            continue
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not isinstance(child, FSDPModule):
+            yield from called_roots(child)
+        else:
+            yield child
+
+
+def _ddp_hook(model: DistributedDataParallel) -> tuple[Any, Any]:
+    """(state, hook) of the communication hook that is registered; DDP allows one."""
+    for hook, state in getattr(model, "_comm_hooks", ()):
+        return state, hook
+    return None, None
+
+
+def _hook_of_the_script(model: DistributedDataParallel) -> str | None:
+    hook = _ddp_hook(model)[1]
+    return None if hook is None else f"the script set a communication hook of its own ({_name(hook)})"
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("commfuse_dp.")
+
+
+def _name(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", hook))

@@ -1,0 +1,158 @@
+"""Rules of the package that no other test would notice: who imports whom, what importing costs, frozen names."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import commfuse_dp
+from commfuse_dp import CommFuseConfig
+
+ROOT = Path(commfuse_dp.__file__).parent
+INTEGRATIONS = ROOT.parent / "integrations"
+
+# A room imports only rooms to its left, and the modules of the foundation.
+ROOMS = ("schedule", "device", "transport", "kernels", "collectives", "ops", "engine", "observe", "integrations", "cli")
+FOUNDATION = ("errors", "probe", "config", "autoload", "mpi_launch")
+ENTRIES = ("run",)  # modules that a user starts with: above all rooms
+STRANGERS = {("transport", "schedule"), ("kernels", "transport")}  # neither needs the other: whoever uses both joins them
+FRAMEWORKS = ("deepspeed", "accelerate", "transformers", "lightning", "pytorch_lightning")
+HEAVY = ("deepspeed", "accelerate", "lightning", "mpi4py", "triton", "matplotlib", "typer", "rich")
+
+
+def files() -> list[tuple[str, Path]]:
+    """(room, file) of every source file; room '' is the foundation, 'package' the package's own __init__ and the entries."""
+    found = [
+        (path.relative_to(ROOT).parts[0] if len(path.relative_to(ROOT).parts) > 1 else "", path) for path in ROOT.rglob("*.py")
+    ]
+    found += [("integrations", path) for path in INTEGRATIONS.rglob("*.py")]
+    above = {ROOT / "__init__.py", *(ROOT / f"{name}.py" for name in ENTRIES)}
+    return [("package" if path in above else room, path) for room, path in found]
+
+
+def imports(path: Path) -> list[tuple[int, str]]:
+    """(line, module) of every import in a file, also those inside functions and `importlib.import_module("...")`; not those
+    for type checking only."""
+    tree = ast.parse(path.read_text())
+    skipped = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            module = node.module or ""
+            found.append((node.lineno, module))
+            found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            found += [(node.lineno, str(node.args[0].value))] if name == "import_module" else []
+    return found
+
+
+def room_of(module: str) -> str | None:
+    """Room of an imported module of this package; '' for the foundation; None for anything else."""
+    parts = module.split(".")
+    if parts[0] != "commfuse_dp":
+        return None
+    if len(parts) == 1 or parts[1] not in ROOMS:
+        return ""
+    return parts[1]
+
+
+def test_every_folder_is_a_room():
+    assert {room for room, _ in files()} <= {"", "package", *ROOMS}
+    assert {path.stem for room, path in files() if room == ""} == set(FOUNDATION)
+
+
+def test_imports_point_down_the_list_only():
+    wrong = []
+    for room, path in files():
+        for line, module in imports(path):
+            target = room_of(module)
+            if target is None or target == "" or room == "package":
+                continue
+            allowed = room != "" and ROOMS.index(target) <= ROOMS.index(room) and (room, target) not in STRANGERS
+            if not allowed:
+                wrong.append(f"{path.name}:{line}: {room or 'foundation'} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_rule_can_fail():
+    assert room_of("commfuse_dp.engine.plan") == "engine" and room_of("commfuse_dp.errors") == "" and room_of("torch") is None
+    assert any(room == "engine" and room_of(module) == "transport" for room, path in files() for _, module in imports(path))
+
+
+def test_schedules_are_pure_python():
+    allowed = set(sys.stdlib_module_names) | {"commfuse_dp", "__future__"}
+    for room, path in files():
+        if room == "schedule":
+            assert {module.split(".")[0] for _, module in imports(path)} <= allowed, path
+
+
+def test_private_names_of_a_framework_are_used_in_integrations_only():
+    for room, path in files():
+        names = {module.split(".")[0] for _, module in imports(path)}
+        if room not in ("integrations", "cli"):
+            assert not names & set(FRAMEWORKS), path
+        private = [module for _, module in imports(path) if module.startswith("torch.distributed.fsdp")]
+        assert not private or room in ("integrations", "cli", "observe"), (path, private)
+
+
+def test_import_is_light_and_quiet():
+    code = (
+        "import sys, torch; before = set(sys.modules); import commfuse_dp; "
+        f"print([m for m in {HEAVY!r} if m in sys.modules and m not in before]); "
+        "from commfuse_dp.integrations import fsdp2; import commfuse_dp.ops, commfuse_dp.collectives, commfuse_dp.observe; "
+        f"print([m for m in {HEAVY!r} if m in sys.modules and m not in before])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.split("\n")[:2] == ["[]", "[]"]
+    assert not result.stderr
+
+
+def test_names_of_test_files_are_unique():
+    """Worker processes import a test's function by the name of its file alone."""
+    names = [path.name for path in (ROOT.parent / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_names_of_the_configuration_are_frozen():
+    """Users' scripts and JSON files carry them: a new one may be added here, none renamed or removed."""
+    assert set(CommFuseConfig.model_fields) == {
+        "enabled",
+        "fuse",
+        "transport",
+        "order",
+        "slices_per_rank",
+        "prefetch_bytes",
+        "inbox_bytes",
+        "exclude",
+        "defer_gather",
+        "kernels",
+        "deadline_s",
+    }
+    assert all(field.description for field in CommFuseConfig.model_fields.values())
+
+
+@pytest.mark.parametrize("name", commfuse_dp.__all__)
+def test_public_names_exist(name):
+    assert getattr(commfuse_dp, name).__doc__
+
+
+def test_rooms_are_reachable_from_the_package():
+    for name in ("collectives", "observe", "ops"):
+        assert getattr(commfuse_dp, name).__name__ == f"commfuse_dp.{name}"
+    with pytest.raises(AttributeError, match="nonsense"):
+        commfuse_dp.nonsense  # noqa: B018

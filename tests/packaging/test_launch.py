@@ -1,0 +1,125 @@
+"""The launcher: who died is named, nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from commfuse_dp.cli.launch import RankDied, Ranks, check_port, free_port
+from commfuse_dp.errors import CommFuseError
+
+SLEEP = "import time; print('up', flush=True); time.sleep(120)"
+
+
+def program(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_gone(pid: int, seconds: float = 60.0) -> bool:
+    limit = time.monotonic() + seconds
+    while is_alive(pid) and time.monotonic() < limit:
+        time.sleep(0.05)
+    return not is_alive(pid)
+
+
+def test_lines_of_all_ranks_and_their_environment() -> None:
+    code = "import os; print(os.environ['RANK'], os.environ['X']); print('second')"
+    with Ranks([program(code)] * 2, [{"RANK": str(r), "X": "y"} for r in range(2)]) as ranks:
+        lines = list(ranks.lines())
+    for rank in range(2):
+        assert [line.text for line in lines if line.rank == rank] == [f"{rank} y", "second"]
+
+
+def test_a_rank_that_fails_is_named_with_its_last_lines_and_the_others_are_ended() -> None:
+    bad = "import sys; [print('line', i, file=sys.stderr) for i in range(40)]; sys.exit('the reason')"
+    with Ranks([program(SLEEP), program(bad)], [{}, {}]) as ranks:
+        with pytest.raises(RankDied) as caught:
+            list(ranks.lines())
+        pids = ranks.pids()
+    message = str(caught.value)
+    assert "rank 1 ended with exit status 1" in message
+    assert "the reason" in message and "line 39" in message
+    assert "line 3\n" not in message, "the last lines only"
+    assert "rank 0" not in message, "rank 0 did nothing wrong"
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_killed_rank_is_named_before_those_that_failed_because_of_it(tmp_path: Path) -> None:
+    last = repr(str(tmp_path / "last"))
+    victim = f"import os, signal; open({last}, 'w').close(); os.kill(os.getpid(), signal.SIGKILL)"
+    mourner = f"import os, sys, time\nwhile not os.path.exists({last}): time.sleep(0.01)\ntime.sleep(1)\nsys.exit('lost')"
+    with Ranks([program(mourner), program(victim)], [{}, {}]) as ranks, pytest.raises(RankDied) as caught:
+        list(ranks.lines())
+    message = str(caught.value)
+    assert message.startswith("rank 1 was killed by SIGKILL")
+    assert "rank 0 ended with exit status 1" in message and "lost" in message
+
+
+def test_ranks_that_ignore_sigterm_are_killed() -> None:
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(120)"
+    with Ranks([program(stubborn)], [{}]) as ranks:
+        assert next(ranks.lines()).text == "up"
+        (pid,) = ranks.pids()
+    assert not is_alive(pid)
+
+
+def test_a_command_that_does_not_exist_leaves_no_rank_behind() -> None:
+    started: list[int] = []
+    original = subprocess.Popen.__init__
+
+    def remember(self: subprocess.Popen, *args: object, **kwargs: object) -> None:
+        original(self, *args, **kwargs)  # type: ignore[arg-type]
+        started.append(self.pid)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(FileNotFoundError):
+        patch.setattr(subprocess.Popen, "__init__", remember)
+        Ranks([program(SLEEP), ["/no/such/program"]], [{}, {}])
+    assert started and not is_alive(started[0])
+
+
+PARENT = """
+import sys
+from commfuse_dp.cli.launch import Ranks
+child = (
+    "from commfuse_dp.cli.launch import die_with_parent; import os, time; die_with_parent();"
+    "print(os.getpid(), flush=True); time.sleep(120)"
+)
+with Ranks([[sys.executable, "-c", child]] * 2, [{}, {}]) as ranks:
+    for line in ranks.lines():
+        print(line.text, flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_its_parent(number: signal.Signals) -> None:
+    parent = subprocess.Popen(program(PARENT), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert parent.stdout is not None
+    pids = [int(parent.stdout.readline()) for _ in range(2)]
+    assert all(is_alive(pid) for pid in pids)
+    os.kill(parent.pid, number)
+    parent.wait(60)
+    assert all(wait_gone(pid) for pid in pids)
+
+
+def test_a_taken_port_is_a_clear_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(CommFuseError, match=rf"port {port} on 127.0.0.1 cannot be used .*--port"):
+            check_port(port)
+    free = free_port()
+    check_port(free)

@@ -1,0 +1,239 @@
+"""One model of the sweep, in a worker: stock FSDP2 and CommFuse from equal weights on equal data, in fp32 and in bf16.
+
+    row = run(rank, world_size, case)                # the same on all ranks
+
+[Note: What equal means]
+fp32: CommFuse sums wgrads and outputs in slices, so last bits differ, and three steps carry them on. The update is compared
+(weights after the steps minus weights before): of the whole model to RTOL, of each parameter to RTOL_EACH plus a share of the
+whole, so that also a small parameter whose gradient is lost or doubled is seen. Losses of each step to RTOL. A model that is
+more sensitive than that is held against its own sensitivity: stock, begun from weights that differ in their last bits.
+bf16: two orders of summation differ by roundings of 2^-9 each, and there is no exact answer but fp32's. So both are held
+against stock's fp32 run: CommFuse's error is at most MARGIN times stock's own, for the whole, and MARGIN_EACH times for each
+parameter plus a share of its update.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import commfuse_dp
+from tests.parity.sweep.cases import Case, prepare
+
+STEPS = 3
+LEARNING_RATE = 0.1
+RTOL = 2e-4
+RTOL_EACH = 2e-3
+MARGIN = 1.5
+MARGIN_EACH = 4.0
+FLOOR = 0.02
+"""Share of a parameter's own update that a bf16 difference may have whatever stock's error is: rounding is luck."""
+
+
+class Row(NamedTuple):
+    case: Case
+    verdict: str
+    """equal, differs, error, or without a statement: "no model" (no tiny one can be made), "stock cannot" """
+    dtype: str
+    """where the verdict comes from; "" with equal"""
+    text: str
+    worst: dict[str, float]
+    """dtype -> largest relative difference of the update (fp32), or error over stock's (bf16)"""
+    paths: dict[str, int]
+    """path -> parameters (tensors) on it"""
+    reasons: dict[str, int]
+    """why tensors are not fused, hooks and stock only"""
+    seconds: float
+
+
+class Trained(NamedTuple):
+    losses: torch.Tensor
+    updates: dict[str, torch.Tensor | None]
+    """this rank's shards, float64; None: no gradient came"""
+
+
+Make = Callable[[], tuple[nn.Module, Callable[[int], Any], Callable[[Any], torch.Tensor]]]
+
+
+def run(rank: int, world_size: int, case: Case) -> Row:
+    start = time.monotonic()
+    verdict, dtype, text = "equal", "", ""
+    worst: dict[str, float] = {}
+    rows: list[Any] = []
+    try:
+        torch.manual_seed(0)
+        model, batch, loss = prepare(case)
+    except Exception as error:
+        return Row(case, "no model", "", _brief(error), {}, {}, {}, time.monotonic() - start)
+    exact: Trained | None = None
+    shard = shard_layers
+    for dtype in case.dtypes:
+        try:
+            stock, shard = _stock(model, dtype, shard, batch, loss)
+        except Exception as error:
+            if dtype == case.dtypes[0]:
+                verdict, text = "stock cannot", _brief(error)
+                break
+            text = f"{dtype}: stock cannot: {_brief(error)}"
+            continue
+        if exact is None:
+            exact = stock
+        try:
+            ours = _train(model, dtype, shard, batch, loss, rows)
+        except Exception as error:
+            verdict, text = "error", _brief(error) + "\n" + traceback.format_exc()[-2500:]
+            break
+        worst[dtype], wrong = compare(stock, ours, exact)
+        if wrong and exact is stock:  # is the model so sensitive? Then one bit more or less does the same to stock
+            shaken = _train(model, dtype, shard, batch, loss, None, shaken=True)
+            worst["shaken"], wrong = compare(shaken, ours, stock)
+        if wrong:
+            verdict, text = "differs", wrong
+            break
+    else:
+        dtype = ""
+    paths = Counter(row.path for row in rows)
+    reasons = Counter(row.reason for row in rows if row.path in ("hooks", "stock"))
+    del model
+    gc.collect()
+    return Row(case, verdict, dtype, text, worst, dict(paths), dict(reasons), time.monotonic() - start)
+
+
+def _stock(model: nn.Module, dtype: str, shard: Any, batch: Any, loss: Any) -> tuple[Trained, Any]:
+    """Layer by layer; as one group if stock itself cannot do the first (layers that are used without being called)."""
+    try:
+        return _train(model, dtype, shard, batch, loss, None), shard
+    except Exception:
+        if shard is shard_root:
+            raise
+        return _train(model, dtype, shard_root, batch, loss, None), shard_root
+
+
+def shard_layers(model: nn.Module, **options: Any) -> None:
+    """The entries of the outermost ModuleLists are layers."""
+    for layer in _layers(model):
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            found += [entry for entry in child if next(entry.parameters(), None) is not None]
+        else:
+            found += _layers(child)
+    return found
+
+
+def shard_root(model: nn.Module, **options: Any) -> None:
+    fully_shard(model, **options)
+
+
+def _train(
+    model: nn.Module, dtype: str, shard: Any, batch: Any, loss: Any, rows: list[Any] | None, *, shaken: bool = False
+) -> Trained:
+    """rows: None for stock; else CommFuse trains, and the report's rows are put there. shaken: weights in their last bits."""
+    model = copy.deepcopy(model)
+    if shaken:
+        _shake(model)
+    shard(model, **({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if dtype == "bf16" else {}))
+    if rows is not None:
+        rows[:] = commfuse_dp.apply(model).rows
+    try:
+        params = dict(model.named_parameters())
+        before = {name: _local(param).detach().clone() for name, param in params.items()}
+        touched: set[str] = set()
+        optimizer = torch.optim.SGD([param for param in params.values() if param.requires_grad], lr=LEARNING_RATE)
+        losses = []
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            value = loss(model(**batch(step)))
+            value.backward()
+            touched |= {name for name, param in params.items() if param.grad is not None}
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(value.detach().double())
+        updates = {
+            name: (_local(param).detach().double() - before[name].double()) if name in touched else None
+            for name, param in params.items()
+        }
+        return Trained(torch.stack(losses), updates)
+    finally:
+        if rows is not None and rows:
+            commfuse_dp.remove(model)
+
+
+def _shake(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.is_floating_point():
+                param.mul_(1 + 2.0**-23 * torch.randn(param.shape, generator=generator))
+
+
+def _local(param: torch.Tensor) -> torch.Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+def compare(stock: Trained, ours: Trained, exact: Trained) -> tuple[float, str]:
+    """(figure for the table, what is wrong or ""). exact is stock: compared with each other; else errors against `exact`."""
+    names = list(stock.updates)
+    if list(ours.updates) != names:
+        return float("inf"), f"parameters are {list(ours.updates)}, with stock {names}"
+    squares = torch.zeros(len(names) + 1, 3, dtype=torch.float64)  # size of the update, ours' difference, stock's own error
+    unlike = torch.zeros(len(names), dtype=torch.float64)
+    same = exact is stock
+    for index, name in enumerate(names):
+        theirs, mine, true = stock.updates[name], ours.updates[name], exact.updates[name]
+        if theirs is None or mine is None or true is None:
+            unlike[index] = float((theirs is None) != (mine is None))
+            continue
+        squares[index, 0] = true.square().sum()
+        squares[index, 1] = (mine - (theirs if same else true)).square().sum()
+        squares[index, 2] = (theirs - true).square().sum()
+    squares[-1, 0] = exact.losses.square().sum()
+    squares[-1, 1] = (ours.losses - (stock.losses if same else exact.losses)).square().sum()
+    squares[-1, 2] = (stock.losses - exact.losses).square().sum()
+    squares.nan_to_num_(nan=float("inf"))
+    dist.all_reduce(squares)
+    dist.all_reduce(unlike)
+    lost = [name for name, flag in zip(names, unlike, strict=True) if flag]
+    if lost:
+        return float("inf"), f"a gradient comes with one and not with the other: {lost[:5]} of {len(lost)}"
+    size, difference, error = squares.sqrt().unbind(1)
+    whole = squares[:-1].sum(0).sqrt()
+    tiny = 1e-30
+    if same:
+        figure = float((whole[1] / (whole[0] + tiny)).item())
+        each = difference[:-1] > RTOL_EACH * size[:-1] + RTOL * whole[0] / max(len(names), 1)
+        wrong = figure > RTOL or bool(difference[-1] > RTOL * size[-1])
+    else:
+        figure = float((whole[1] / (whole[2] + tiny)).item())
+        each = difference[:-1] > MARGIN_EACH * error[:-1] + FLOOR * size[:-1] + FLOOR * whole[0] / max(len(names), 1)
+        wrong = bool(whole[1] > MARGIN * whole[2] + 1e-3 * whole[0])
+        wrong |= bool(difference[-1] > MARGIN_EACH * error[-1] + 1e-2 * size[-1])
+    if not wrong and not each.any():
+        return figure, ""
+    order = (difference[:-1] / (size[:-1] + tiny)).argsort(descending=True)[:4]
+    parts = [f"{names[i]}: {difference[i] / (size[i] + tiny):.2g} (stock {error[i] / (size[i] + tiny):.2g})" for i in order]
+    return figure, (
+        f"update differs by {whole[1] / (whole[0] + tiny):.3g} (stock's error {whole[2] / (whole[0] + tiny):.3g}), losses by "
+        f"{difference[-1] / (size[-1] + tiny):.3g} ({error[-1] / (size[-1] + tiny):.3g}); {int(each.sum())} parameters out of "
+        f"bounds; worst: {'; '.join(parts)}"
+    )
+
+
+def _brief(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"

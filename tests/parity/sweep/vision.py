@@ -1,0 +1,129 @@
+"""The usual models of timm, at small pictures. timm names torchvision, which has no part in them, and which CPUs do without."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+_SMALL = {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 4}
+_PATCH = {**_SMALL, "patch_size": 8}
+_STAGES = {"depths": (1, 1, 1, 1), "dims": (8, 16, 16, 32)}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "vit_tiny_patch16_224": _PATCH,
+    "deit_tiny_patch16_224": _PATCH,
+    "deit3_small_patch16_224": _PATCH,
+    "beit_base_patch16_224": _PATCH,
+    "beitv2_base_patch16_224": _PATCH,
+    "eva02_tiny_patch14_224": _PATCH,
+    "cait_xxs24_224": {**_PATCH, "depth_token_only": 1},
+    "vit_relpos_small_patch16_224": _PATCH,
+    "vit_base_patch16_siglip_224": _PATCH,
+    "xcit_nano_12_p16_224": {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 4},
+    "swin_tiny_patch4_window7_224": {"img_size": 32, "embed_dim": 16, "depths": (1, 1), "num_heads": (2, 4), "window_size": 4},
+    "swinv2_tiny_window8_256": {"img_size": 32, "embed_dim": 16, "depths": (1, 1), "num_heads": (2, 4), "window_size": 4},
+    "convnext_atto": {**_STAGES},
+    "convnextv2_atto": {**_STAGES},
+    "mixer_s32_224": {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_blocks": 2},
+    "resmlp_12_224": {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_blocks": 2},
+    "gmlp_ti16_224": {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_blocks": 2},
+    "resnet18": {"channels": (8, 16, 16, 32)},
+    "resnet26": {"channels": (8, 8, 8, 16)},
+    "resnext26ts": {},
+    "regnetx_002": {},
+    "efficientnet_b0": {"channel_multiplier": 0.2},
+    "mobilenetv3_small_050": {},
+    "densenet121": {"growth_rate": 4, "block_config": (2, 2, 2, 2)},
+    "edgenext_xx_small": {},
+    "pvt_v2_b0": {},
+    "poolformer_s12": {},
+    "levit_128s": {},
+    "twins_svt_small": {"img_size": 32, "embed_dims": (16, 16, 32, 32), "depths": (1, 1, 1, 1)},
+    "coat_lite_tiny": {"img_size": 32},
+    "maxvit_nano_rw_256": {"img_size": 64},
+    "visformer_tiny": {"img_size": 32},
+}
+PICTURE = {"levit_128s": 224, "maxvit_nano_rw_256": 64}
+
+
+def prepare(name: str) -> tuple[nn.Module, Callable[[int], dict[str, Any]], Callable[[Any], torch.Tensor]]:
+    with _no_torchvision():
+        import timm
+
+    torch.manual_seed(0)
+    model = timm.create_model(name, pretrained=False, num_classes=5, **MODELS[name])
+    size = sum(param.numel() for param in model.parameters())
+    if size > 20_000_000:
+        raise ValueError(f"{size:,} parameters: not tiny")
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        if type(module).__name__ == "DropPath":
+            module.drop_prob = 0.0
+    model.train()
+    side = PICTURE.get(name, 32)
+
+    def batch(step: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+        return {"x": torch.randn(4, 3, side, side, generator=generator)}
+
+    def loss(output: Any) -> torch.Tensor:
+        return F.cross_entropy(output.float(), torch.arange(4) % 5)
+
+    loss(model(**batch(0))).backward()
+    model.zero_grad()
+    return model, batch, loss
+
+
+@contextlib.contextmanager
+def _no_torchvision() -> Iterator[None]:
+    """While timm is imported, torchvision is a module in which every name is a class of its own."""
+    if "timm" in sys.modules:
+        yield
+        return
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]  # others ask whether it is there
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] != "torchvision":
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _Anything(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__version__ = "0"  # type: ignore[attr-defined]
+
+
+class _Named(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name  # the members of an enumeration
+
+
+class _Anything(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(self, name, _Named(name, (), {}))
+        return getattr(self, name)

@@ -1,0 +1,183 @@
+"""The engine over device-ordered waits: the random programs of test_engine.py on a simulated device that finds every race.
+
+Torch's own operations count as work of the stream that is current (`Watched`), so that a GEMM that reads a slice before its
+wait, a buffer that is written again under a reader, or a gradient that is read before its sum are errors whatever the order in
+which things happened to run. Side streams run in an order drawn from a seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from commfuse_dp.device.base import Event
+from commfuse_dp.engine.buffers import BufferPool
+from commfuse_dp.engine.gradients import GradientStream
+from commfuse_dp.engine.ordering import StreamOrdering
+from commfuse_dp.engine.whole import _ReadTable
+from commfuse_dp.engine.window import Held
+from commfuse_dp.errors import ConfigError
+from commfuse_dp.kernels.table import SliceTable
+from commfuse_dp.transport.base import ExchangeFn, Transport
+from tests.simulated.test_engine import Step, base_case, cases, run_program
+from tests.support.fake_device import FakeWorld, Race, Watched
+from tests.support.fake_symmetric import open_fake
+
+
+def run_on_device(case: dict[str, Any], **settings: Any) -> None:
+    n = case["world_size"]
+    world = FakeWorld(n, seed=case["seed"], deferred=False)
+
+    def open_transport(rank: int, exchange: ExchangeFn) -> Transport:
+        return open_fake(world, rank, exchange, inbox_bytes=case["bytes"], deadline_s=20.0, **settings)
+
+    @contextmanager
+    def watching(transport: Transport) -> Iterator[None]:
+        with Watched(world.devices[transport.rank]):
+            if case["seed"] % 2:  # measuring changes nothing
+                transport.probe.watch()
+            yield
+            transport.probe.settle()
+
+    run_program(case, open_transport, watching)
+
+
+@pytest.fixture
+def watched_buffers(monkeypatch):
+    """Every buffer of the engine's pool is looked at by the simulation, not only those that are copied to or from."""
+    make = BufferPool._make
+
+    def watched(self: BufferPool, nbytes: int) -> Any:
+        buffer, event = make(self, nbytes)
+        if isinstance(self._ordering, StreamOrdering):
+            self._ordering._device.world.keep(buffer)  # type: ignore[attr-defined]
+        return buffer, event
+
+    monkeypatch.setattr(BufferPool, "_make", watched)
+
+
+IGNORED = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture]
+
+
+@settings(max_examples=40, suppress_health_check=IGNORED)
+@given(cases().map(lambda case: {**case, "bytes": 1 << 16}), st.sampled_from(["auto", "blas"]))
+def test_random_programs_on_a_device(watched_buffers, case, kernels):
+    """auto: whole layers as one product (whole.py), blas: slice by slice."""
+    run_on_device({**case, "kernels": kernels})
+
+
+def chained(case: dict[str, Any]) -> dict[str, Any]:
+    """ZeRO-1/2 among three and more ranks; inboxes hold one slice (of at most the whole matrix), or two."""
+    return {**case, "layout": "replicated", "bias": False, "world_size": 3 + case["seed"] % 3, "bytes": min(case["bytes"], 600)}
+
+
+@settings(max_examples=25, suppress_health_check=IGNORED)
+@given(cases().map(chained))
+def test_chains_need_room_for_one_slice_only(watched_buffers, case):
+    """See [Note: Order of a chain] in stream_chain.py."""
+    run_on_device(case)
+
+
+def test_ranks_that_share_a_gpu():
+    """Kernels must not wait there themselves: the stream does, for all slices, before the kernel."""
+    run_on_device(base_case(bytes=1 << 16), kernels_may_wait=False)
+
+
+# ---- the simulation catches what these tests are for -------------------------------------------------------------------
+def _old_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window buffer comes back with an event that has long passed: it is written again under its reader."""
+    give = BufferPool.give
+
+    def hasty(self: BufferPool, buffer: torch.Tensor, mark: Event | None = None) -> None:
+        give(self, buffer, mark)
+        free = self._of(buffer.numel())
+        vars(self).setdefault("first", free[-1][1])
+        free[-1] = (buffer, vars(self)["first"])
+
+    monkeypatch.setattr(BufferPool, "give", hasty)
+
+
+def _old_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel waits for the words of the pull before."""
+    of = _ReadTable.of
+
+    def hasty(self: _ReadTable, held: list[Held]) -> tuple[SliceTable, int]:
+        table, epoch = of(self, held)
+        return table, epoch - 1
+
+    monkeypatch.setattr(_ReadTable, "of", hasty)
+
+
+def _old_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel reads where the slices lay in the step before."""
+    repoint = SliceTable.repoint
+    monkeypatch.setattr(SliceTable, "repoint", lambda self, data, *more: repoint(self, [e.data for e in self.entries], *more))
+
+
+def _no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum reads the own partial without waiting for the stream that computes it."""
+
+    @contextmanager
+    def reducing(self: StreamOrdering) -> Iterator[None]:
+        self._joined = False
+        with self._device.on(self._reduce):
+            yield
+
+    monkeypatch.setattr(StreamOrdering, "reducing", reducing)
+
+
+def _no_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients are read by a stream that does not wait for the sums."""
+    monkeypatch.setattr(StreamOrdering, "join", lambda self: None)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "blas"])
+@pytest.mark.parametrize("mistake", [None, _old_event, _old_words, _no_wait, _no_join])
+def test_a_mistake_is_a_race(monkeypatch, mistake, kernels):
+    own_buffer, deliver = GradientStream._own_buffer, GradientStream._deliver
+
+    def watched(self: GradientStream, scatter: Any) -> torch.Tensor:
+        buffer = own_buffer(self, scatter)
+        self._transport.device.world.keep(buffer)  # type: ignore[union-attr]
+        return buffer
+
+    def delivered(self: GradientStream, scatter: Any, total: torch.Tensor) -> None:
+        deliver(self, scatter, total)
+        world, stream = self._transport.device.world, self._transport.device.current_stream()  # type: ignore[union-attr]
+        for slot in scatter.unit.slots:
+            if slot.grad is not None:
+                world.keep(slot.grad)
+                world.access(stream, slot.grad, write=True, what="deliver")
+
+    monkeypatch.setattr(GradientStream, "_own_buffer", watched)
+    monkeypatch.setattr(GradientStream, "_deliver", delivered)
+    case = base_case(bytes=1 << 12, kernels=kernels)  # a window of a few slices, whose buffers go round
+    if mistake is None or (mistake is _old_words and kernels == "blas"):
+        run_on_device(case)
+        return
+    mistake(monkeypatch)
+    with pytest.raises(Race):
+        run_on_device(case)
+
+
+def test_an_old_table_is_wrong(monkeypatch):
+    """Bytes that are long there, of another slice: no race, but numbers that differ."""
+    _old_table(monkeypatch)
+    with pytest.raises(AssertionError):
+        run_on_device(base_case(bytes=1 << 12))
+
+
+def test_slices_that_are_not_used_after_all():
+    run_on_device(base_case(bytes=1 << 16, steps=[Step([0, 1, 2, 3]), Step([0, 3, 3]), Step([0]), Step([0, 1, 2, 3])]))
+
+
+def test_an_inbox_that_is_too_small_is_refused_with_the_size_that_it_needs():
+    wanted = r"layer 'layer\d'.*inbox_bytes must be at least twice as large.*Set inbox_bytes to \d+"
+    with pytest.raises(ConfigError, match=wanted):
+        run_on_device(base_case(bytes=264))

@@ -1,0 +1,561 @@
+"""Transport 'symmetric' in streams: whole steps in many legal orders, what a missing wait looks like, and how it fails.
+
+A program is enqueued on all ranks before anything runs; then the streams run in an order drawn from a seed (fake_device.py).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from commfuse_dp.device.base import Batch, Event, Word
+from commfuse_dp.errors import MismatchError, PeerLostError, TransportError, Where
+from commfuse_dp.transport import symmetric, symmetric_watch
+from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, CHANNEL_GRAD, PullRequest, Tag
+from commfuse_dp.transport.symmetric import SymmetricTransport
+from commfuse_dp.transport.symmetric_core import Core
+from commfuse_dp.transport.symmetric_messages import Messages
+from commfuse_dp.transport.symmetric_ring import Outbox, PlaceRing, StagingRing
+from commfuse_dp.transport.symmetric_windows import Pull, Windows
+from tests.support.fake_device import FakeBatch, FakeEvent, FakeWorld, Race, Stuck
+from tests.support.fake_symmetric import die, open_fake
+from tests.support.threads import ExchangeFn, run_ranks
+from tests.support.transports import pattern
+
+WHERE = Where("blocks.3.fc", 12, "2/1", 4711)
+Body = Callable[[SymmetricTransport, ExchangeFn], Any]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symmetric, "CLOSE_S", 0.3)
+    monkeypatch.setattr(symmetric_watch, "SUSPECT_S", 0.05)
+    symmetric._never_freed.clear()  # of a test that broke the transport
+
+
+def run(world: FakeWorld, body: Body, *, inbox_bytes: int = 1024, deadline_s: float = 20.0, sizes: Any = None) -> list[Any]:
+    def main(rank: int, exchange: ExchangeFn) -> Any:
+        transport = open_fake(world, rank, exchange, inbox_bytes=inbox_bytes, deadline_s=deadline_s)
+        try:
+            if sizes is not None:
+                transport.expose(sizes)
+            return body(transport, exchange)
+        finally:
+            world.deferred = world.strict = False  # what close() enqueues runs by itself
+            transport.close()
+
+    return run_ranks(world.world_size, main, timeout_s=30)
+
+
+# ---- whole steps -------------------------------------------------------------------------------------------------------
+SIZES = [[200, 264, 136], [64, 64, 64]]
+EPOCHS = 3
+
+
+class Step:
+    """Steps of one rank: publish, pull through two buffers, read directly, send gradients, sum them on a side stream."""
+
+    def __init__(self, transport: SymmetricTransport) -> None:
+        self.transport, self.device = transport, transport.device
+        self.rank, self.n = transport.rank, transport.world_size
+        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # what was read, what it must be
+        count = self.n - 1  # too few for an epoch: they are used again while the epoch lasts
+        self.buffers: list[tuple[torch.Tensor, Event | None]] = [
+            (torch.zeros(264, dtype=torch.uint8), None) for _ in range(count)
+        ]
+
+    def launch(self, function: Callable[[], object], **memory: Any) -> None:
+        self.device.launch(function, **memory)  # type: ignore[attr-defined]
+
+    def read(self, source: torch.Tensor, expected: torch.Tensor) -> None:
+        target = torch.zeros_like(source)
+        self.seen.append((target, expected))
+        self.launch(lambda: target.copy_(source), reads=[source], writes=[target])
+
+    def run(self) -> None:
+        for epoch in range(1, EPOCHS + 1):
+            self.transport.wait_finished(epoch - 1, WHERE)
+            for key in range(2):
+                segment, data = self.transport.segment(key), pattern(self.rank, key, epoch, nbytes=SIZES[key][self.rank])
+                self.launch(lambda s=segment, d=data: s.copy_(d), writes=[segment])
+                self.transport.publish(key, epoch, more=True)
+            self.transport.push()
+            if epoch > 1:  # from now on a wait for all keys of an owner serves
+                self.transport.publish_complete(epoch)
+            self.windows(epoch)
+            self.gradients(epoch)
+            self.transport.finish(epoch)
+
+    def windows(self, epoch: int) -> None:
+        owners = [(self.rank + step) % self.n for step in range(self.n)]
+        together = self.n - 1 if epoch == EPOCHS else 0  # so many with one call
+        requests = []
+        for owner in owners[:together]:
+            whole, free = self.buffers.pop(0)
+            requests.append((whole, PullRequest(owner, 0, 0, SIZES[0][owner], whole[: SIZES[0][owner]], free)))
+        pulls = self.transport.pull_all(epoch, [request for _, request in requests])
+        for number, owner in enumerate(owners):
+            size = SIZES[0][owner]
+            if number < together:
+                whole, pull = requests[number][0], pulls[number]
+                buffer = requests[number][1].out
+            else:
+                whole, free = self.buffers.pop(0)
+                buffer = whole[:size]
+                pull = self.transport.pull(owner, 0, epoch, nbytes=size, out=buffer, after=free)
+            if number % 2 or pull.arrival is None:
+                assert pull.done() and pull.wait(WHERE) is buffer
+            else:
+                self.device.wait_value(self.device.current_stream(), *pull.arrival)  # as a kernel does
+            self.read(buffer, pattern(owner, 0, epoch, nbytes=size))
+            self.buffers.append((whole, self.device.record(self.device.current_stream())))
+        owner = (self.rank + 1) % self.n
+        self.read(self.transport.direct(owner, 1, epoch, WHERE), pattern(owner, 1, epoch, nbytes=SIZES[1][owner]))
+
+    def gradients(self, epoch: int) -> None:
+        peers = [peer for peer in range(self.n) if peer != self.rank]
+        sizes = {peer: [200 + 8 * self.rank, 0, 300 - 8 * peer] for peer in peers}
+        for peer in peers:
+            for part, nbytes in enumerate([200 + 8 * peer, 0, 300 - 8 * self.rank]):
+                self.transport.expect(peer, Tag(CHANNEL_GRAD, 1, epoch, part), nbytes)
+        for part in range(3):
+            for peer in peers:
+                data = pattern(self.rank, peer, epoch, part, nbytes=sizes[peer][part])
+                buffer = self.transport.try_reserve(peer, data.numel())
+                self.launch(lambda b=buffer, d=data: b.copy_(d), writes=[buffer])
+                self.transport.send(peer, Tag(CHANNEL_GRAD, 1, epoch, part), buffer)
+        with self.device.on(self.device.side_stream("reduce")):
+            for part in (1, 0, 2):  # not the order of sending: the first is released early
+                for peer in peers:
+                    tag = Tag(CHANNEL_GRAD, 1, epoch, part)
+                    nbytes = [200 + 8 * peer, 0, 300 - 8 * self.rank][part]
+                    self.read(self.transport.receive(peer, tag, WHERE), pattern(peer, self.rank, epoch, part, nbytes=nbytes))
+                    self.transport.release(peer, tag, more=part == 1)
+
+
+def run_steps(world: FakeWorld) -> int:
+    def body(transport: SymmetricTransport, exchange: ExchangeFn) -> int:
+        world.strict = True  # from here on no rank may wait for the device
+        step = Step(transport)
+        step.run()
+        exchange("enqueued")
+        if transport.rank == 0:
+            world.run()
+        exchange("has run")
+        for number, (got, expected) in enumerate(step.seen):
+            assert torch.equal(got, expected), (world.seed, number)
+        return len(step.seen)
+
+    return sum(run(world, body, inbox_bytes=1024, sizes=[row[: world.world_size] for row in SIZES]))
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_steps_in_random_orders(world_size: int, seed: int) -> None:
+    assert run_steps(FakeWorld(world_size, seed=seed)) == EPOCHS * world_size * (world_size + 1 + 3 * (world_size - 1))
+
+
+def test_ranks_on_one_gpu_have_no_arrival_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SymmetricTransport.__init__, "__kwdefaults__", {"probe": None, "kernels_may_wait": False})
+    monkeypatch.setattr(Windows, "_signal", lambda self, number: pytest.fail("a word was written"))
+    run_steps(FakeWorld(2, seed=4))
+
+
+@pytest.mark.parametrize("stream", ["main", "gather", "scatter", "reduce"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stream_that_is_late(rank: int, stream: str) -> None:
+    run_steps(FakeWorld(3, seed=5, slow=frozenset([(rank, stream)])))
+
+
+def test_orders_differ_and_repeat() -> None:
+    def trace(seed: int) -> list[str]:
+        world = FakeWorld(2, seed=seed)
+
+        def body(transport: SymmetricTransport, exchange: ExchangeFn) -> None:
+            for rank in range(2):  # one after the other, so that streams are made in one order
+                if rank == transport.rank:
+                    Step(transport).run()
+                exchange("next")
+            if transport.rank == 0:
+                world.streams.sort(key=repr)
+                world.run()
+                world.trace.append("end")
+            exchange("has run")
+
+        run(world, body, sizes=[row[:2] for row in SIZES])
+        return world.trace[: world.trace.index("end")]
+
+    assert trace(3) == trace(3) != trace(4)
+
+
+# ---- what a missing wait looks like ------------------------------------------------------------------------------------
+def _publication(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Windows, "_publication", lambda self, owner, key, epoch: None)
+
+
+def _complete_too_early(patch: pytest.MonkeyPatch) -> None:
+    wait_finished = Windows.wait_finished
+
+    def hasty(self: Windows, epoch: int, where: Where) -> None:
+        wait_finished(self, epoch, where)
+        publish_complete(self, epoch + 1)
+
+    publish_complete = Windows.publish_complete
+    patch.setattr(Windows, "wait_finished", hasty)
+
+
+def _readers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Windows, "wait_finished", lambda self, epoch, where: setattr(self, "_free_to_write", epoch))
+
+
+def _buffer(patch: pytest.MonkeyPatch) -> None:
+    pull = Windows.pull
+
+    def hasty(self: Windows, epoch: int, requests: Sequence[PullRequest]) -> list[Pull]:
+        never = FakeEvent(self.core.device.world)  # type: ignore[attr-defined]
+        never.passed = True
+        return pull(self, epoch, [request._replace(after=never) for request in requests])
+
+    patch.setattr(Windows, "pull", hasty)
+
+
+def _transfer(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Pull, "wait", lambda self, where: self._out)
+
+
+def _word_too_early(patch: pytest.MonkeyPatch) -> None:
+    pull = Windows.pull
+
+    def hasty(self: Windows, epoch: int, requests: Sequence[PullRequest]) -> list[Pull]:
+        pulls = pull(self, epoch, requests)
+        for made in pulls:
+            assert made.arrival is not None
+            made.arrival = made.arrival._replace(value=made.arrival.value - 1)  # that of the slice's last pull
+        return pulls
+
+    patch.setattr(Windows, "pull", hasty)
+
+
+def _words_held_back(patch: pytest.MonkeyPatch) -> None:
+    """An arrival word that is written before its copy: words of a batch that overtake what comes before them."""
+    patch.setattr(FakeBatch, "submit", lambda self: None)
+    patch.setattr(FakeBatch, "wait", Batch.wait)
+    patch.setattr(FakeBatch, "write", Batch.write)
+    copy = Batch.copy
+    late: list[Callable[[], None]] = []
+
+    def hold(self: FakeBatch, *span: Any) -> None:
+        late.append(lambda: copy(self, *span))
+        if len(late) > 1:
+            late.pop(0)()
+
+    patch.setattr(FakeBatch, "copy", hold)
+
+
+def _direct_reads(patch: pytest.MonkeyPatch) -> None:
+    finish = Windows.finish
+
+    def hasty(self: Windows, epoch: int) -> None:
+        self._direct = False
+        finish(self, epoch)
+
+    patch.setattr(Windows, "finish", hasty)
+
+
+def _staging(patch: pytest.MonkeyPatch) -> None:
+    reserve = StagingRing.reserve
+    patch.setattr(StagingRing, "reserve", lambda self, nbytes: (reserve(self, nbytes)[0], None))
+
+
+def _credit(patch: pytest.MonkeyPatch) -> None:
+    class Generous(Outbox):
+        def __init__(self, capacity: int) -> None:
+            super().__init__(capacity)
+            self.credited = 1 << 40
+
+    patch.setattr("commfuse_dp.transport.symmetric_messages.Outbox", Generous)
+
+
+def _arrival(patch: pytest.MonkeyPatch) -> None:
+    stand = Core.stand
+    patch.setattr(
+        Core, "stand", lambda self, stream, c, *more, **rest: stand(self, stream, () if c[0].exact else c, *more, **rest)
+    )
+
+
+def _credit_too_early(patch: pytest.MonkeyPatch) -> None:
+    release = Messages.release
+
+    def hasty(self: Messages, src: int, tag: Tag, *, more: bool) -> None:
+        with self._core.device.on(self._scatter):
+            release(self, src, tag, more=more)
+
+    patch.setattr(Messages, "release", hasty)
+
+
+@pytest.mark.parametrize(
+    "without",
+    [
+        _publication,
+        _complete_too_early,
+        _readers,
+        _buffer,
+        _transfer,
+        _word_too_early,
+        _words_held_back,
+        _direct_reads,
+        _staging,
+        _credit,
+        _arrival,
+        _credit_too_early,
+    ],
+)
+def test_without_a_wait_there_is_a_race(without: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch)
+    with pytest.raises(Race, match="nothing orders"):
+        run_steps(FakeWorld(2, seed=1))
+
+
+def test_a_word_that_nobody_writes_is_named() -> None:
+    world = FakeWorld(2, seed=1)
+
+    def body(transport: SymmetricTransport, exchange: ExchangeFn) -> None:
+        if transport.rank == 0:
+            transport.pull(1, 0, 1, out=torch.zeros(8, dtype=torch.uint8)).wait(WHERE)
+            with pytest.raises(Stuck, match="rank 0 gather stands at wait for word 1 >= 1"):
+                world.run()
+        exchange("end")
+        if transport.rank == 1:
+            transport.publish(0, 1)
+            world.run()
+        exchange("end")
+
+    run(world, body, sizes=[[8, 8]])
+
+
+def test_pull_before_publish_and_credit_in_streams() -> None:
+    """The two of the suite that ask the host: here it is the streams that stand, exactly until their word is written."""
+    world = FakeWorld(2, seed=3)
+
+    def body(transport: SymmetricTransport, exchange: ExchangeFn) -> None:
+        device = transport.device
+        if transport.rank == 0:
+            out = torch.zeros(64, dtype=torch.uint8)
+            pulled = transport.pull(1, 0, 1, out=out)
+            for number in range(12):
+                transport.send(1, Tag(CHANNEL_GRAD, number), transport.try_reserve(1, 64))
+            sent = device.record(device.side_stream("scatter"))
+            with pytest.raises(Stuck):
+                world.run()
+            assert not pulled.landed.done() and not sent.done()
+            exchange("stands")
+            exchange("goes on")
+            world.run()
+            assert pulled.landed.done() and sent.done() and out.tolist() == [7] * 64
+        else:
+            exchange("stands")
+            segment = transport.segment(0)
+            device.launch(lambda: segment.fill_(7), writes=[segment])  # type: ignore[attr-defined]
+            transport.publish(0, 1)
+            for number in range(12):
+                transport.expect(0, Tag(CHANNEL_GRAD, number), 64)
+                transport.receive(0, Tag(CHANNEL_GRAD, number))
+                transport.release(0, Tag(CHANNEL_GRAD, number))
+            exchange("goes on")
+        exchange("end")
+
+    run(world, body, sizes=[[64, 64]], inbox_bytes=256)
+
+
+# ---- failures ----------------------------------------------------------------------------------------------------------
+def test_ranks_in_another_order_are_an_error_and_never_wrong_data() -> None:
+    world = FakeWorld(2, seed=2)
+    tags = [Tag(CHANNEL_GRAD, key, 1) for key in range(2)]
+
+    def body(transport: SymmetricTransport, exchange: ExchangeFn) -> str:
+        other = 1 - transport.rank
+        for tag in tags if transport.rank else reversed(tags):
+            transport.send(other, tag, transport.try_reserve(other, 64))
+        for tag in tags:
+            transport.expect(other, tag, 64)
+            transport.receive(other, tag, WHERE)
+        exchange("enqueued")
+        if transport.rank == 0:
+            world.run(patience_s=10)  # the watchdog frees the streams
+        exchange("has run")
+        with pytest.raises((MismatchError, PeerLostError)) as caught:
+            transport.push()
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    texts = run(world, body)
+    assert any(text.startswith("MismatchError") for text in texts)
+    for text in texts:
+        for part in ("another message than expected", "'blocks.3.fc'", "step 12", "4711 bytes", "same order"):
+            assert part in text
+
+
+def test_a_dead_peer_frees_the_streams_and_is_named_by_every_later_call() -> None:
+    world = FakeWorld(2, seed=2)
+
+    def body(transport: SymmetricTransport, exchange: ExchangeFn) -> None:
+        if transport.rank == 1:
+            exchange("enqueued")
+            die(transport)
+            exchange("end")
+            return
+        transport.wait_finished(1, WHERE)
+        out = torch.zeros(8, dtype=torch.uint8)
+        transport.pull(1, 0, 1, out=out).wait(WHERE)
+        transport.expect(1, Tag(CHANNEL_GRAD), 8)
+        transport.receive(1, Tag(CHANNEL_GRAD), WHERE)
+        exchange("enqueued")
+        start = time.monotonic()
+        world.run(patience_s=60)
+        assert time.monotonic() - start < 90, "at once, not after the deadline"
+        for call in (transport.push, lambda: transport.try_reserve(1, 8), lambda: transport.arrived(1, Tag(CHANNEL_GRAD))):
+            with pytest.raises(PeerLostError, match=r"rank 1 .*pid.*blocks\.3\.fc.*step 12") as caught:
+                call()
+            assert caught.value.peer == 1 and caught.value.where == WHERE
+        exchange("end")
+
+    run(world, body, sizes=[[8, 8]], deadline_s=120.0)
+
+
+def test_a_busy_device_is_not_a_late_peer() -> None:
+    """The stream stands behind this rank's own work for longer than the deadline; the peer's word is there."""
+    world = FakeWorld(2, deferred=False)
+
+    def body(transport: SymmetricTransport, exchange: ExchangeFn) -> None:
+        transport.segment(0).fill_(transport.rank)
+        transport.publish(0, 1)
+        exchange("published")
+        if transport.rank == 0:
+            device, busy = transport.device, torch.zeros(1, dtype=torch.int32)
+            device.wait_value(device.side_stream("gather"), busy, 0, 1)
+            pull = transport.pull(1, 0, 1, out=torch.zeros(8, dtype=torch.uint8))
+            time.sleep(1.0)  # five deadlines
+            device.poke([Word(busy, 0, 1)])
+            assert pull.wait(WHERE).tolist() == [1] * 8
+        exchange("end")
+
+    run(world, body, sizes=[[8, 8]], deadline_s=0.2)
+
+
+def test_capture_is_refused() -> None:
+    def body(transport: SymmetricTransport, exchange: ExchangeFn) -> None:
+        transport.device.captures = True  # type: ignore[attr-defined]
+        other = 1 - transport.rank
+        calls: list[Callable[[], object]] = [
+            lambda: transport.publish(0, 1),
+            lambda: transport.pull(other, 0, 1, out=torch.zeros(8, dtype=torch.uint8)),
+            lambda: transport.try_reserve(other, 8),
+            lambda: transport.receive(other, Tag(CHANNEL_GRAD)),
+            lambda: transport.finish(1),
+        ]
+        for call in calls:
+            with pytest.raises(TransportError, match="cannot be captured into a CUDA graph"):
+                call()
+        transport.device.captures = False  # type: ignore[attr-defined]
+        exchange("end")
+
+    run(FakeWorld(2, deferred=False), body, sizes=[[8, 8]])
+
+
+def test_misuse_of_messages() -> None:
+    def body(transport: SymmetricTransport, exchange: ExchangeFn) -> None:
+        other, tag = 1 - transport.rank, Tag(CHANNEL_GRAD)
+        with pytest.raises(ValueError, match=r"not announced by expect"):
+            transport.receive(other, tag)
+        transport.expect(other, tag, 8)
+        with pytest.raises(TransportError, match="two messages Tag"):
+            transport.expect(other, tag, 8)
+        with pytest.raises(ValueError, match="not yet received"):
+            transport.release(other, tag)
+        with pytest.raises(ValueError, match="rings for the channels"):
+            transport.expect(other, Tag(99), 8)
+        for _ in range(4):
+            transport.try_reserve(other, 256)
+        with pytest.raises(TransportError, match=r"1024 bytes are too few.*inbox_bytes"):
+            transport.try_reserve(other, 256)
+        exchange("end")
+
+    run(FakeWorld(2, deferred=False), body)
+
+
+def test_nothing_is_left_behind() -> None:
+    before = {thread.ident for thread in threading.enumerate()}
+    memories: list[Any] = []
+
+    def body(transport: SymmetricTransport, exchange: ExchangeFn) -> None:
+        memories.append(transport._core.memory)
+        exchange("open")
+        transport.close()
+        transport.close()
+
+    run(FakeWorld(3, deferred=False), body, sizes=[[8, 8, 8]])
+    assert [memory.closed for memory in memories] == [1] * 3
+    names = [thread.name for thread in threading.enumerate() if thread.ident not in before]
+    assert not [name for name in names if name.startswith("commfuse-watchdog")]
+    assert not symmetric._never_freed
+
+
+# ---- places ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("seed", range(20))
+def test_places_never_overlap_what_is_not_known_to_be_gone(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    capacity = 64 * int(torch.randint(1, 20, (), generator=generator))
+    sender, receiver = PlaceRing(capacity, words=7), PlaceRing(capacity, words=7)
+    sizes: list[int] = []
+    spans: list[tuple[int, int]] = []
+    gone = 0
+    for _ in range(200):
+        if seed % 2 and int(torch.randint(0, 10, (), generator=generator)) == 0:  # as a step that begins does
+            sender.rewind()
+            receiver.rewind()
+        sizes.append(int(torch.randint(0, capacity + 1, (), generator=generator)))
+        place = sender.place(sizes[-1])
+        assert receiver.place(sizes[-1]) == place and place.number == len(sizes) and place.behind < place.number
+        gone = max(gone, place.behind, place.number - 7)
+        start, stop = place.offset, place.offset + max(sizes[-1], 1)
+        assert start % 64 == 0 and stop <= capacity
+        for earlier in range(gone, len(spans)):
+            assert spans[earlier][1] <= start or stop <= spans[earlier][0]
+        spans.append((start, stop))
+
+
+def test_what_a_ring_that_begins_anew_skips_is_forgotten() -> None:
+    """Else the oldest message of the ring would hide the one that lies where the next one goes."""
+    ring = PlaceRing(256)
+    assert [ring.place(64)[1:] for _ in range(5)] == [(0, 0), (64, 0), (128, 0), (192, 0), (0, 1)]
+    ring.rewind()
+    ring.rewind()
+    assert [ring.place(64)[1:] for _ in range(3)] == [(0, 5), (64, 0), (128, 0)]
+
+
+def test_channels_have_rings_of_their_own() -> None:
+    """A message of one channel that is never read holds up no other channel."""
+
+    def body(transport: SymmetricTransport, exchange: ExchangeFn) -> None:
+        other = 1 - transport.rank
+        for number in range(6):
+            for channel in (CHANNEL_GRAD, CHANNEL_COLLECTIVE):
+                if channel == CHANNEL_GRAD and number:
+                    continue
+                tag = Tag(channel, number)
+                transport.expect(other, tag, 200)
+                buffer = transport.try_reserve(other, 200)
+                buffer.copy_(pattern(transport.rank, number, channel, nbytes=200))
+                transport.send(other, tag, buffer)
+                if channel == CHANNEL_COLLECTIVE:
+                    assert torch.equal(transport.receive(other, tag), pattern(other, number, channel, nbytes=200))
+                    transport.release(other, tag)
+        got = transport.receive(other, Tag(CHANNEL_GRAD, 0))
+        assert torch.equal(got, pattern(other, 0, CHANNEL_GRAD, nbytes=200))
+        exchange("end")
+
+    run(FakeWorld(2, deferred=False), body, inbox_bytes=256)

@@ -1,0 +1,54 @@
+"""Which files of a checkout are run, and with which environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Suite(NamedTuple):
+    name: str
+    folder: str
+    """Where pytest is started, below the checkout."""
+    patterns: tuple[str, ...]
+    environment: dict[str, str]
+    devices: tuple[int, ...]
+    """As many devices as the suite shall see; tests that are skipped for their number are tried with the next one."""
+    before: str = ""
+    """Python that runs once before all: what tests would else do in the middle, against their time limit."""
+
+    def files(self, checkout: Path) -> list[Path]:
+        found = {path for pattern in self.patterns for path in (checkout / self.folder).glob(pattern)}
+        return sorted(found, key=lambda path: path.name)
+
+
+FSDP2 = Suite(
+    "fsdp2",
+    "test/distributed/_composable/fsdp",
+    ("test_*.py",),
+    {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "120"},
+    (2, 4),
+)
+
+# Their folders have moved between versions, so files are found by name.
+DEEPSPEED = Suite(
+    "deepspeed",
+    "tests",
+    (
+        "unit/**/zero/test_*.py",
+        "unit/**/test_bf16.py",
+        "unit/checkpoint/test_zero_optimizer.py",
+        "unit/checkpoint/test_other_optimizer.py",
+        "unit/checkpoint/test_latest_checkpoint.py",
+        "unit/checkpoint/test_lr_scheduler.py",
+        "unit/checkpoint/test_shared_weights.py",
+        "unit/checkpoint/test_tag_validation.py",
+        "unit/checkpoint/test_universal_checkpoint.py",
+    ),
+    {"DS_ACCELERATOR": "cpu", "DS_UNITTEST_TIMEOUT": "150", "HF_HUB_OFFLINE": "1", "DS_DISABLE_REUSE_DIST_ENV": "1"},
+    (2, 4),
+    # The configurations' Adam is a C++ op that is compiled when it is first used, a minute, and under a lock.
+    "from deepspeed.accelerator import get_accelerator; get_accelerator().create_op_builder('FusedAdamBuilder').load()",
+)
+
+SUITES = {suite.name: suite for suite in (FSDP2, DEEPSPEED)}

@@ -1,0 +1,70 @@
+"""How many calls of the driver fused linears make: exact numbers, so that one more is seen. Times are not looked at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import micro_device_overhead as overhead
+from benchmarks.one_rank import NullDevice, OneRank
+from commfuse_dp.kernels.table import SliceTable
+
+LAYERS = 12
+
+
+def calls(world_size, **settings):
+    """Of a step's forward and backward, once everything has found its place."""
+    with overhead.nothing_computed():
+        _, forward, backward = overhead.run(world_size, LAYERS, 1, NullDevice, **settings)[1]
+    return dict(forward), dict(backward)
+
+
+# A slice: a copy and a word. A product: the mark behind it, and the wait for the window's buffers that came back with another
+# mark than the last ones. Backward: dgrad's slices that the window did not keep over the turn, as in forward; partials, a copy
+# and a word each; one more word for the first, one for all that are received and one for credit; marks and waits between the
+# streams of compute, sends and sums.
+EXPECTED = {
+    2: (
+        {"record": 13, "wait_event": 4, "words": 5, "copy": 4},
+        {"record": 61, "wait_event": 37, "words": 52, "copy": 16},
+    ),
+    8: (
+        {"record": 13, "wait_event": 8, "words": 57, "copy": 56},
+        {"record": 61, "wait_event": 45, "words": 172, "copy": 136},
+    ),
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_calls_of_twelve_layers(world_size):
+    assert calls(world_size) == EXPECTED[world_size]
+
+
+def test_ranks_on_one_gpu_pull_with_one_call_a_layer():
+    """There are no words between copies there; seven slices and more."""
+    forward, backward = calls(8, kernels_may_wait=False)
+    assert forward == {"record": 20, "wait_event": 17, "words": 1, "copies": 8}
+    assert backward == {"record": 69, "wait_event": 62, "words": 120, "copies": 8, "copy": 84}
+
+
+def test_tables_are_written_once(monkeypatch):
+    """Addresses and words come again: in a steady order nothing is sent to the device for them."""
+    written = []
+    repoint = SliceTable.repoint
+
+    def noted(self, *arguments):
+        written.append(self)
+        repoint(self, *arguments)
+
+    monkeypatch.setattr(SliceTable, "repoint", noted)
+
+    rank = OneRank(NullDevice(), 4, layers=LAYERS, width=64, window=3)
+    x = torch.zeros(8, 64, dtype=torch.bfloat16, requires_grad=True)
+    with overhead.nothing_computed():
+        for number in range(overhead.WARM_UP + 3):
+            if number == overhead.WARM_UP:
+                assert written
+                written.clear()
+            overhead.step(rank, x)
+    rank.close()
+    assert not written
