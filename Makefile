@@ -78,12 +78,11 @@ $(STAMP_DEV): $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 
-# What test-all, sweep and peer-suites need besides. torch stays as it is; timm comes without what it names as its needs, since
-# torchvision has no build for the torch of CPUs, and the models do without.
+# What test-all, sweep and peer-suites need besides. torch stays as it is; timm comes alone, see tests/support/timm_alone.py.
 $(STAMP_SWEEP): $(STAMP_DEV)
 	$(BIN)/python -c 'import torch; print("torch==" + torch.__version__)' > $(VENV)/torch.txt
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/torch.txt --editable ".[sweep]"
-	$(BIN)/python -m pip install --quiet --no-deps "$(TIMM_SPEC)"
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/timm "$(TIMM_SPEC)"
 	touch $@
 
 clean:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.abc
-import importlib.machinery
 import importlib.util
-import sys
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.parity.fsdp2.twin import Twin, compare, gradients
+from tests.support import timm_alone
 
 pytestmark = pytest.mark.slow
 
@@ -59,49 +55,8 @@ def adapted(**settings: Any) -> nn.Module:
     return model
 
 
-class _Nothing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """While timm is imported: torchvision, which it names and these models do without, with any name in it."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname.partition(".")[0] != "torchvision":
-            return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-
-    def create_module(self, spec: Any) -> Any:
-        module = ModuleType(spec.name)
-        module.__getattr__ = lambda name: _attribute(name)  # type: ignore[method-assign]
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__version__ = "0"  # type: ignore[attr-defined]
-
-
-class _Named(type):
-    def __getattr__(cls, name: str) -> Any:
-        return _attribute(name)
-
-
-def _attribute(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return _Named(name, (), {})
-
-
-def _timm() -> ModuleType:
-    if "timm" not in sys.modules and importlib.util.find_spec("torchvision") is None:
-        finder = _Nothing()
-        sys.meta_path.insert(0, finder)
-        try:
-            importlib.import_module("timm")
-        finally:
-            sys.meta_path.remove(finder)
-            for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-                del sys.modules[name]
-    return importlib.import_module("timm")
-
-
 def vision(name: str, **sizes: Any) -> nn.Module:
-    timm = _timm()
+    timm = timm_alone.import_timm()
     sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "num_heads": 2, "depth": 2, **sizes}
     return timm.create_model(name, pretrained=False, num_classes=7, **sizes)
 
@@ -180,6 +135,7 @@ def library(rank: int, world_size: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_libraries(workers, name):
-    if importlib.util.find_spec(MODELS[name][0]) is None:
-        pytest.skip(f"{MODELS[name][0]} is not installed")
+    kind, _ = MODELS[name]
+    if not (timm_alone.installed() if kind == "timm" else importlib.util.find_spec(kind)):
+        pytest.skip(f"{kind} is not installed: make test-slow installs it")
     workers(2).run(library, name, timeout=300)

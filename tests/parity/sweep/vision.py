@@ -1,19 +1,16 @@
-"""The usual models of timm, at small pictures. timm names torchvision, which has no part in them, and which CPUs do without."""
+"""The usual models of timm, at small pictures."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib.abc
-import importlib.machinery
-import sys
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+
+from tests.support.timm_alone import import_timm
 
 _SMALL = {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 4}
 _PATCH = {**_SMALL, "patch_size": 8}
@@ -57,9 +54,7 @@ PICTURE = {"levit_128s": 224, "maxvit_nano_rw_256": 64}
 
 
 def prepare(name: str) -> tuple[nn.Module, Callable[[int], dict[str, Any]], Callable[[Any], torch.Tensor]]:
-    with _no_torchvision():
-        import timm
-
+    timm = import_timm()
     torch.manual_seed(0)
     model = timm.create_model(name, pretrained=False, num_classes=5, **MODELS[name])
     size = sum(param.numel() for param in model.parameters())
@@ -83,47 +78,3 @@ def prepare(name: str) -> tuple[nn.Module, Callable[[int], dict[str, Any]], Call
     loss(model(**batch(0))).backward()
     model.zero_grad()
     return model, batch, loss
-
-
-@contextlib.contextmanager
-def _no_torchvision() -> Iterator[None]:
-    """While timm is imported, torchvision is a module in which every name is a class of its own."""
-    if "timm" in sys.modules:
-        yield
-        return
-    finder = _Finder()
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]  # others ask whether it is there
-
-
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] != "torchvision":
-            return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return _Anything(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__version__ = "0"  # type: ignore[attr-defined]
-
-
-class _Named(type):
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return name  # the members of an enumeration
-
-
-class _Anything(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        setattr(self, name, _Named(name, (), {}))
-        return getattr(self, name)
