@@ -54,7 +54,8 @@ class Ranks:
             # `own` also if no more can be said to the others: a rank has died.
             wrong = own if own is not None else _of_another(failures)
             if wrong is not None:
-                setattr(wrong, _TOLD, True)
+                if self.groups:
+                    setattr(wrong, _TOLD, True)
                 raise wrong
         finally:
             own = wrong = None  # a kept exception keeps its frames, and these the exception

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from commfuse_dp.integrations.attach.attachment import Attachment, attaching, attachment_of, called_as, gathered, remove_from
+from commfuse_dp.integrations.attach.attachment import Attachment, attach, attachment_of, called_as, gathered, remove_from
 from commfuse_dp.integrations.attach.fingerprint import check_equal
 from commfuse_dp.integrations.attach.forwards import nothing, whole_function
 from commfuse_dp.integrations.attach.linears import LinearForm, looks_linear, own_forward
@@ -66,10 +66,13 @@ def apply_to_engine(engine: Any, config: CommFuseConfig) -> Report:
     if not config.enabled:
         return _stock(engine, config, "enabled=false")
     selection, units = ranks.together(lambda: _prepare(engine, config, group))
-    with attaching(engine) as attachment:  # in turns, so that a rank that fails keeps none waiting in what they do together
-        ranks.together(lambda: _open(attachment, engine, units, config, group))
-        gather = ranks.together(lambda: _open_gather(attachment, engine, config, group))
-        return ranks.together(lambda: _install(attachment, engine, config, selection, units, group, gather))
+
+    def install(attachment: Attachment) -> Report:
+        _open(attachment, engine, units, config, group)
+        gather = _open_gather(attachment, engine, config, group)
+        return _install(attachment, engine, config, selection, units, group, gather)
+
+    return attach(engine, ranks, install)
 
 
 def remove(engine: Any) -> None:
