@@ -14,6 +14,7 @@ torch.compile looks values up in it without calling its methods, and a compiled 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -86,8 +87,19 @@ class Reads:
         self._handle = handle
         self._slots = tuple(slots)
         self._parts = {slot.param_name: part for part, slot in enumerate(slots)}
-        self._layer = slots[0].name.rpartition(".")[0] or slots[0].name
-        self._told = told
+        layer = slots[0].name.rpartition(".")[0] or slots[0].name
+
+        # The tensors' graph refers to this, and no garbage collection looks into a graph: so neither to `self`, which has the
+        # tensors, nor to the framework's model, which has `self`.
+        reader = weakref.ref(scope)
+
+        def gathered(reading: Reading) -> None:
+            scope = reader()
+            if scope is not None:
+                scope.keep(reading)
+            told.note(layer)
+
+        self._gathered = gathered
         self._tensors: tuple[OnDemandTensor, ...] = ()  # of one forward
         self._state: Any = None  # what these are up to date with
 
@@ -105,10 +117,6 @@ class Reads:
             self._tensors = Reading(operand, self._slots, self._gathered).tensors()
             self._state = state
         return self._tensors[part]
-
-    def _gathered(self, reading: Reading) -> None:
-        self.scope.keep(reading)
-        self._told.note(self._layer)
 
 
 class _Whole(dict):  # type: ignore[type-arg]

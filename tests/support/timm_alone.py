@@ -1,6 +1,6 @@
-"""timm without torchvision, which it names as a need, which has no build for the torch of CPUs, and which the models do without.
+"""timm without torchvision: its models do without, and there is no build of that for the torch of CPUs.
 
-It is installed in a folder of its own, out of the way of import: accelerate, for one, imports a timm that it finds, and fails.
+It is installed in a folder of its own, out of the way: accelerate, for one, imports a timm that it finds, and fails.
 """
 
 from __future__ import annotations

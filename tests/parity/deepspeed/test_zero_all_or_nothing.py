@@ -78,8 +78,8 @@ def broken(rank: int, world_size: int, stage: int, block: dict[str, Any], every:
                 assert engine_of(engine) is None
                 assert_same(engine, before, f"in {name}")
                 places.append(name)
-            # One rank fails, all hear of it: in whatever ranks do together, but for the agreement itself, and for the opening of
-            # the transport, which ends by its deadline.
+            # One rank fails, all hear of it: in whatever ranks do together, but for the agreement itself, and for the opening
+            # of the transport, which ends by its deadline.
             local = [name for name in names if not name.startswith(("attach/ranks.py", "attach/fingerprint.py"))]
             passed = 0
             for number, name in enumerate(local[:: 2 * every]):
