@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from commfuse_dp.config import CommFuseConfig
     from commfuse_dp.errors import (
+        BrokenStepError,
         CommFuseError,
         ConfigError,
         DeadlineError,
@@ -62,6 +63,7 @@ def claim(
 
 _HOME = {  # public name -> the module that defines it
     "CommFuseConfig": "commfuse_dp.config",
+    "BrokenStepError": "commfuse_dp.errors",
     "CommFuseError": "commfuse_dp.errors",
     "ConfigError": "commfuse_dp.errors",
     "DeadlineError": "commfuse_dp.errors",
