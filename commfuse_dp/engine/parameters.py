@@ -196,8 +196,8 @@ class ParameterStream:
         outcome: of the step, for the peers."""
         record = self._window.stop(where) if self._window is not None else []
         if self._epoch > self._finished:
+            self._finished = self._epoch  # first: to a dead peer it can be said only once, too
             self._transport.finish(self._epoch, outcome)
-            self._finished = self._epoch
         return record
 
     def _publication_order(self, sequence: list[Key]) -> Sequence[Unit]:

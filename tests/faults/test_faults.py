@@ -88,12 +88,10 @@ def die_in(rank: int, world_size: int, transport: str, phase: str, how: str) -> 
             pair.loss_of(net, pair.batch(rank, world_size, 5)).backward()
     found = {"peer": error.value.peer, "text": str(error.value), "s": elapsed, "again_s": time.monotonic() - again}
     del error  # its traceback refers to the engine
-    left = []
-    if phase != "between":  # there remove() itself still raises: "finish(2): epoch 2 is finished already"
-        commfuse_dp.remove(net)
-        net.zero_grad()
-        gc.collect()
-        left = shared_memory()
+    commfuse_dp.remove(net)
+    net.zero_grad()
+    gc.collect()
+    left = shared_memory()
     raise Survived(json.dumps({**found, "left": left}))
 
 
