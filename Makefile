@@ -82,7 +82,7 @@ $(STAMP_DEV): $(STAMP)
 $(STAMP_SWEEP): $(STAMP_DEV)
 	$(BIN)/python -c 'import torch; print("torch==" + torch.__version__)' > $(VENV)/torch.txt
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/torch.txt --editable ".[sweep]"
-	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/timm "$(TIMM_SPEC)"
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/timm "$(TIMM_SPEC)"
 	touch $@
 
 clean:
