@@ -245,9 +245,16 @@ def cases(draw):
     }
 
 
-@settings(max_examples=200)
+@settings(max_examples=70)
 @given(cases())
 def test_random_programs_give_the_gradients_of_autograd(case):
+    run_program(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(cases())
+def test_more_random_programs(case):
     run_program(case)
 
 
