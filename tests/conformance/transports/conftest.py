@@ -54,7 +54,7 @@ def _kind(item: pytest.Item) -> str | None:
     return _parameters(item).get("cluster", _parameters(item).get("kind"))
 
 
-MPI_RANKS = 4  # of the job in make test: each rank starts an interpreter. Larger worlds are cells of test-all.
+MPI_RANKS = 3  # of the job in make test: each rank starts an interpreter. Larger worlds are cells of test-all.
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -23,10 +23,11 @@ def write(path: Path, stage: int, **more: Any) -> str:
     return str(path)
 
 
-AGAINST_STOCK = pytest.mark.parametrize("against_stock", [False, pytest.param(True, marks=pytest.mark.slow)])
+# make test runs a script under `deepspeed` in tests/packaging, and a Trainer under `accelerate launch` in tests/parity/accelerate.
+pytestmark = pytest.mark.slow
+AGAINST_STOCK = pytest.mark.parametrize("against_stock", [False, True])
 
 
-@pytest.mark.slow  # make test runs a script under `deepspeed` in tests/packaging
 @AGAINST_STOCK
 def test_a_deepspeed_script(tmp_path, against_stock):
     file = write(tmp_path / "ds.json", 3, optimizer=adamw())
