@@ -23,7 +23,7 @@ def write(path: Path, stage: int, **more: Any) -> str:
     return str(path)
 
 
-# make test runs a script under `deepspeed` in tests/packaging, and a Trainer under `accelerate launch` in tests/parity/accelerate.
+# make test runs a script under `deepspeed` in tests/packaging, a Trainer under `accelerate launch` in tests/parity/accelerate.
 pytestmark = pytest.mark.slow
 AGAINST_STOCK = pytest.mark.parametrize("against_stock", [False, True])
 
