@@ -91,6 +91,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "BrokenStepError",
     "CommFuseConfig",
     "CommFuseError",
     "ConfigError",

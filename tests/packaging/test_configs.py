@@ -80,7 +80,7 @@ def test_lines_are_found():
     assert {shlex.split(line)[0] for line in LINES} == {"deepspeed", "torchrun", "mpiexec", "accelerate"} and len(LINES) == 6
 
 
-@pytest.mark.slow  # tests/parity and tests/packaging start every launcher, too
+@pytest.mark.slow  # tests/parity and tests/packaging start most launchers, too
 @pytest.mark.parametrize("line", LINES)
 def test_launch_lines(tmp_path, line):
     if line.startswith("mpiexec"):

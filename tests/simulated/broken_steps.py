@@ -246,7 +246,7 @@ class Rig:
     def settle(self, exchange: ExchangeFn) -> None:
         """All ranks: nothing of any of them is left in an inbox."""
         while True:
-            self.transport.progress(0.01)
+            self.transport.progress(0.001)
             if not any(exchange(self.transport.held)):
                 return
 

@@ -71,9 +71,10 @@ def every(sites: tuple[str, ...], times: int, stride: int = 1) -> list[Injection
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["all", "one"])
-def test_every_place_of_a_step(alone):
-    true = run("copying", 3, every(SITES, 20), alone=alone, nbytes=4096)
-    assert min(true) > 100
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_every_place_of_a_step(alone, stride):
+    true = run("copying", 3, every(SITES, 20, stride), alone=alone, nbytes=4096)
+    assert min(true) > 100 // stride
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["all", "one"])
@@ -104,8 +105,15 @@ def test_two_levels(alone):
     assert min(true) > 15
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["all", "one"])
-@pytest.mark.parametrize("nbytes", [512, 4096])
+@pytest.mark.parametrize(
+    ("nbytes", "alone"),
+    [
+        pytest.param(512, False, id="512-all", marks=pytest.mark.slow),
+        pytest.param(512, True, id="512-one"),
+        pytest.param(4096, False, id="4096-all"),
+        pytest.param(4096, True, id="4096-one", marks=pytest.mark.slow),
+    ],
+)
 def test_with_plain_collectives_under_way(alone, nbytes):
     """What FSDP2 keeps for itself goes over the same rings: an all-gather is pending while the step is broken off."""
     true = run("copying", 3, every(SITES, 12, 3), alone=alone, nbytes=nbytes, collectives=True)

@@ -113,15 +113,13 @@ def expected(
     totals = [[torch.zeros_like(p) for p in layer] for layer in params]
     waiting = [[torch.zeros_like(p) for p in layer] for layer in params]
     for number, step in enumerate(steps):
-        if not step.training:
+        if not step.training or not step.layers:
             continue
         for rank in range(world_size):
             whole = [[p.clone().requires_grad_() for p in layer] for layer in params]
             x = data(rank, number)
             for layer in step.layers:
                 x = torch.tanh(plain_linear(x, whole[layer], layout))
-            if not step.layers:
-                continue
             x.sum().backward()
             for layer in set(step.layers):
                 for part, p in enumerate(whole[layer]):
@@ -247,9 +245,16 @@ def cases(draw):
     }
 
 
-@settings(max_examples=200)
+@settings(max_examples=70)
 @given(cases())
 def test_random_programs_give_the_gradients_of_autograd(case):
+    run_program(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(cases())
+def test_more_random_programs(case):
     run_program(case)
 
 

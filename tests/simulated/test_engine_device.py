@@ -65,11 +65,24 @@ def watched_buffers(monkeypatch):
 IGNORED = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture]
 
 
+def programs() -> st.SearchStrategy[dict[str, Any]]:
+    """kernels: auto: whole layers as one product (whole.py), blas: slice by slice."""
+    return st.builds(
+        lambda case, kernels: {**case, "bytes": 1 << 16, "kernels": kernels}, cases(), st.sampled_from(["auto", "blas"])
+    )
+
+
+@settings(max_examples=15, suppress_health_check=IGNORED)
+@given(programs())
+def test_random_programs_on_a_device(watched_buffers, case):
+    run_on_device(case)
+
+
+@pytest.mark.slow
 @settings(max_examples=40, suppress_health_check=IGNORED)
-@given(cases().map(lambda case: {**case, "bytes": 1 << 16}), st.sampled_from(["auto", "blas"]))
-def test_random_programs_on_a_device(watched_buffers, case, kernels):
-    """auto: whole layers as one product (whole.py), blas: slice by slice."""
-    run_on_device({**case, "kernels": kernels})
+@given(programs())
+def test_more_random_programs_on_a_device(watched_buffers, case):
+    run_on_device(case)
 
 
 def chained(case: dict[str, Any]) -> dict[str, Any]:
@@ -77,10 +90,17 @@ def chained(case: dict[str, Any]) -> dict[str, Any]:
     return {**case, "layout": "replicated", "bias": False, "world_size": 3 + case["seed"] % 3, "bytes": min(case["bytes"], 600)}
 
 
-@settings(max_examples=25, suppress_health_check=IGNORED)
+@settings(max_examples=10, suppress_health_check=IGNORED)
 @given(cases().map(chained))
 def test_chains_need_room_for_one_slice_only(watched_buffers, case):
     """See [Note: Order of a chain] in stream_chain.py."""
+    run_on_device(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=25, suppress_health_check=IGNORED)
+@given(cases().map(chained))
+def test_more_chains_need_room_for_one_slice_only(watched_buffers, case):
     run_on_device(case)
 
 

@@ -143,6 +143,12 @@ _OUTCOME, _FAILED = -1, -2
 _post: _Post | None = None
 
 
+def job_size() -> int:
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.Get_size()
+
+
 def run_on_ranks(world_size: int, main: Any, timeout_s: float) -> list[Any]:
     """`main(rank, exchange)` on the first ranks of the job; what threads.run_ranks does for threads."""
     global _post

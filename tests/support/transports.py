@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,10 @@ class Cluster:
     """Opens a group of one kind, runs a body per rank, closes. A rank that raises closes at once, as a program would."""
 
     kind = "?"
+
+    @classmethod
+    def most_ranks(cls) -> int:
+        return sys.maxsize
 
     def opener(self, world_size: int, inbox_bytes: int, deadline_s: float) -> Opener:
         raise NotImplementedError
@@ -164,6 +169,10 @@ class MpiCluster(Cluster):
     """Works inside an MPI job only: see tests/support/mpi.py."""
 
     kind = "mpi"
+
+    @classmethod
+    def most_ranks(cls) -> int:
+        return mpi.job_size()
 
     def opener(self, world_size: int, inbox_bytes: int, deadline_s: float) -> Opener:
         return lambda rank, exchange: mpi.open_mpi(rank, world_size, exchange, inbox_bytes, deadline_s)

@@ -59,13 +59,25 @@ def test_bytes_on_the_link_are_those_of_the_algorithms(tmp_path: Path) -> None:
     assert target.with_suffix(".md").read_text() == done.stdout[:-1]
 
 
+# The script with ranks that only say that they run, or with its own, which import torch first.
+STAND_IN = """
+import sys
+from benchmarks import launch, train_step, worker
+rank = "import sys, time; print(sys.argv[1], flush=True); time.sleep(300)"
+launch.python_module = lambda name: [sys.executable, "-c", rank, worker.PROGRESS + "round 1/5000"]
+sys.exit(train_step.main(sys.argv[1:]))
+"""
+OWN_RANKS = pytest.mark.parametrize("own_ranks", [False, pytest.param(True, marks=pytest.mark.slow)])
+
+
 @needs_link
+@OWN_RANKS
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_interrupted_run_leaves_nothing(number: int) -> None:
+def test_interrupted_run_leaves_nothing(number: int, own_ranks: bool) -> None:
     process = subprocess.Popen(
         [
             sys.executable,
-            SCRIPT,
+            *([SCRIPT] if own_ranks else ["-c", STAND_IN]),
             "--variants",
             "compute",
             "--link",
@@ -79,6 +91,7 @@ def test_interrupted_run_leaves_nothing(number: int) -> None:
         ],
         stderr=subprocess.PIPE,
         text=True,
+        cwd=ROOT,
     )
     assert process.stderr is not None
     for line in process.stderr:

@@ -245,7 +245,8 @@ def called_twice(rank: int, world_size: int, backend: str) -> None:
         assert operand.exchanges == 2 and [owner for what, owner in operand.visits if what == "gather"] == [0, 1] * 2
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
+# Under inductor make test has it as a part of the test of the order, whose graph is compiled anyway.
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=(INDUCTOR, pytest.mark.slow))])
 def test_equal_calls_in_a_graph_are_two_calls(workers, backend):
     """One layer, called twice with one input, and a norm likewise: merged, the gradients would be half of what they are."""
     workers(1).run(called_twice, backend, timeout=200)  # inductor leaves variables in the environment
@@ -265,7 +266,7 @@ class Noted(LocalOperand):
         super().exchange(*args, **kwargs)
 
 
-def in_order(rank: int, world_size: int) -> None:
+def in_order(rank: int, world_size: int, sizes: tuple[int, ...]) -> None:
     widths, calls = (64, 8, 256, 16, 128), []
     operands = [Noted([torch.randn(width, 8)], 0, 2, 1) for width in widths]
     handles = [register_operand(operand) for operand in operands]
@@ -275,20 +276,23 @@ def in_order(rank: int, world_size: int) -> None:
     @torch.compile(backend="inductor", fullgraph=True, dynamic=False)
     def run(x: torch.Tensor) -> torch.Tensor:
         parts = [fused.fused_linear(x, *pair, torch.float32) for pair in zip(operands, handles, strict=True)]
-        return sum((parts[n].relu() @ mixes[n]).sin() for n in (2, 0, 4, 1, 3))
+        again = fused.fused_linear(x, operands[1], handles[1], torch.float32)  # equal to parts[1], and not to be merged with it
+        return sum((parts[n].relu() @ mixes[n]).sin() for n in (2, 0, 4, 1, 3)) + again
 
     for operand in operands:
         operand.calls = calls
-    for tokens in (4, 512):
+    called = (*widths, widths[1])
+    for tokens in sizes:
         calls.clear()
         run(torch.randn(tokens, 8, requires_grad=True)).sum().backward()
-        assert calls == [*(("gather", width) for width in widths), *(("exchange", width) for width in reversed(widths))]
+        assert calls == [*(("gather", width) for width in called), *(("exchange", width) for width in reversed(called))]
 
 
 @INDUCTOR
-def test_the_order_of_calls_is_the_programs_whatever_the_sizes(workers):
+@pytest.mark.parametrize("sizes", [(512,), pytest.param((4, 512), marks=pytest.mark.slow)])
+def test_the_order_of_calls_is_the_programs_whatever_the_sizes(workers, sizes):
     """Calls that do not depend on each other: inductor would order them by size, and on ranks of other sizes otherwise."""
-    workers(1).run(in_order, timeout=200)
+    workers(1).run(in_order, sizes, timeout=200)
 
 
 def test_an_operand_is_not_kept_alive_by_its_number():

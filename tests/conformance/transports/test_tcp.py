@@ -302,6 +302,7 @@ def test_ipv6() -> None:
         transport.segment(0).fill_(rank)
         transport.publish(0, 1)
         assert pull_bytes(transport, 1 - rank, 0, 1, size=9).tolist() == [1 - rank] * 9
+        transport.finish(1)  # else close() waits for late readers
         transport.close()
 
     run_ranks(2, body)

@@ -26,7 +26,6 @@ def write(path: Path, stage: int, **more: Any) -> str:
 AGAINST_STOCK = pytest.mark.parametrize("against_stock", [False, pytest.param(True, marks=pytest.mark.slow)])
 
 
-@pytest.mark.slow  # make test runs a script under `deepspeed` in tests/packaging
 @AGAINST_STOCK
 def test_a_deepspeed_script(tmp_path, against_stock):
     file = write(tmp_path / "ds.json", 3, optimizer=adamw())
@@ -52,7 +51,8 @@ def trainer(tmp_path: Path, stage: int, **variables: str) -> tuple[list[tuple[fl
     return [(float(loss), float(norm)) for loss, norm in found], err
 
 
-@AGAINST_STOCK
+@pytest.mark.slow  # make test launches a Trainer in tests/parity/accelerate
+@pytest.mark.parametrize("against_stock", [False, True])
 def test_a_trainer(tmp_path, against_stock):
     results = {}
     for stage in (2, 3) if against_stock else (3,):

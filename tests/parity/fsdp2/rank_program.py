@@ -1,9 +1,7 @@
-"""One of two ranks of `test_stock.py`: runs every scenario and prints what it saw as one JSON line."""
+"""What two ranks of `test_stock.py` do: every scenario, and what was seen in it."""
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from typing import Any
 
@@ -125,9 +123,7 @@ def clocks(model: Model, rank: int) -> dict[str, Any]:
     return {"same": same, "apart": apart}
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+def scenarios(rank: int, world_size: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Model()
     for block in model.blocks:
@@ -137,10 +133,4 @@ def main() -> None:
     found: dict[str, Any] = {"plain_hooks": plain_hooks}
     for scenario in (stock, asynchronous, spans_and_peak, clocks):
         found[scenario.__name__] = scenario(model, rank)
-    print(json.dumps(found), flush=True)
-    dist.destroy_process_group()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
+    return found

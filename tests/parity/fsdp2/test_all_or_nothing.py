@@ -131,7 +131,7 @@ def works(rank: int, world_size: int, net: nn.Module, stock: nn.Module, step: in
     pair.assert_gradients_of_one_step(net, stock, rank, world_size, step)
 
 
-def every_stage(rank: int, world_size: int, everywhere: bool, transport: str) -> int:
+def every_stage(rank: int, world_size: int, everywhere: bool, transport: str, stride: int) -> int:
     net, stock = pair.build(1), pair.build(1)
     pair.assert_gradients_of_one_step(net, stock, rank, world_size)  # FSDP2 has initialised what it does late
     works(rank, world_size, net, stock, 1)
@@ -144,9 +144,9 @@ def every_stage(rank: int, world_size: int, everywhere: bool, transport: str) ->
             for after in moments:
                 failed = one_failure(rank, net, owner, name, call, after=after, everywhere=everywhere, transport=transport)
                 failures += failed
-            call += 1
-        assert call > 2, f"{name} was never called: no stage of apply() any more"
-        if number % 4 == 0:
+            call += stride
+        assert call > 1 + stride, f"{name} was never called: no stage of apply() any more"
+        if number % (4 * stride) == 0:
             works(rank, world_size, net, stock, number)
     works(rank, world_size, net, stock, 0)
     assert_nothing_left(before)
@@ -154,8 +154,10 @@ def every_stage(rank: int, world_size: int, everywhere: bool, transport: str) ->
 
 
 @pytest.mark.parametrize(("everywhere", "transport"), [(True, "shm"), (False, "tcp")])
-def test_apply_that_fails_at_any_stage(workers, everywhere, transport):
-    first, second = workers(2).run(every_stage, everywhere, transport, timeout=200)
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_apply_that_fails_at_any_stage(workers, everywhere, transport, stride):
+    """In make test at every stage, at every fourth of its calls."""
+    first, second = workers(2).run(every_stage, everywhere, transport, stride, timeout=200)
     assert first == second > 40
 
 

@@ -69,7 +69,15 @@ def dropped(rank: int, world_size: int, transport: str, how: str, rounds: int) -
 
 @pytest.mark.parametrize(
     ("transport", "how", "rounds"),
-    [("shm", "adopted", ROUNDS), ("tcp", "adopted", ROUNDS), ("shm", "claimed", 3), ("tcp", "cut", 3), ("shm", "read", 3)],
+    [
+        ("shm", "adopted", 8),
+        ("tcp", "adopted", 8),
+        pytest.param("shm", "adopted", ROUNDS, marks=pytest.mark.slow),
+        pytest.param("tcp", "adopted", ROUNDS, marks=pytest.mark.slow),
+        ("shm", "claimed", 3),
+        ("tcp", "cut", 3),
+        ("shm", "read", 3),
+    ],
 )
 def test_a_dropped_model_leaves_nothing(workers, transport, how, rounds):
     workers(2).run(dropped, transport, how, rounds, timeout=200)

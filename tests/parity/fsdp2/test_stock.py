@@ -1,34 +1,22 @@
-"""StockMeter, module hooks and clocks on two processes that train a small FSDP2 model over gloo; one launch for all tests."""
+"""StockMeter, module hooks and clocks on two processes that train a small FSDP2 model over gloo; one run for all tests."""
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from commfuse_dp.cli.launch import Ranks, free_port
 from commfuse_dp.observe import payload_received
-from tests.parity.fsdp2.rank_program import BLOCKS, DELAY_S, SHIFT_NS, WIDTH
+from tests.parity.fsdp2.rank_program import BLOCKS, DELAY_S, SHIFT_NS, WIDTH, scenarios
+from tests.support.workers import Workers
 
-PROGRAM = Path(__file__).with_name("rank_program.py")
 BLOCK_BYTES, HEAD_BYTES = 4 * WIDTH * WIDTH, 4 * 2 * WIDTH * WIDTH
 DELAY_MS = DELAY_S * 1e3
 
 
 @pytest.fixture(scope="module")
-def seen() -> list[dict[str, Any]]:
-    common = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    out: dict[int, dict[str, Any]] = {}
-    with Ranks([[sys.executable, str(PROGRAM)]] * 2, [{**common, "RANK": str(rank)} for rank in range(2)]) as ranks:
-        for line in ranks.lines():
-            out[line.rank] = json.loads(line.text)
-    return [out[0], out[1]]
+def seen(workers: Workers) -> list[dict[str, Any]]:
+    return workers(2).run(scenarios)
 
 
 def test_collectives_of_a_step_are_counted(seen: list[dict[str, Any]]) -> None:
