@@ -17,7 +17,7 @@ from commfuse_dp.integrations.attach.linears import LinearForm, looks_linear, ow
 from commfuse_dp.integrations.attach.ranks import Ranks
 from commfuse_dp.integrations.attach.report import ParameterRow, Path, Report
 from commfuse_dp.integrations.attach.root import hook_root
-from commfuse_dp.integrations.attach.rules import original_type
+from commfuse_dp.integrations.attach.rules import check_exclude, original_type
 from commfuse_dp.integrations.deepspeed import backend, compat
 from commfuse_dp.integrations.deepspeed.deferred import DeferredGather, FlatGroup, unwatch, watch
 from commfuse_dp.integrations.deepspeed.select import Layer, Selection, numel, select
@@ -105,6 +105,7 @@ def _facts(engine: Any, config: CommFuseConfig) -> list[tuple[str, str]]:
 
 
 def _prepare(engine: Any, config: CommFuseConfig, group: dist.ProcessGroup) -> tuple[Selection, list[Unit]]:
+    check_exclude(engine.module, config)
     selection = select(engine, config, group, torch.device(engine.device))
     if config.fuse == "always":
         lost = [f"{name} ({why})" for name, (_, why) in selection.left.items() if _is_linear(engine.module, name)]

@@ -96,6 +96,19 @@ def test_ranks_with_different_blocks(workers, name, stage):
         assert re.search(DIFFERENT[name][2], message) and "Start all ranks" in message, message
 
 
+def nothing_excluded(rank: int, world_size: int, stage: int) -> str:
+    case = Case(settings(stage), block={"exclude": ["blocks.1.upp"]})
+    with pytest.raises(ConfigError) as caught, started(rank, world_size, case, fused=True):
+        pass
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_exclude_that_matches_nothing(workers, stage):
+    for message in workers(2).run(nothing_excluded, stage, timeout=30):
+        assert "'blocks.1.upp'" in message and "matches no module" in message and "'blocks.1.up'" in message, message
+
+
 # ---- blocks that are fine --------------------------------------------------------------------------------------------
 def switched_off(rank: int, world_size: int, stage: int) -> None:
     from commfuse_dp.integrations.deepspeed import engine_of
