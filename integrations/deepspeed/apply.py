@@ -368,11 +368,14 @@ def _minimum_bytes(selection: Selection, stage: int, world_size: int, *, rest: b
     rest: what is not served by slices goes over CommFuse's collectives, and counts.
     """
     total = 0
-    params = [(layer.param, True) for layer in selection.layers]
-    if rest:
-        params += [(param, not getattr(param, "ds_persist", False)) for param, _ in selection.left.values()]
-    for param, again in params:
+    twice = 1 + (stage == 3)
+    params = [(layer.param, twice, 1) for layer in selection.layers]
+    if rest:  # under ZeRO-1/2 its gradients are reduced to all ranks
+        params += [
+            (param, 1 if getattr(param, "ds_persist", False) else twice, 1 if stage == 3 else 2)
+            for param, _ in selection.left.values()
+        ]
+    for param, gathers, reductions in params:
         size = numel(param) * param.element_size() * (world_size - 1) // world_size
-        total += size * (2 if stage == 3 and again else 1)
-        total += size if param.requires_grad else 0
+        total += size * (gathers + reductions * param.requires_grad)
     return total

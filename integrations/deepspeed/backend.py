@@ -101,6 +101,11 @@ class _Done(dist.distributed_c10d.Work):
         return True
 
 
+def _name(op: Any) -> str | None:
+    """Of a reduction. DeepSpeed's own enumeration has torch's names, but is equal to nothing of torch."""
+    return getattr(op, "name", None)
+
+
 def _nobody() -> None:
     return None
 
@@ -205,20 +210,20 @@ class RingBackend:
     def reduce_scatter_tensor(
         self, output_tensor: Any, input_tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
-        port = self._port(group, output_tensor, input_tensor) if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) else None
+        port = self._port(group, output_tensor, input_tensor) if _name(op) in ("SUM", "AVG") else None
         if port is None or input_tensor.dtype not in SUMMED:
             self._settle()
             return self.original.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        divisor = float(port.world_size) if op == dist.ReduceOp.AVG else None
+        divisor = float(port.world_size) if _name(op) == "AVG" else None
         port.reduce_scatter(output_tensor.view(-1), input_tensor.view(-1), divisor)
         return _Done() if async_op else None
 
     def all_reduce(self, tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-        port = self._port(group, tensor) if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) else None
+        port = self._port(group, tensor) if _name(op) in ("SUM", "AVG") else None
         if port is None or tensor.dtype not in SUMMED or tensor.numel() < port.world_size:
             self._settle()
             return self.original.all_reduce(tensor, op=op, group=group, async_op=async_op)
-        port.all_reduce(tensor, float(port.world_size) if op == dist.ReduceOp.AVG else None)
+        port.all_reduce(tensor, float(port.world_size) if _name(op) == "AVG" else None)
         return _Done() if async_op else None
 
     # ---- helpers -----------------------------------------------------------------------------------------------------

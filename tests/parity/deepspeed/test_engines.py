@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from commfuse_dp import CommFuseConfig
@@ -282,7 +283,8 @@ class Wide(nn.Module):
 
 
 def wide(rank: int, world_size: int, stage: int, dtype: str, window: int) -> Result:
-    case = Case(settings(stage, dtype=dtype), make=Wide, block={"prefetch_bytes": window})
+    case = Case(settings(stage, dtype=dtype), make=Wide, block={"prefetch_bytes": window}, steps=5)
+    case.before = lambda engine, step: dist.barrier()  # else a quick rank's next collective may count in this step already
     return run(rank, world_size, case, fused=True)
 
 
@@ -291,7 +293,7 @@ def wide(rank: int, world_size: int, stage: int, dtype: str, window: int) -> Res
 def test_bytes(workers, stage, dtype):
     """A step moves what two all-gathers (ZeRO-1, 2: one) and a reduce-scatter need, and no more than 3 % besides."""
     for result in workers(2).run(wide, stage, dtype, 40_000, timeout=60):
-        for moved in result.steps[1:]:  # the first has no recorded order
+        for moved in result.steps[1:-1]:  # the first has no recorded order, and behind the last everything is looked at
             total = moved.param_bytes_received + moved.grad_bytes_received
             assert total <= 1.03 * result.minimum, (total, result.minimum, moved)
             assert total >= 0.6 * result.minimum, (total, result.minimum, moved)
