@@ -95,6 +95,7 @@ class Log(io.StringIO):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_others_are_ended(tmp_path: Path) -> None:
     ranks: list[int] = []
 

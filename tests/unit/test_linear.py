@@ -289,7 +289,8 @@ def in_order(rank: int, world_size: int, sizes: tuple[int, ...]) -> None:
 
 
 @INDUCTOR
-@pytest.mark.parametrize("sizes", [(512,), pytest.param((4, 512), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(512,), (4, 512)])
 def test_the_order_of_calls_is_the_programs_whatever_the_sizes(workers, sizes):
     """Calls that do not depend on each other: inductor would order them by size, and on ranks of other sizes otherwise."""
     workers(1).run(in_order, sizes, timeout=200)

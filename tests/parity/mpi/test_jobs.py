@@ -61,6 +61,7 @@ def _is_zombie(pid: int) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_the_job() -> None:
     """Without MPI_Abort, ranks 0 and 1 would wait in MPI_Finalize for rank 2, which knows of nothing."""
     code, output, _ = job(3, "raise", timeout_s=60.0)
