@@ -315,9 +315,21 @@ for _name in ("data_ptr", "untyped_storage", "storage", "numpy", "tolist", "__ar
     _SPECIAL[getattr(torch.Tensor, _name)] = _with_memory
 
 
+_STANDS_FOR = "_commfuse_stands_for"  # an attribute of whole parameters in graphs
+
+
+def stand_for(whole: torch.Tensor, stored: torch.Tensor | None) -> torch.Tensor:
+    """In a graph, where a whole parameter is an ordinary tensor: one that says what it stands for."""
+    seen = whole.view_as(whole)  # dynamo does not let attributes be set on what is an element of an op's list
+    setattr(seen, _STANDS_FOR, stored)
+    return seen
+
+
 def standing_for(value: Any) -> Any:
     """The framework's parameter for what a read of it gave; anything else as it is."""
-    return value.stands_for if isinstance(value, OnDemandTensor) and value._is_param else value
+    if isinstance(value, OnDemandTensor):
+        return value.stands_for if value._is_param else value
+    return getattr(value, _STANDS_FOR, value)
 
 
-__all__ = ["OnDemandTensor", "ReadOperand", "Reading", "Source", "standing_for"]
+__all__ = ["OnDemandTensor", "ReadOperand", "Reading", "Source", "stand_for", "standing_for"]

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from commfuse_dp.ops.gathered import gather_parameters
-from commfuse_dp.ops.on_demand import OnDemandTensor, Reading, ReadOperand, Source, standing_for
+from commfuse_dp.ops.on_demand import OnDemandTensor, Reading, ReadOperand, Source, stand_for, standing_for
 
 log = logging.getLogger("commfuse_dp")
 
@@ -110,7 +110,7 @@ class Reads:
         if part is None or not self._slots[part].holds_known(module):
             return held
         if torch.compiler.is_compiling():
-            return gather_parameters(self._operand, self._handle)[part]
+            return stand_for(gather_parameters(self._operand, self._handle)[part], held)
         operand = self._operand
         state = (operand.version, operand.compute_dtype, operand.trainable, tuple(id(slot.parameter) for slot in self._slots))
         if state != self._state:
@@ -175,7 +175,7 @@ def properties(kind: type[nn.Module], open_reads: Callable[[Any], Reads | None])
         if reads is None:
             return held
         seen = {name: reads.read(self, name, param) for name, param in held.items()}
-        return seen if torch.compiler.is_compiling() else _Whole(seen, held)
+        return _Whole(seen, held)
 
     def set_parameters(self: nn.Module, value: dict[str, Any]) -> None:
         self.__dict__["_parameters"] = value
