@@ -17,6 +17,7 @@ from tests.parity.fsdp2.models import (
     wide_bytes,
 )
 from tests.parity.fsdp2.twin import Twin, settings
+from tests.support.cells import slow
 
 
 class Boom(Exception):
@@ -64,7 +65,7 @@ def failing(rank: int, world_size: int, transport: str, reset: bool) -> None:
 
 
 @pytest.mark.parametrize("reset", [False, True])
-@pytest.mark.parametrize(("world_size", "transport"), [(2, "shm"), (3, "tcp")])
+@pytest.mark.parametrize(("world_size", "transport"), [slow(2, "shm"), (3, "tcp")])
 def test_the_step_after_an_exception(workers, world_size, transport, reset):
     workers(world_size).run(failing, transport, reset)
 

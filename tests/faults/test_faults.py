@@ -18,6 +18,7 @@ from commfuse_dp.integrations.fsdp2 import engine_of
 import commfuse_dp
 from commfuse_dp import BrokenStepError, CommFuseError, DeadlineError, PeerLostError
 from tests.parity.fsdp2 import pair
+from tests.support.cells import slow
 from tests.support.leftovers import assert_nothing_left, leftovers, shared_memory
 from tests.support.workers import WorkerError, WorkerPool
 
@@ -178,7 +179,7 @@ def stuck(rank: int, world_size: int, transport: str, phase: str) -> dict[str, o
     return found
 
 
-@pytest.mark.parametrize(("transport", "phase"), [("tcp", "forward"), ("shm", "backward")])
+@pytest.mark.parametrize(("transport", "phase"), [("tcp", "forward"), slow("shm", "backward")])
 def test_a_stuck_rank_is_named_with_layer_step_slice_and_bytes(workers, transport, phase):
     workers(2).run(_warm, transport)
     other = workers(2).run(stuck, transport, phase, timeout=40)[0]

@@ -25,6 +25,7 @@ from tests.simulated.broken_steps import (
     raising_sum,
     run_incidents,
 )
+from tests.support.cells import slow
 from tests.support.copying import CopyingTransport
 from tests.support.hosts import open_hierarchical
 from tests.support.threads import ExchangeFn, run_ranks
@@ -71,14 +72,15 @@ def every(sites: tuple[str, ...], times: int, stride: int = 1) -> list[Injection
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["all", "one"])
-@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_every_place_of_a_step(alone, stride):
     true = run("copying", 3, every(SITES, 20, stride), alone=alone, nbytes=4096)
     assert min(true) > 100 // stride
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["all", "one"])
-@pytest.mark.parametrize("kind", ["shm", "tcp", "p2p"])
+@pytest.mark.parametrize(
+    ("kind", "alone"), [("shm", True), ("tcp", False), ("p2p", True), slow("shm", False), slow("tcp", True), slow("p2p", False)]
+)
 def test_between_real_transports(kind, alone):
     true = run(kind, 2, every(SITES, 8, 3), alone=alone, nbytes=1 << 14)
     assert min(true) > 15
@@ -99,7 +101,7 @@ def test_chains(alone):
     assert min(true) > 15
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["all", "one"])
+@pytest.mark.parametrize("alone", [pytest.param(False, marks=pytest.mark.slow), True], ids=["all", "one"])
 def test_two_levels(alone):
     true = run("hosts", 4, every(SITES, 8, 3), alone=alone, nbytes=4096)
     assert min(true) > 15

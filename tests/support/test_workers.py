@@ -44,7 +44,12 @@ def test_results_come_in_rank_order_from_the_same_processes(pool):
 
 
 @pytest.mark.parametrize(
-    ("how", "cause"), [("raise", "ValueError: no such value"), ("die", "exit code -9"), ("hang", "in fail_on")]
+    ("how", "cause"),
+    [
+        ("raise", "ValueError: no such value"),
+        ("die", "exit code -9"),
+        pytest.param("hang", "in fail_on", marks=pytest.mark.slow),
+    ],
 )
 def test_a_failing_rank_is_named_with_its_output_and_the_pool_is_rebuilt(pool, how, cause):
     pids = {pid for *_, pid in pool.run(total, 1.0)}

@@ -54,16 +54,15 @@ def _kind(item: pytest.Item) -> str | None:
     return _parameters(item).get("cluster", _parameters(item).get("kind"))
 
 
-MPI_RANKS = 3  # of the job in make test: each rank starts an interpreter. Larger worlds are cells of test-all.
-
-
-COSTLY = ("mpi", "p2p", "shm-dev_shm")  # p2p: a group for each lane; shm-dev_shm: shm's code but for where its memory is
+MPI_RANKS = 3  # of the job, at least. make test has MPI in tests/parity/mpi
+WORLD = 3
+COSTLY = ("p2p", "shm-dev_shm")  # in larger worlds. p2p: a group for each lane; shm-dev_shm: shm's code but for its memory
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if _kind(item) in COSTLY and _parameters(item).get("world_size", 0) > MPI_RANKS:
+        if _kind(item) == "mpi" or (_kind(item) in COSTLY and _parameters(item).get("world_size", 0) > WORLD):
             item.add_marker(pytest.mark.slow)
 
 

@@ -401,7 +401,7 @@ def _wait_for_a_dead_peer(rank: int, pipe: RankPipe, victim: int, fork: bool) ->
     raise AssertionError("nothing was sent")
 
 
-@pytest.mark.parametrize("fork", [False, True], ids=["alone", "with a forked child"])
+@pytest.mark.parametrize("fork", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["alone", "with a forked child"])
 def test_killed_rank_is_named_by_all(fork: bool) -> None:
     victim = 1
     with RankProcesses(3, _wait_for_a_dead_peer, victim, fork) as ranks:

@@ -60,14 +60,15 @@ def test_hooks_are_set_whatever_is_imported_first(first):
         assert result.stdout.strip() == str([bool(asked)] * 4), result.stderr
 
 
-@pytest.mark.slow  # make test launches a Trainer's
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["test_script", "test_sync"])
 def test_scripts_of_accelerate_pass(script):
     output = launch(*TWO, "--commfuse", str(SCRIPTS / f"{script}.py"))
     assert "CommFuse for DDP: 2 ranks, transport shm" in output
 
 
-@pytest.mark.parametrize("against_stock", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("against_stock", [False, True])
 def test_a_trainer_learns_the_same(tmp_path, against_stock):
     found = {}
     for words in (*([[]] if against_stock else []), ["--commfuse", "--commfuse_transport", "tcp"]):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -19,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from commfuse_dp.errors import ConfigError
 from tests.parity.accelerate.harness import Net, accelerator, commfuse, make, moved, reset, train, whole
 from tests.parity.ddp.nets import worst, worst_tensor
+from tests.support.cells import slow
 
 # Against stock in the same process. DDP and FSDP1 with N = 2: the same sums (halving is exact). FSDP2: GEMM tiling by slices.
 # N = 3: rounding of division. bf16: stock reduces in bf16, see tests/parity/fsdp1 and tests/parity/fsdp2.
@@ -69,11 +72,13 @@ def twin(rank: int, world_size: int, kind: str, limit: float, options: dict[str,
     return said
 
 
-@pytest.mark.parametrize(
-    ("precision", "accumulation"),
-    [("no", 1), ("bf16", 3), *(pytest.param(*c, marks=pytest.mark.slow) for c in (("no", 3), ("bf16", 1)))],
-)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
+def cells() -> Iterator[Any]:
+    quick = {("ddp", "no", 1), ("fsdp1", "no", 1), ("fsdp2", "bf16", 3)}
+    for cell in itertools.product(("ddp", "fsdp1", "fsdp2"), ("no", "bf16"), (1, 3)):
+        yield cell if cell in quick else slow(*cell)
+
+
+@pytest.mark.parametrize(("kind", "precision", "accumulation"), list(cells()))
 def test_training_equals_stock(workers, kind, precision, accumulation):
     options = {"mixed_precision": precision, "gradient_accumulation_steps": accumulation}
     said = workers(2).run(twin, kind, BF16 if precision == "bf16" else FP32, options)[0]
@@ -81,6 +86,7 @@ def test_training_equals_stock(workers, kind, precision, accumulation):
         assert "fused" in said and "stock" not in said, said
 
 
+@pytest.mark.slow
 def test_three_processes(workers):
     """FSDP2 only: tests/parity/ddp and fsdp1 have the others, and each more process imports Accelerate first."""
     workers(3).run(twin, "fsdp2", FP32, {})

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parity.deepspeed.pair import Case, Result, both, check, run, settings, started, train_micro
+from tests.support.cells import slow
 
 DEFER = {"defer_gather": True}
 
@@ -25,9 +26,9 @@ def trained(rank: int, world_size: int, stage: int, dtype: str, accumulation: in
     [
         (2, 1, "fp32", 1, "shm"),
         (3, 2, "fp32", 2, "tcp"),
-        (2, 2, "bf16", 1, "tcp"),
-        (3, 1, "bf16", 3, "shm"),
-        (3, 2, "fp32", 1, "p2p"),
+        slow(2, 2, "bf16", 1, "tcp"),
+        slow(3, 1, "bf16", 3, "shm"),
+        slow(3, 2, "fp32", 1, "p2p"),
     ],
 )
 def test_training_is_that_of_stock(workers, world_size, stage, dtype, accumulation, transport):

@@ -20,20 +20,13 @@ def cell(rank: int, world_size: int, stage: int, dtype: str, accumulation: int) 
     return both(rank, world_size, Case(settings(stage, dtype=dtype, accumulation=accumulation), steps=10))
 
 
-PAIRS = {
-    (2, 1, "fp32", 1),
-    (3, 1, "bf16", 3),
-    (2, 2, "bf16", 3),
-    (3, 2, "fp32", 1),
-    (2, 3, "bf16", 1),
-    (3, 3, "fp32", 3),
-}
+QUICK = {(2, 1, "fp32", 1), (2, 2, "bf16", 3), (3, 3, "fp32", 3)}
 
 
 def cells() -> Iterator[Any]:
-    """All 24; make test runs six, in which every two values of different columns meet."""
+    """All 24; make test runs three, in which every value occurs."""
     for cell in itertools.product((2, 3), (1, 2, 3), ("fp32", "bf16"), (1, 3)):
-        yield cell if cell in PAIRS else slow(*cell)
+        yield cell if cell in QUICK else slow(*cell)
 
 
 @pytest.mark.parametrize(("world_size", "stage", "dtype", "accumulation"), list(cells()))

@@ -228,7 +228,7 @@ def option(rank: int, world_size: int, name: str, stage: int) -> tuple[Result, R
 def cells() -> Iterator[Any]:
     """make test runs an option under the highest stage that it is for, and some under ZeRO-1, too, whose path is another."""
     variations = ("reentrant", "not reentrant")  # of what "twice, recomputed" and "deepspeed.checkpointing" do
-    both = ("clipping", "client optimizer", "used twice", "unused", "late ranks", "coalesced", "frozen", "weight read")
+    both = ("used twice", "coalesced", "frozen")
     for name, (stages, _) in OPTIONS.items():
         for stage in stages:
             quick = (stage == max(stages) and name not in variations) or (stage == min(stages) and name in both)

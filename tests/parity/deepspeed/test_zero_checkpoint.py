@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.parity.deepspeed.pair import Case, Result, adamw, check, settings, sgd, started, train_micro, whole
+from tests.support.cells import slow
 
 
 def train(rank: int, world_size: int, case: Case, fused: bool, steps: range, *, load: str = "", save: str = "") -> Result:
@@ -52,9 +53,7 @@ def exchange(rank: int, world_size: int, stage: int, dtype: str, folder: str) ->
     return results
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype"), [(1, "fp32"), (2, "bf16"), (3, "fp32"), pytest.param(3, "bf16", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("stage", "dtype"), [slow(1, "fp32"), (2, "bf16"), (3, "fp32"), slow(3, "bf16")])
 def test_both_ways(workers, tmp_path, stage, dtype):
     for straight, *others in workers(2).run(exchange, stage, dtype, str(tmp_path), timeout=120):
         for other in others:

@@ -83,7 +83,7 @@ def cells() -> Iterator[Any]:
     strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
     for world_size, strategy, precision, accumulation in itertools.product((2, 3), strategies, ("fp32", "bf16"), (1, 3)):
         special = (world_size == 3) + (precision == "bf16") + (accumulation == 3)
-        slow = special > 1 and not (strategy == "FULL_SHARD" and special == 2 and precision == "fp32")
+        slow = special > (strategy == "FULL_SHARD") + (strategy == "FULL_SHARD" and precision == "fp32")
         yield pytest.param(world_size, strategy, precision, accumulation, marks=pytest.mark.slow if slow else ())
 
 

@@ -45,7 +45,7 @@ def orders(rank: int, world_size: int, transport: str) -> None:
         assert again.param_bytes_received + again.grad_bytes_received <= 1.1 * twin.report.minimum_bytes_per_step
 
 
-@pytest.mark.parametrize(("world_size", "transport"), [slow(2, "shm"), slow(2, "tcp"), (3, "tcp"), (2, "p2p")])
+@pytest.mark.parametrize(("world_size", "transport"), [slow(2, "shm"), slow(2, "tcp"), (3, "tcp"), slow(2, "p2p")])
 def test_another_order_than_recorded_is_slower_but_right(workers, world_size, transport):
     workers(world_size).run(orders, transport)
 
@@ -84,10 +84,9 @@ def evaluation(rank: int, world_size: int, transport: str, first: str | None) ->
 @pytest.mark.parametrize(
     ("transport", "first"),
     [
-        ("tcp", None),
         ("tcp", "no_grad"),
         ("shm", "inference"),
-        *(slow(*cell) for cell in (("shm", None), ("shm", "no_grad"), ("tcp", "inference"))),
+        *(slow(*cell) for cell in (("tcp", None), ("shm", None), ("shm", "no_grad"), ("tcp", "inference"))),
     ],
 )
 def test_evaluation_between_steps(workers, transport, first):

@@ -19,6 +19,7 @@ from tests.parity.fsdp2.models import (
     wide_bytes,
 )
 from tests.parity.fsdp2.twin import Twin, local, settings
+from tests.support.cells import slow
 
 # ---- frozen ----------------------------------------------------------------------------------------------------------
 FROZEN = {
@@ -99,7 +100,7 @@ def tied(rank: int, world_size: int, transport: str) -> None:
         }
 
 
-@pytest.mark.parametrize(("world_size", "transport"), [(2, "shm"), (3, "tcp")])
+@pytest.mark.parametrize(("world_size", "transport"), [slow(2, "shm"), (3, "tcp")])
 def test_tied_weights_fall_back_and_are_named(workers, world_size, transport):
     workers(world_size).run(tied, transport)
 
@@ -159,7 +160,8 @@ def unused(rank: int, world_size: int, transport: str, fuse: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "transport", "fuse"), [(2, "shm", "auto"), (3, "tcp", "auto"), (2, "shm", "never"), (2, "p2p", "auto")]
+    ("world_size", "transport", "fuse"),
+    [(2, "shm", "auto"), slow(3, "tcp", "auto"), (2, "shm", "never"), slow(2, "p2p", "auto")],
 )
 def test_modules_unused_in_some_steps(workers, world_size, transport, fuse):
     workers(world_size).run(unused, transport, fuse)

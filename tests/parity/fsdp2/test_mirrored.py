@@ -22,6 +22,7 @@ from commfuse_dp.transport.base import GRAD_LANE, PARAM_LANE
 from commfuse_dp.transport.nccl import NcclTransport, open_nccl
 from tests.parity.fsdp2.models import ByteModel, Stack, mean_square
 from tests.parity.fsdp2.twin import Twin, build, settings
+from tests.support.cells import slow
 from tests.support.fake_device import FakeWorld
 
 attachment = importlib.import_module("commfuse_dp.integrations.attach.attachment")
@@ -81,7 +82,7 @@ def steps(rank: int, world_size: int, order: str, reshard: bool, kernels: str) -
     ("world_size", "order", "reshard", "kernels"),
     [
         (2, "pairwise", True, "auto"),
-        (3, "ring", True, "blas"),
+        slow(3, "ring", True, "blas"),
         pytest.param(3, "pairwise", False, "auto", marks=pytest.mark.slow),
     ],
 )

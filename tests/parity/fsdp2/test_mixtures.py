@@ -111,7 +111,13 @@ def _act(twin: Twin, action: str, choose: random.Random, config: Any) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "transport", "seed", "fuse"),
-    [slow(2, "shm", 1, "auto"), (2, "tcp", 2, "auto"), (3, "tcp", 3, "auto"), (2, "p2p", 4, "auto"), (2, "shm", 5, "never")],
+    [
+        slow(2, "shm", 1, "auto"),
+        slow(2, "tcp", 2, "auto"),
+        (3, "tcp", 3, "auto"),
+        slow(2, "p2p", 4, "auto"),
+        (2, "shm", 5, "never"),
+    ],
 )
 def test_random_mixtures(workers, world_size, transport, seed, fuse):
     workers(world_size).run(mixture, transport, seed, fuse)

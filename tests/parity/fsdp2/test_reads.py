@@ -20,6 +20,7 @@ from tests.parity.fsdp2.models import ByteModel, mean_square, shard_layers, shar
 from tests.parity.fsdp2.readers import WIDTH, Readers
 from tests.parity.fsdp2.test_precision import Reference, check
 from tests.parity.fsdp2.twin import Twin, settings
+from tests.support.cells import slow
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 RTOL = 3e-6  # sums of several gradients of one parameter, in another order than stock's
@@ -45,7 +46,7 @@ def every_pattern(rank: int, world_size: int, transport: str) -> None:
         twin.step(mean_square, floats(twin))
 
 
-@pytest.mark.parametrize(("world_size", "transport"), [(2, "shm"), (3, "tcp")])
+@pytest.mark.parametrize(("world_size", "transport"), [slow(2, "shm"), (3, "tcp")])
 def test_every_pattern_trains_as_stock(workers, world_size, transport):
     workers(world_size).run(every_pattern, transport, timeout=120)
 

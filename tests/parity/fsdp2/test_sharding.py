@@ -108,7 +108,7 @@ def uneven(rank: int, world_size: int, transport: str, **options: Any) -> None:
             assert local(weight).shape[0] == (weight.device_mesh.get_coordinate()[-1] == 0)
 
 
-@pytest.mark.parametrize(("world_size", "transport"), [(3, "shm"), slow(3, "tcp"), (4, "tcp")])
+@pytest.mark.parametrize(("world_size", "transport"), [slow(3, "shm"), slow(3, "tcp"), (4, "tcp")])
 def test_uneven_and_empty_shards(workers, world_size, transport):
     workers(world_size).run(uneven, transport)
 
