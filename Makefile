@@ -40,8 +40,8 @@ test-slow: $(STAMP_SWEEP)
 test-all: $(STAMP_SWEEP)
 	$(PYTEST) $(ARGS)
 
-# Every architecture of transformers and the usual models of timm, with and without PEFT, against stock FSDP2; some of them are
-# part of test-all.    make sweep ARGS="--only '^timm'"
+# Every architecture of transformers and the usual models of timm, with and without PEFT, against stock FSDP2; a row for each.
+# Part of test-all, too.    make sweep ARGS="--only '^timm'"
 sweep: $(STAMP_SWEEP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity.sweep $(ARGS)
 
