@@ -206,7 +206,8 @@ class ExchangeWatch:
                 if self.failure is None:
                     self._compare()
             except Exception as error:  # a device that failed: whoever calls next is to know
-                self._fail(TransportError, -1, f"rank {self.rank}, transport {self._name}: {type(error).__name__}: {error}")
+                with contextlib.suppress(Exception):  # it cannot be spoiled, either
+                    self._fail(TransportError, -1, f"rank {self.rank}, transport {self._name}: {type(error).__name__}: {error}")
         with contextlib.suppress(Exception):  # of a device that failed
             while not self._stopping and self._release():
                 time.sleep(RELEASE_S)
