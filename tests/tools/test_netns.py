@@ -82,14 +82,14 @@ def test_without_iproute2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_link
 def test_rate_is_kept_in_both_directions_and_counted() -> None:
-    with shaped_world(2, "400mbit") as world:
+    with shaped_world(2, "40mbit") as world:
         before = [world.bytes(rank) for rank in range(2)]
         rate = world.measure_rate(1.0)
         after = [world.bytes(rank) for rank in range(2)]
-    assert 0.85 * 50e6 < rate < 1.02 * 50e6
-    for b, a in zip(before, after, strict=True):  # 1 s measured and 0.5 s warm-up, at 50 MB/s each way
-        assert a.tx - b.tx > 40e6
-        assert a.rx - b.rx > 40e6
+    assert 0.5 * 5e6 < rate < 1.02 * 5e6  # less where the processors are busy; bits taken for bytes would be eight times off
+    for b, a in zip(before, after, strict=True):  # what was sent in the second that was measured, and more before
+        assert a.tx - b.tx > 0.9 * rate
+        assert a.rx - b.rx > 0.9 * rate
 
 
 @needs_link
