@@ -91,6 +91,8 @@ def die_in(rank: int, world_size: int, transport: str, phase: str, how: str) -> 
     del error  # its traceback refers to the engine
     commfuse_dp.remove(net)
     net.zero_grad()
+    # Autograd keeps nodes that were ready when a backward raised, and what they refer to, until the thread's next backward.
+    torch.ones((), requires_grad=True).backward()
     gc.collect()
     left = shared_memory()
     raise Survived(json.dumps({**found, "left": left}))
