@@ -236,6 +236,7 @@ class Slot:
     requires_grad: bool = True
     grad_dtype: torch.dtype = torch.float32
     keeps_delivered: bool = True
+    replaced: bool = False
     grad: torch.Tensor | None = None
     rows: torch.Tensor = field(init=False)
 

@@ -32,6 +32,7 @@ from commfuse_dp.errors import BrokenStepError, CommFuseError, Where
 from commfuse_dp.kernels.choice import Chooser, Row
 from commfuse_dp.kernels.gemms import Gemms
 from commfuse_dp.ops.compat import untransformed
+from commfuse_dp.ops.operands import other_parameters
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.probe import COMPUTE, Probe, now_ns
 from commfuse_dp.transport.base import CHANNEL_GRAD, Outcome, Transport
@@ -59,10 +60,10 @@ class Engine:
         device: torch.device,
         replicas: ReplicaGroup | None,
         vote: Callable[[bool], bool] = bool,
-        published: Callable[[], object] = lambda: None,
+        published: Callable[[Unit], bool] = lambda unit: False,
     ) -> None:
         """vote: collective over the engine's ranks; True on all of them if its argument is True on one.
-        published: called whenever the parameters' values have been copied for a step."""
+        published: called whenever a unit's values have been copied for a step; whether its parameters are others than before."""
         self.transport = transport
         transport.layers = [unit.name for unit in units]
         self.units = list(units)
@@ -73,7 +74,7 @@ class Engine:
         self.step = 0  # begun forward passes; also the epoch of the published parameters
         self.device = device
         for unit in self.units:
-            unit.anchor = torch.zeros(1, device=device, requires_grad=True)
+            unit.new_anchor(device)
         self.ordering = ordering = ordering_of(transport.device)
         self.buffers = BufferPool(device, ordering, self.probe, limit=config.inbox_bytes)
         self.breakage = Breakage(transport)
@@ -203,7 +204,9 @@ class Engine:
             unit.pending_backwards = 0
         self.buffers.settle()
         self.parameters.start(self.step, self._sequences.get(self._mode, []))
-        self._published()
+        for unit in self.units:
+            if self._published(unit):
+                unit.new_anchor(self.device)
         self.probe.span_since(COMPUTE, "publish", start, begun, kind="publish")
         self._active = True
 
@@ -221,10 +224,21 @@ class Engine:
         flat buffers or a pointer counts as no new version of the tensor. The ranks decide together, since what has changed may
         lie in the shard of one of them. This costs such a call a read of its own shard and a message; the root's forward none.
         """
-        if self._in_forward or in_backward():
+        replaced = False
+        for slot in unit.slots:
+            replaced = replaced or slot.replaced
+        if in_backward():  # a recomputation: what it computes again was computed with what was published
+            return
+        if self._in_forward:
+            if replaced:
+                raise other_parameters(unit.name)
             return
         with untransformed():
-            if not self._active or self.breakage.cause or (not unit.replicated and self._vote(self.parameters.differs(unit))):
+            if (
+                not self._active
+                or self.breakage.cause
+                or (not unit.replicated and self._vote(replaced or self.parameters.differs(unit)))
+            ):
                 self.begin_step()
 
     def enter_forward(self) -> None:
@@ -465,6 +479,9 @@ class _Sink:
         self._unit = unit
         self._computed = computed  # dtype that `produce` computes in
         self._include = include
+        if unit.accumulated is not None and unit.accumulated_for is not unit.anchor:
+            raise other_parameters(unit.name)
+        unit.accumulated_for = unit.anchor
         if not reduce and unit.accumulated is None:
             wide = unit.policy.reduce_dtype or computed
             unit.accumulated = [torch.zeros(shape, dtype=wide, device=engine.device) for shape in unit.whole_shapes()]

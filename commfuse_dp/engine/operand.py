@@ -15,12 +15,14 @@ class UnitOperand:
         """transposed: the unit is a linear whose weight is [in, out]; its products go by slices, on GPUs by BLAS."""
         self._engine = engine
         self._unit = unit
+        self.name = unit.name
+        self.anchor = unit.anchor
+        unit.operands.add(self)
         self.shapes = tuple(slot.shape for slot in unit.slots)
         rows, columns = self.shapes[0][0], self.shapes[0][1] if len(self.shapes[0]) > 1 else 1
         self.out_features, self.in_features = (columns, rows) if transposed else (rows, columns)
         self.transposed = transposed
         self.has_bias = len(self.shapes) > 1
-        self.anchor = unit.anchor
         self.whole = None if transposed else engine.whole_products(unit)
 
     def expect_backward(self) -> None:

@@ -16,11 +16,12 @@ slices may begin and end in the middle of a row. Their pieces are whole rows or 
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -36,6 +37,7 @@ class ParamSlot(Protocol):
 
     name: str
     shape: tuple[int, ...]  # of the whole parameter
+    replaced: bool  # the framework's parameter is another one now than the one that was published last
 
     def local(self) -> torch.Tensor:
         """This rank's rows, [rows, *shape[1:]], or flat range, [elements], in the parameter's own dtype (may be empty)."""
@@ -248,7 +250,9 @@ class Unit:
         self.policy = policy
         self.slices_per_rank = slices_per_rank or 1
         self._automatic = slices_per_rank is None
-        self.anchor: torch.Tensor  # set by the engine, on its device; see [Note: Anchors] in ops/linear.py
+        self.anchor: torch.Tensor  # see `new_anchor`
+        self._sets = 0
+        self.operands: weakref.WeakSet[Any] = weakref.WeakSet()  # which have the same anchor
         self.replicated = replicated
         self._flat_bounds = flat_bounds
         self._geometries: dict[tuple[torch.dtype, tuple[bool, ...]], Geometry] = {}
@@ -259,8 +263,16 @@ class Unit:
         self.expects_backward = False  # the next read is recorded by autograd
         self.pending_backwards = 0  # forward calls whose backward has not come yet
         self.accumulated: list[torch.Tensor] | None = None  # unreduced gradients of earlier microbatches, whole, per part
+        self.accumulated_for: torch.Tensor | None = None  # the anchor of the parameters that these are of
         self.replica_partial: torch.Tensor | None = None  # reduced over the shard group but not over the replicas
         self.scatters = 0  # reduce-scatters begun so far: sequence number of the next one
+
+    def new_anchor(self, device: torch.device) -> None:
+        """For parameters that are not those of before: see [Note: Anchors] in ops/linear.py."""
+        self._sets = (self._sets + 1) % (1 << 24)  # exact in float32
+        self.anchor = torch.full((1,), float(self._sets), device=device, requires_grad=True)
+        for operand in self.operands:
+            operand.anchor = self.anchor
 
     def bind(self, world_size: int, comfortable: int) -> Geometry:
         """Fix the layout of the published parameters; the compute dtype must be known by now.

@@ -21,8 +21,15 @@ def untransformed() -> AbstractContextManager[object]:
     return torch._C._DisableFuncTorch() if transforms_active() else nullcontext()
 
 
-def keep_program_order() -> None:
-    """Have inductor leave calls in the order of the program, in this process: see [Note: Calls in graphs] in operands.py."""
+OPS = "commfuse-ops-2"  # rises with every change of a registered op's signature
+
+
+def prepare_compiler() -> None:
+    """Have inductor leave calls in the order of the program, in this process: see [Note: Calls in graphs] in operands.py. And
+    have it take no graph from its cache on disk that calls ops as they were before."""
+    caching = importlib.import_module("torch.compiler.config")
+    if OPS not in getattr(caching, "cache_key_tag", OPS):
+        caching.cache_key_tag += OPS  # type: ignore[attr-defined]
     config = importlib.import_module("torch._inductor.config")
     if getattr(config, "reorder_for_peak_memory", False):
         config.reorder_for_peak_memory = False  # type: ignore[attr-defined]

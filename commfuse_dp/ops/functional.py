@@ -48,6 +48,8 @@ class _Options(NamedTuple):
 class _ShardOperand:
     """A `ShardedOperand` moved by the plain collectives: one call for every pass."""
 
+    name = "(fused_linear)"
+
     def __init__(self, packed: torch.Tensor, has_bias: bool, options: _Options) -> None:
         self.out_features = sum(options.sizes)
         self.in_features = packed.shape[1] - has_bias

@@ -17,11 +17,12 @@ from typing import Any, Protocol
 
 import torch
 
-from commfuse_dp.ops.operands import ByOwner, Visit, call_number, operand_of
+from commfuse_dp.ops.operands import ByOwner, Visit, call_number, check_same_parameters, operand_of
 from commfuse_dp.ops.pieces import Piece
 
 
 class GatheredOperand(Protocol):
+    name: str
     shapes: tuple[tuple[int, ...], ...]
     anchor: torch.Tensor
 
@@ -74,6 +75,7 @@ class _GatherParameters(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[torch.Tensor, GatheredOperand], output: tuple[torch.Tensor, ...]) -> None:
         _, ctx.operand = inputs
+        ctx.anchor = ctx.operand.anchor
         trainable = ctx.operand.trainable
         ctx.mark_non_differentiable(*[whole for whole, wanted in zip(output, trainable, strict=True) if not wanted])
 
@@ -87,6 +89,7 @@ class _GatherParameters(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None]:
+        check_same_parameters(ctx.operand, ctx.anchor)
         gather_backward(grads, ctx.operand)
         return None, None
 
@@ -141,23 +144,26 @@ def _(
 
 
 @torch.library.custom_op("commfuse::gather_backward", mutates_args=())
-def gather_backward_op(grads: Sequence[torch.Tensor], handle: int, call: int) -> torch.Tensor:
+def gather_backward_op(grads: Sequence[torch.Tensor], anchor: torch.Tensor, handle: int, call: int) -> torch.Tensor:
     operand = operand_of(handle)
+    check_same_parameters(operand, anchor)
     gather_backward(grads, operand)
     return torch.zeros_like(operand.anchor)
 
 
 @gather_backward_op.register_fake
-def _(grads: Sequence[torch.Tensor], handle: int, call: int) -> torch.Tensor:
+def _(grads: Sequence[torch.Tensor], anchor: torch.Tensor, handle: int, call: int) -> torch.Tensor:
     return torch.empty(1, dtype=torch.float32, device=grads[0].device)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     ctx.handle, ctx.call = inputs[1], inputs[5]
+    ctx.save_for_backward(inputs[0])
 
 
 def _op_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[torch.Tensor, None, None, None, None, None]:
-    return torch.ops.commfuse.gather_backward(grads, ctx.handle, ctx.call), None, None, None, None, None
+    (anchor,) = ctx.saved_tensors
+    return torch.ops.commfuse.gather_backward(grads, anchor, ctx.handle, ctx.call), None, None, None, None, None
 
 
 gather_op.register_autograd(_op_backward, setup_context=_setup_context)

@@ -21,7 +21,8 @@ The sharded parameters are no inputs of the autograd graph: their gradients are 
 records the layer even if x needs no gradient, every operand has an `anchor`, a leaf that requires one. Under torch.compile
 the gradient "of the anchor" is what keeps the backward op alive: a functional op whose outputs nobody uses would be removed
 from the graph, and with it the weight gradient. It has one element: inductor removes sums of tensors that have none, and what
-computes their terms.
+computes their terms. A layer that is given other parameters gets another anchor, too: so a backward sees that it has come too
+late for those of its forward (`check_same_parameters`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch.autograd import forward_ad
 
 from commfuse_dp.ops.compat import transforms_active
 from commfuse_dp.ops.gathered import gather_parameters, replicated_parameter
-from commfuse_dp.ops.operands import ShardedOperand, call_number, operand_of, register_operand
+from commfuse_dp.ops.operands import ShardedOperand, call_number, check_same_parameters, operand_of, register_operand
 from commfuse_dp.ops.products import linear_backward, linear_forward
 
 
@@ -45,12 +46,16 @@ class _FusedLinear(torch.autograd.Function):
         ctx.operand = operand
         ctx.partial_dtype = partial_dtype
         ctx.save_for_backward(x)
-        return linear_forward(x, operand, convert=convert)
+        y = linear_forward(x, operand, convert=convert)
+        ctx.anchor = operand.anchor  # of the step that a layer called by itself has begun just now
+        return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
         (x,) = ctx.saved_tensors
+        if ctx.anchor is not ctx.operand.anchor:  # asked here, too: a call costs a frame per layer
+            check_same_parameters(ctx.operand, ctx.anchor)
         dx = linear_backward(grad, x, ctx.operand, ctx.needs_input_grad[0], ctx.partial_dtype)
         return dx, None, None, None, None
 
@@ -126,27 +131,30 @@ def _(x: torch.Tensor, anchor: torch.Tensor, handle: int, out_features: int, con
 
 @torch.library.custom_op("commfuse::linear_backward", mutates_args=())
 def linear_backward_op(
-    grad: torch.Tensor, x: torch.Tensor, handle: int, needs_input_grad: bool, call: int
+    grad: torch.Tensor, x: torch.Tensor, anchor: torch.Tensor, handle: int, needs_input_grad: bool, call: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     operand = operand_of(handle)
+    check_same_parameters(operand, anchor)
     dx = linear_backward(grad, x, operand, needs_input_grad, operand.partial_dtype)
     return (dx if dx is not None else x.new_empty(0)), torch.zeros_like(operand.anchor)
 
 
 @linear_backward_op.register_fake
-def _(grad: torch.Tensor, x: torch.Tensor, handle: int, needs_input_grad: bool, call: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _(
+    grad: torch.Tensor, x: torch.Tensor, anchor: torch.Tensor, handle: int, needs_input_grad: bool, call: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_input_grad else x.new_empty(0)
     return dx, torch.empty(1, dtype=torch.float32, device=x.device)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, _, ctx.handle, _, _, ctx.call = inputs
-    ctx.save_for_backward(x)
+    x, anchor, ctx.handle, _, _, ctx.call = inputs
+    ctx.save_for_backward(x, anchor)
 
 
 def _op_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None, None, None, None]:
-    (x,) = ctx.saved_tensors
-    dx, token = torch.ops.commfuse.linear_backward(grad, x, ctx.handle, ctx.needs_input_grad[0], ctx.call)
+    x, anchor = ctx.saved_tensors
+    dx, token = torch.ops.commfuse.linear_backward(grad, x, anchor, ctx.handle, ctx.needs_input_grad[0], ctx.call)
     return (dx if ctx.needs_input_grad[0] else None), token, None, None, None, None
 
 

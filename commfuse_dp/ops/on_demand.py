@@ -22,7 +22,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from commfuse_dp.ops.gathered import GatheredOperand, gather_backward, gather_forward
-from commfuse_dp.ops.operands import Visit
+from commfuse_dp.ops.operands import Visit, check_same_parameters
 
 aten = torch.ops.aten
 
@@ -60,6 +60,7 @@ class Reading:
     ) -> None:
         """sources: the parameters, in the order of `operand.shapes`. gathered: told after every gather."""
         self.operand = operand
+        self.anchor = operand.anchor  # of the parameters that are read
         self.sources = tuple(sources)
         self.stored = tuple(source.parameter for source in sources)  # what the tensors stand for
         self._gathered = gathered
@@ -79,6 +80,7 @@ class Reading:
     def whole(self, part: int) -> torch.Tensor:
         """The values. Gathers, if they are not here."""
         if self._wholes is None:
+            check_same_parameters(self.operand, self.anchor)
             with torch.inference_mode(False), torch.no_grad():
                 self._wholes = gather_forward(self.operand, self.operand.read)
             self._gathered(self)
@@ -232,6 +234,7 @@ class _Read(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None]:
         operand = ctx.reading.operand
+        check_same_parameters(operand, ctx.reading.anchor)
         device = operand.anchor.device
         whole = [
             torch.zeros(shape, dtype=operand.compute_dtype, device=device) if grad is None else grad

@@ -25,7 +25,8 @@ from typing import Any, Protocol
 
 import torch
 
-from commfuse_dp.ops.compat import keep_program_order
+from commfuse_dp.errors import CommFuseError
+from commfuse_dp.ops.compat import prepare_compiler
 from commfuse_dp.ops.pieces import Piece
 
 
@@ -64,11 +65,12 @@ class WholeProducts(Protocol):
 class ShardedOperand(Protocol):
     """A weight (and bias) sharded along dim 0, whose slices somebody moves: the engine, or the plain collectives."""
 
+    name: str
     out_features: int
     in_features: int
     transposed: bool  # the weight is [in, out]: y = x @ W + b, and the slices cut K; otherwise [out, in]: y = x @ W.T + b
     has_bias: bool  # a sharded one, that travels with the weight
-    anchor: torch.Tensor
+    anchor: torch.Tensor  # a new one, of another value, with every set of parameters
 
     @property
     def split_rows(self) -> tuple[int, ...]:
@@ -93,6 +95,28 @@ class ShardedOperand(Protocol):
         """Which of (weight, bias) want a gradient now."""
 
 
+class Anchored(Protocol):
+    name: str
+    anchor: torch.Tensor
+
+
+def check_same_parameters(operand: Anchored, anchor: torch.Tensor) -> None:
+    """Raise CommFuseError if the operand stands for other parameters now than when its anchor was `anchor`."""
+    # A graph hands on the memory or a copy of it. Comparing values of a device would wait for it: only if it has to be.
+    if anchor.data_ptr() != operand.anchor.data_ptr() and int(anchor) != int(operand.anchor):
+        raise other_parameters(operand.name)
+
+
+def other_parameters(layer: str) -> CommFuseError:
+    """What is raised where the parameters of one call would be mixed up with those of another."""
+    return CommFuseError(
+        f"layer {layer!r} has been given another set of parameters (by torch.func.functional_call, say) than the step under way "
+        "was begun with. CommFuse serves one set at a time: call backward() for one set before the forward with the next "
+        "(gradients add up as ever; after set_requires_gradient_sync(False), reduce them before), swap sets for whole models, "
+        f"not inside their forward, or leave the layer to the framework with CommFuseConfig(exclude=[{layer!r}])."
+    )
+
+
 # ---- numbers for compiled graphs -------------------------------------------------------------------------------------
 _OPERANDS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _next_handle = 0
@@ -111,7 +135,7 @@ def register_operand(operand: Any) -> int:
 
 def call_number() -> int:
     """A number for each call that is traced: see [Note: Calls in graphs]. Runs while dynamo traces, before inductor."""
-    keep_program_order()
+    prepare_compiler()
     return next(_calls)
 
 

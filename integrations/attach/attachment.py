@@ -82,7 +82,6 @@ class Attachment:
         replicas = None
         if len(ranks) > 1:  # a communicator of our own: the framework's must not see our all-reduces between its collectives
             replicas = ReplicaGroup(dist.new_group(ranks, use_local_synchronization=True), len(ranks))
-        slots = [slot for unit in units for slot in unit.slots if isinstance(slot, ModuleSlot)]
 
         def engine() -> Engine:
             return Engine(
@@ -92,7 +91,7 @@ class Attachment:
                 device=device,
                 replicas=replicas,
                 vote=any_of(group, device),
-                published=lambda: [slot.published() for slot in slots],
+                published=lambda unit: any([slot.published() for slot in unit.slots if isinstance(slot, ModuleSlot)]),
             )
 
         self.engine = take(engine, lambda made: made.close())

@@ -173,6 +173,9 @@ def properties(kind: type[nn.Module], open_reads: Callable[[Any], Reads | None])
         held: dict[str, Any] = self.__dict__["_parameters"]
         reads = open_reads(self)
         if reads is None:
+            for name, param in held.items():
+                if isinstance(param, OnDemandTensor):  # written when the framework had sharded again
+                    held[name] = standing_for(param)
             return held
         seen = {name: reads.read(self, name, param) for name, param in held.items()}
         return _Whole(seen, held)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from commfuse_dp.errors import CommFuseError
+from commfuse_dp.ops.on_demand import standing_for
 
 KNOWN = "_commfuse_known"  # in the dictionary of a served module: the parameters that its slots know
 _PUBLISHED = "published "  # before the name of a parameter, in the same dictionary
@@ -58,11 +59,21 @@ class ModuleSlot(ABC):
         known = module.__dict__.get(KNOWN)
         if known is not None and param is known.get(self.param_name):
             return param is not None
+        param = self._put_back(module, param)
         if param is None or not self.fits(param):
             return False
         if known is not None:
             known[self.param_name] = param
+            self.replaced = known.get(_PUBLISHED + self.param_name, param) is not param
         return True
+
+    def _put_back(self, module: nn.Module, param: torch.Tensor | None) -> torch.Tensor | None:
+        """What was read as a whole parameter, and was written to the module after the framework had sharded again
+        (`functional_call` takes parameters away and brings them back), stays the framework's own."""
+        own: torch.Tensor | None = standing_for(param)
+        if own is not param:
+            module.__dict__["_parameters"][self.param_name] = own
+        return own
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -82,11 +93,16 @@ class ModuleSlot(ABC):
         module = self._module()
         return None if module is None else module.__dict__.get(KNOWN, {}).get(key)
 
-    def published(self) -> None:
-        """The values that the parameter has now are those of the step: so is its gradient."""
+    def published(self) -> bool:
+        """The values that the parameter has now are those of the step: so is its gradient. Whether it is another one than
+        before."""
         module = self._module()
-        if module is not None and KNOWN in module.__dict__:
-            module.__dict__[KNOWN][_PUBLISHED + self.param_name] = self.parameter
+        if module is None or KNOWN not in module.__dict__:
+            return False
+        known, key, param = module.__dict__[KNOWN], _PUBLISHED + self.param_name, self.parameter
+        other = known.get(key, param) is not param
+        known[key], self.replaced = param, False
+        return other
 
     def local(self) -> torch.Tensor:
         return self.local_of(self.parameter)
@@ -100,6 +116,7 @@ class ModuleSlot(ABC):
         return self.parameter.requires_grad
 
     keeps_delivered = True  # it becomes .grad
+    replaced = False
 
     def deliver(self, grad: torch.Tensor) -> None:
         """To the parameter that was published, which `functional_call` may have taken away since."""

@@ -53,6 +53,7 @@ class Slot:
     requires_grad: bool = True
     flat: list[tuple[int, int]] | None = None  # flat range of every rank
     grad: torch.Tensor | None = None
+    replaced: bool = False
     shape: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:

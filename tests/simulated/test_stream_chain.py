@@ -57,6 +57,7 @@ class Sink:
 
     requires_grad = True
     keeps_delivered = True
+    replaced = False
     grad_dtype = torch.float32
 
     def __init__(self, name: str, bounds: list[tuple[int, int]], rank: int) -> None:

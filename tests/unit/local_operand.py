@@ -37,6 +37,7 @@ class LocalOperand:
         transposed: bool = False,
         flat_bounds: Sequence[tuple[int, int]] | None = None,
     ) -> None:
+        self.name = "local"
         self.params = params
         self.rank, self.world_size = rank, world_size
         self.shapes = tuple(tuple(p.shape) for p in params)

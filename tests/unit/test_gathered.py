@@ -62,7 +62,9 @@ def test_opcheck(shapes):
     handle = register_operand(operand)
     ranks, sizes = [len(s) for s in shapes], [size for s in shapes for size in s]
     torch.library.opcheck(torch.ops.commfuse.gather.default, (operand.anchor, handle, ranks, sizes, torch.float32, 0))
-    torch.library.opcheck(torch.ops.commfuse.gather_backward.default, ([torch.randn(s) for s in shapes], handle, 0))
+    torch.library.opcheck(
+        torch.ops.commfuse.gather_backward.default, ([torch.randn(s) for s in shapes], operand.anchor.detach(), handle, 0)
+    )
 
 
 def test_compiled_norm_without_a_graph_break():

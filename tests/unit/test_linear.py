@@ -193,7 +193,9 @@ def test_opcheck_of_the_linear(lead):
     assert operand.exchanges > 0  # the backward op ran, though nobody uses what it returns
     grad = torch.randn(*lead, 7)
     for needs_input_grad in (True, False):
-        torch.library.opcheck(torch.ops.commfuse.linear_backward.default, (grad, x.detach(), handle, needs_input_grad, 0))
+        torch.library.opcheck(
+            torch.ops.commfuse.linear_backward.default, (grad, x.detach(), operand.anchor.detach(), handle, needs_input_grad, 0)
+        )
 
 
 def test_the_op_is_the_function():
