@@ -63,7 +63,7 @@ class Engine:
         published: Callable[[Unit], bool] = lambda unit: False,
     ) -> None:
         """vote: collective over the engine's ranks; True on all of them if its argument is True on one.
-        published: called whenever a unit's values have been copied for a step; whether its parameters are others than before."""
+        published: called whenever a unit's values have been copied for a step; whether its parameters are other ones now."""
         self.transport = transport
         transport.layers = [unit.name for unit in units]
         self.units = list(units)

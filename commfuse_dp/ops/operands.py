@@ -110,8 +110,8 @@ def check_same_parameters(operand: Anchored, anchor: torch.Tensor) -> None:
 def other_parameters(layer: str) -> CommFuseError:
     """What is raised where the parameters of one call would be mixed up with those of another."""
     return CommFuseError(
-        f"layer {layer!r} has been given another set of parameters (by torch.func.functional_call, say) than the step under way "
-        "was begun with. CommFuse serves one set at a time: call backward() for one set before the forward with the next "
+        f"layer {layer!r} has been given another set of parameters (by torch.func.functional_call, say) than the step under "
+        "way was begun with. CommFuse serves one set at a time: call backward() for one set before the forward with the next "
         "(gradients add up as ever; after set_requires_gradient_sync(False), reduce them before), swap sets for whole models, "
         f"not inside their forward, or leave the layer to the framework with CommFuseConfig(exclude=[{layer!r}])."
     )

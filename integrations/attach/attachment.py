@@ -91,7 +91,7 @@ class Attachment:
                 device=device,
                 replicas=replicas,
                 vote=any_of(group, device),
-                published=lambda unit: any([slot.published() for slot in unit.slots if isinstance(slot, ModuleSlot)]),
+                published=lambda unit: True in [slot.published() for slot in unit.slots if isinstance(slot, ModuleSlot)],
             )
 
         self.engine = take(engine, lambda made: made.close())

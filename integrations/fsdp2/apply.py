@@ -20,7 +20,7 @@ from commfuse_dp.integrations.attach.report import ParameterRow, Path, Report
 from commfuse_dp.integrations.attach.root import hook_root
 from commfuse_dp.integrations.attach.rules import check_exclude, form_of, original_type
 from commfuse_dp.integrations.fsdp2 import compat
-from commfuse_dp.integrations.fsdp2.claim import ClaimPolicy, follow
+from commfuse_dp.integrations.fsdp2.claim import ClaimPolicy, follow, read_whole
 from commfuse_dp.integrations.fsdp2.hooks import StockAllGather, StockReduceScatter, StreamAllGather, StreamReduceScatter
 from commfuse_dp.integrations.fsdp2.layers import GroupPolicy, ModuleParameter
 from commfuse_dp.integrations.fsdp2.select import Left, Selection, select
@@ -190,8 +190,9 @@ def _install(attachment: Attachment, model: nn.Module, selection: Selection, con
     scopes = _scopes(attachment, selection)
     for adoption, unit in zip(selection.adoptions, units, strict=False):
         rows += _serve(attachment, unit, adoption.module, adoption.fused, scopes[id(adoption.group)])
+    whole = read_whole(attachment.transaction, model)
     for (_, layer), unit in zip(selection.claims, units[len(selection.adoptions) :], strict=True):
-        rows += _serve(attachment, unit, layer.module, layer.fused, claimed=True)
+        rows += _serve(attachment, unit, layer.module, layer.fused, whole.get(id(layer.module)), claimed=True)
     rows += _plain_rows(selection)
     _detach(attachment, selection)
     more, prefetch = _hook_rest(attachment, selection, engine)

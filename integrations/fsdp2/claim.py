@@ -16,6 +16,7 @@ Until `apply`, and again after `remove`, a claimed layer works by blocking colle
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,8 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.attach.attachment import attaching
-from commfuse_dp.integrations.attach.forwards import CLAIM, Service, serve, served_class
+from commfuse_dp.integrations.attach.forwards import CLAIM, Hook, Service, serve, served_class
+from commfuse_dp.integrations.attach.reads import Scope
 from commfuse_dp.integrations.attach.rules import check_exclude, form_of, module_obstacle, original_type, tensor_obstacle
+from commfuse_dp.integrations.attach.transaction import Transaction
 from commfuse_dp.integrations.fsdp2 import compat
 from commfuse_dp.integrations.fsdp2.layers import ModuleParameter
 from commfuse_dp.integrations.fsdp2.plain import plain
@@ -34,6 +37,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.hooks import RemovableHandle
 
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.errors import ConfigError
@@ -205,34 +209,88 @@ def claimed_layer(module: nn.Module) -> ClaimedLayer | None:
 
 def follow(model: nn.Module) -> None:
     """From now on FSDP2's setters, called on any module of `model`, reach the claimed layers too."""
-    own: dict[int, list[ClaimedLayer]] = {}  # id(FSDP2 module) -> the claimed layers that would be in its parameter group
-    holder_of = holders(model)
     for module in model.modules():
-        layer = claimed_layer(module)
-        if layer is not None and id(module) in holder_of:
-            own.setdefault(id(holder_of[id(module)]), []).append(layer)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            below = [layer for child in module.modules() for layer in own.get(id(child), [])]
-            for setter in _SETTERS:
-                if below and setter not in vars(module):
-                    vars(module)[setter] = _following(module, setter, own.get(id(module), []), below)
+        if isinstance(module, FSDPModule) and not isinstance(module, Following) and any(map(claimed_layer, module.modules())):
+            module.__class__ = _following(type(module))
 
 
-def _following(module: nn.Module, setter: str, own: list[ClaimedLayer], below: list[ClaimedLayer]) -> Callable[..., None]:
-    stock = getattr(module, setter)
-    recursive = setter != "set_gradient_divide_factor"
+class Following:
+    """First base of the class of an FSDP2 module with claimed layers in it. The class looks them up in the module that is
+    asked, so a copy never sets those of the original."""
 
-    def set_both(value: Any, *, recurse: bool = True) -> None:
-        if recursive:
-            stock(value, recurse=recurse)
-        else:
-            stock(value)
-        for layer in below if recursive and recurse else own:
-            for field, setting in _SETTERS[setter](value).items():
-                setattr(layer.policy, field, setting)
+
+_FOLLOWING: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
+
+
+def _following(kind: type) -> type:
+    found = _FOLLOWING.get(kind)
+    if found is not None:
+        return found
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return kind.__new__(kind, *args, **kwargs)  # which counts the classes up to the one that it makes objects of
+
+    body: dict[str, Any] = {"__new__": new, "__module__": kind.__module__}
+    body.update((setter, _reaching(kind, setter)) for setter in _SETTERS)
+    made = _FOLLOWING[kind] = type(kind.__name__, (Following, kind), body)
+    return made
+
+
+def _reaching(kind: type, setter: str) -> Callable[..., None]:
+    stock = getattr(kind, setter)
+
+    @functools.wraps(stock)
+    def set_both(self: nn.Module, value: Any, **options: Any) -> None:
+        stock(self, value, **options)
+        recurse = setter != "set_gradient_divide_factor" and options.get("recurse", True)
+        holder_of = holders(self)
+        for module in self.modules():
+            layer = claimed_layer(module)
+            if layer is not None and (recurse or holder_of[id(module)] is self):
+                for field, setting in _SETTERS[setter](value).items():
+                    setattr(layer.policy, field, setting)
 
     return set_both
+
+
+def read_whole(transaction: Transaction, model: nn.Module) -> dict[int, Scope]:
+    """id(claimed module) -> when it is read as whole parameters: in the forward of the module whose group it would be in."""
+    scopes: dict[int, Scope] = {}
+    found: dict[int, Scope] = {}
+    holder_of = holders(model)
+    for module in model.modules():
+        holder = holder_of.get(id(module)) if claimed_layer(module) is not None else None
+        if holder is None:
+            continue
+        if id(holder) not in scopes:
+            depth = [0]
+            scope = scopes[id(holder)] = Scope(lambda depth=depth: depth[0] > 0)  # type: ignore[misc]
+            enter, leave = _Count(holder, scope, depth, 1), _Count(holder, scope, depth, -1)
+            for register in (
+                functools.partial(holder.register_forward_pre_hook, enter, prepend=True),
+                functools.partial(holder.register_forward_hook, leave, prepend=True, always_call=True),
+            ):
+                transaction.acquire(register, RemovableHandle.remove)
+        found[id(module)] = scopes[id(holder)]
+    return found
+
+
+class _Count(Hook):
+    """How many forwards of `holder` are under way."""
+
+    def __init__(self, holder: nn.Module, scope: Scope, depth: list[int], change: int) -> None:
+        self._holder = weakref.ref(holder)
+        self._scope, self._depth, self._change = scope, depth, change
+        self._outside_graphs = torch.compiler.disable(self._run)  # now, as it imports the compiler
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        self._outside_graphs(module)
+
+    def _run(self, module: nn.Module) -> None:
+        if self._holder() is module:
+            self._depth[0] += self._change
+            if not self._depth[0]:
+                self._scope.close()
 
 
 def holders(model: nn.Module) -> dict[int, nn.Module]:
@@ -295,4 +353,14 @@ def _sharded(rows: torch.Tensor, mesh: DeviceMesh, whole: torch.Tensor) -> DTens
     return DTensor.from_local(rows, mesh, placements, run_check=False, shape=whole.shape, stride=stride)
 
 
-__all__ = ["ClaimPolicy", "Claimed", "ClaimedLayer", "ClaimedParameter", "claim", "claimed_layer", "follow", "holders"]
+__all__ = [
+    "ClaimPolicy",
+    "Claimed",
+    "ClaimedLayer",
+    "ClaimedParameter",
+    "claim",
+    "claimed_layer",
+    "follow",
+    "holders",
+    "read_whole",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 import commfuse_dp
 from commfuse_dp import ConfigError
 from tests.parity.fsdp2.models import ByteModel, shard_layers, token_batch, token_loss
+from tests.parity.fsdp2.test_copies import of_same_dictionary
 from tests.parity.fsdp2.twin import RTOL, RTOL64, SEED, compare, gradients, local, settings
 from tests.support.cells import slow
 
@@ -287,6 +289,10 @@ def settings_reach(rank: int, world_size: int) -> None:
         assert layer.policy.keep_after_forward == name.startswith("layers.1"), name
         assert layer.policy.all_reduce_grads == name.startswith("layers."), name
     fused.set_reshard_after_forward(False, recurse=True)
+    assert all(layer.policy.keep_after_forward for layer in claimed.layers.values())
+    for duplicate in (copy.copy, of_same_dictionary):  # ordinary modules, as of stock: they have no such setters
+        with pytest.raises(AttributeError, match="set_reshard_after_forward"):
+            duplicate(fused).set_reshard_after_forward(True)
     assert all(layer.policy.keep_after_forward for layer in claimed.layers.values())
     commfuse_dp.remove(fused)
 

@@ -1,4 +1,4 @@
-"""Several sets of parameters in one model (`torch.func.functional_call`): what one step cannot serve is refused, never mixed."""
+"""Several sets of parameters in a model (`torch.func.functional_call`): what one step cannot serve is refused, never mixed."""
 
 from __future__ import annotations
 
