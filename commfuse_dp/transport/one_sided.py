@@ -430,6 +430,8 @@ class OneSidedTransport(Transport, Receiver):
             self._channel.close()
             self._memory.close()
             self._views.clear()
+            with self._lock:
+                self._fetches.clear()  # of what a lost peer did not send
 
     def _serve_readers(self) -> None:
         """Stay until all peers have finished the last epoch published here: their pulls are answered by this rank only."""

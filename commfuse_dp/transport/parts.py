@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from commfuse_dp.errors import MismatchError
+from commfuse_dp.errors import MismatchError, TransportError
 
 
 class Receiver(ABC):
@@ -97,6 +97,16 @@ class Memory(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of everything; what tensors still alias stays mapped until they die. Safe to call twice."""
+
+
+class Closed:
+    """What a closed memory has in place of its tensors."""
+
+    def __getitem__(self, _: int) -> Any:
+        raise TransportError("the transport is closed: its windows and inboxes are gone")
+
+    def clear(self) -> None:
+        return
 
 
 def check_same_sizes(sizes: Sequence[Sequence[int]], everyone: Sequence[Sequence[Sequence[int]]]) -> None:

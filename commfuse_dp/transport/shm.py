@@ -36,7 +36,7 @@ from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import ExchangeFn
 from commfuse_dp.transport.one_sided import OneSidedTransport
-from commfuse_dp.transport.parts import Memory, check_same_sizes
+from commfuse_dp.transport.parts import Closed, Memory, check_same_sizes
 from commfuse_dp.transport.ring import align
 from commfuse_dp.transport.sockets import SocketChannel, agree, connect_mesh, pass_descriptor
 
@@ -199,9 +199,7 @@ class SharedMemory(Memory):
 
     def close(self) -> None:
         # No unmapping by hand: a tensor that outlives the transport must stay readable. Without one, this unmaps.
-        self._outgoing.clear()
-        self._incoming.clear()
-        self._segments.clear()
+        self._outgoing = self._incoming = self._segments = Closed()  # type: ignore[assignment]
 
 
 class ShmTransport(OneSidedTransport):

@@ -86,6 +86,7 @@ class TcpChannel(Channel, Handler):
 
     def close(self) -> None:
         self.wire.close(LINGER_S)
+        self._arriving.clear()
 
     def describe(self, peer: int) -> str:
         return self._names[peer]

@@ -11,7 +11,7 @@ import torch
 
 from commfuse_dp.errors import TransportError
 from commfuse_dp.transport.base import ExchangeFn
-from commfuse_dp.transport.parts import Memory, check_same_sizes
+from commfuse_dp.transport.parts import Closed, Memory, check_same_sizes
 from commfuse_dp.transport.ring import align
 from commfuse_dp.transport.tcp_wire import Source
 
@@ -93,8 +93,11 @@ class StagedMemory(Memory):
         )
 
     def close(self) -> None:
+        # The I/O thread has ended; had it not in time, what it sends from and writes to lives as long as it refers to that.
         for region in self._regions.values():
             region.close()
+        self._regions.clear()
+        self._outgoing = self._incoming = self._segments = Closed()  # type: ignore[assignment]
 
     def _region(self, nbytes: int) -> torch.Tensor:
         region = Region(nbytes)

@@ -36,6 +36,7 @@ from commfuse_dp.transport.tcp_wire import (
     Source,
     Wire,
 )
+from tests.support.leftovers import shared_memory
 from tests.support.processes import RankPipe, RankProcesses
 from tests.support.threads import ExchangeFn, run_ranks
 from tests.support.transports import pattern, pull_bytes
@@ -306,6 +307,30 @@ def test_ipv6() -> None:
         transport.close()
 
     run_ranks(2, body)
+
+
+def test_close_gives_all_memory_back_whoever_still_holds_the_transport() -> None:
+    def main(rank: int, exchange: ExchangeFn) -> Transport:
+        transport = TcpTransport(rank, 2, exchange, inbox_bytes=1 << 16, deadline_s=20.0, address=LOOPBACK)
+        transport.expose([[1 << 16, 1 << 16]])
+        transport.segment(0).fill_(rank)
+        transport.publish(0, 1)
+        landing = torch.empty(1 << 16, dtype=torch.uint8)
+        transport.pull(1 - rank, 0, 1, out=landing).wait(WHERE)
+        transport.finish(1)
+        transport.pull(1 - rank, 0, 2, out=landing)  # of a peer that leaves instead
+        transport.close()
+        assert landing.eq(1 - rank).all()
+        return transport
+
+    before = shared_memory()
+    held = run_ranks(2, main)
+    assert shared_memory() == before
+    for transport in held:
+        with pytest.raises(TransportError, match="closed"):
+            transport.segment(0)
+        with pytest.raises(TransportError, match="closed"):
+            transport.try_reserve(1 - transport.rank, 8)
 
 
 def test_strangers_are_turned_away() -> None:
