@@ -187,6 +187,12 @@ class CollectivePort:
         ordered = [received[rank] for rank in range(self.world_size)]
         sum_in_rank_order(output, ordered, own_rank=self.rank, scale_divisor=divisor)
 
+    def settle_replicas(self) -> None:
+        """Before something blocks until the replicas take part: be sure that they are still with this one."""
+        if self._engine.gradients.replicated:
+            self._engine.settle()
+            self._engine.gradients.meet_replicas()
+
     def all_reduce(self, tensor: torch.Tensor, divisor: float | None) -> None:
         """tensor <- sum over ranks, in rank order in a wide type, over `divisor`. In place, any shape, contiguous. Blocks."""
         flat = tensor.view(-1)

@@ -24,8 +24,9 @@ from commfuse_dp.engine.gradients import GradientStream
 from commfuse_dp.engine.ordering import ordering_of
 from commfuse_dp.engine.parameters import Consume, ParameterStream, owner_orders
 from commfuse_dp.engine.plan import Unit, UnitSlice, absent_slice
+from commfuse_dp.engine.replicas import ReplicaGroup
 from commfuse_dp.engine.room import Footprint, check_room, footprint
-from commfuse_dp.engine.scatter import ReplicaGroup, Scatter
+from commfuse_dp.engine.scatter import Scatter
 from commfuse_dp.engine.whole import Whole, WholeProducts
 from commfuse_dp.engine.window import Key
 from commfuse_dp.errors import BrokenStepError, CommFuseError, Where
@@ -143,6 +144,8 @@ class Engine:
         broken = self.breakage.agree() if self.transport.recovers else None
         if broken is not None:
             self._recover(broken, where)
+        elif self.step:
+            self.gradients.ended()
 
     def _move_on(self) -> None:
         for port in self.ports:  # a peer may need their room in this rank's inbox
@@ -171,7 +174,8 @@ class Engine:
         same = self.breakage.same_calls()
         for port in self.ports:
             port.recover(complete=same)
-        self.gradients.reset()
+        with self._for_good():
+            self.gradients.reset()
         with self.resetting():
             self.on_recovery()
         self.buffers.forget_taken()

@@ -28,7 +28,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from commfuse_dp.collectives.summation import BLOCK_ELEMENTS, sum_in_rank_order, wide_dtype
 from commfuse_dp.device.base import Word
@@ -36,10 +35,11 @@ from commfuse_dp.engine.broken import ROOM, Breakage
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.ordering import Ordering
 from commfuse_dp.engine.plan import Unit, UnitSlice
+from commfuse_dp.engine.replicas import BROKEN, ENDED, ReplicaGroup, Replicating
 from commfuse_dp.engine.reserver import Reserver
 from commfuse_dp.engine.route import Route
 from commfuse_dp.engine.routes import Routes
-from commfuse_dp.engine.scatter import ReplicaGroup, Scatter
+from commfuse_dp.engine.scatter import Scatter
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import COMPUTE, SEND, Probe, now_ns
 from commfuse_dp.transport.base import Sending, Transport
@@ -74,7 +74,7 @@ class GradientStream:
         self._peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
         self._inbox_bytes = inbox_bytes
         self._queue: deque[Scatter] = deque()
-        self._replicating: deque[tuple[Scatter, torch.Tensor, dist.Work]] = deque()
+        self._replicating: deque[tuple[Scatter, torch.Tensor, Replicating]] = deque()
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self.slots = Reserver(transport)
         self.ports = self.slots.ports
@@ -356,7 +356,7 @@ class GradientStream:
         if not scatter.replicate:
             unit.replica_partial = total
             return
-        self._replicating.append((scatter, total, self._replicas.all_reduce(total)))
+        self._replicating.append((scatter, total, self._replicas.all_reduce(total, scatter.step)))
 
     def _deliver(self, scatter: Scatter, total: torch.Tensor) -> None:
         """Cut the flat sum (head rows, main rows) into the parameters' gradients."""
@@ -477,6 +477,20 @@ class GradientStream:
         self._transport.wait_until(here, peer=peer, where=scatter.where(item), doing=doing)
         self._probe.exposed(f"{scatter.unit.name} (tail)", start, now_ns())
 
+    @property
+    def replicated(self) -> bool:
+        return self._replicas is not None
+
+    def meet_replicas(self) -> None:
+        """Raises CommFuseError if one of them has broken the step off before it came here."""
+        if self._replicas is not None:
+            self._replicas.all_reduce(torch.zeros(1), self._breakage.step).wait()
+
+    def ended(self) -> None:
+        """The step went through on all ranks of this one's replica."""
+        if self._replicas is not None:
+            self._replicas.tell(ENDED, self._breakage.step)
+
     def forget_all(self) -> None:
         """The end: drop every buffer."""
         self._queue.clear()
@@ -493,9 +507,14 @@ class GradientStream:
             if self._replicas is not None and scatter.replicate:
                 numel = scatter.geometry.segment_bytes[self._rank] // scatter.geometry.dtype.itemsize
                 lost = torch.full((numel,), torch.nan, dtype=self._out_dtype(scatter), device=self._pool.device)
-                self._replicating.append((scatter, lost, self._replicas.all_reduce(lost)))
+                self._replicating.append((scatter, lost, self._replicas.all_reduce(lost, scatter.step)))
+        if self._replicas is not None:
+            step, cause = self._breakage.step, self._breakage.cause or "it was broken off on another rank of a replica"
+            self._replicas.tell(BROKEN, step, cause)
         while self._replicating:
             self._replicating.popleft()[2].wait()
+        if self._replicas is not None:
+            self._replicas.agree(step, cause)
         self._routes = Routes(self._transport, self.slots, self._pool, self._ordering, self._scratch_for)
 
     def abandon(self) -> None:

@@ -1,9 +1,8 @@
-"""One unit's reduce-scatter under way, and what follows it over replicas."""
+"""One unit's reduce-scatter under way."""
 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from commfuse_dp.engine.plan import Geometry, Unit, UnitSlice
 from commfuse_dp.engine.route import Route
@@ -55,19 +54,3 @@ class Scatter:
 
     def where(self, item: UnitSlice) -> Where:
         return Where(self.unit.name, self.step, str(item), item.nbytes)
-
-
-class ReplicaGroup:
-    """All-reduce of reduced shards over the replicas of hybrid sharding; a communicator of its own.
-
-    [Note: Never ended] torch names a group by its ranks and by how many groups there are. After one was destroyed the next of
-    the same ranks would get its name and meet the old addresses in the store; and ranks that collect garbage at different times
-    would name it differently. So it stays until torch.distributed ends, as groups of the framework do.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, size: int) -> None:
-        self.group = group
-        self.size = size
-
-    def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
-        return dist.all_reduce(tensor, group=self.group, async_op=True)

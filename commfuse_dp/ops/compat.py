@@ -7,6 +7,7 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 
 log = logging.getLogger("commfuse_dp")
 
@@ -19,6 +20,12 @@ def transforms_active() -> bool:
 def untransformed() -> AbstractContextManager[object]:
     """What the body computes has no part in the transforms of torch.func that are active: its tensors are not wrapped."""
     return torch._C._DisableFuncTorch() if transforms_active() else nullcontext()
+
+
+def default_store() -> dist.Store | None:
+    """The store that torch.distributed was set up with; None, if this torch has another name for it."""
+    found = getattr(dist.distributed_c10d, "_get_default_store", None)
+    return found() if found is not None else None
 
 
 OPS = "commfuse-ops-2"  # rises with every change of a registered op's signature

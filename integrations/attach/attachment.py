@@ -23,8 +23,9 @@ from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.plan import Unit
+from commfuse_dp.engine.replicas import ReplicaGroup
 from commfuse_dp.engine.room import least_ring, published_bytes
-from commfuse_dp.engine.scatter import ReplicaGroup
+from commfuse_dp.ops.compat import default_store
 from commfuse_dp.ops.gathered import gather_parameters
 from commfuse_dp.ops.linear import fused_linear, register_operand
 from commfuse_dp.probe import Probe
@@ -81,7 +82,8 @@ class Attachment:
 
         replicas = None
         if len(ranks) > 1:  # a communicator of our own: the framework's must not see our all-reduces between its collectives
-            replicas = ReplicaGroup(dist.new_group(ranks, use_local_synchronization=True), len(ranks))
+            over = dist.new_group(ranks, use_local_synchronization=True)
+            replicas = ReplicaGroup(over, default_store() if device.type == "cpu" else None, config.deadline_s)
 
         def engine() -> Engine:
             return Engine(

@@ -77,6 +77,7 @@ class StreamReduceScatter(_Allocate):
         async_op: bool = False,
     ) -> None:
         self._port.reduce_scatter(output_tensor, input_tensor, self._divisor(op, group))
+        self._port.settle_replicas()  # FSDP2's own all-reduce over them comes next: it would not see that one has gone
 
     @staticmethod
     def _divisor(op: Any, group: dist.ProcessGroup) -> float | None:

@@ -1,0 +1,70 @@
+"""An exception in a backward under hybrid sharding: on all ranks, on one replica, on one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import commfuse_dp
+from commfuse_dp import CommFuseError
+from tests.parity.fsdp2 import pair
+from tests.parity.fsdp2.test_sharding import hybrid_mesh
+
+BROKEN = 2  # step
+
+
+class Boom(Exception):
+    pass
+
+
+def blow(*_: Any) -> None:
+    raise Boom("the mistake")
+
+
+def broken(rank: int, world_size: int, bad: tuple[int, ...], place: str) -> list[str]:
+    """Every rank catches what is raised and goes on. What it got in the broken step and in the one after it."""
+    stock, net = (pair.build(2, mesh=hybrid_mesh()) for _ in range(2))
+    batches = [pair.batch(rank, world_size, step, 8) for step in range(BROKEN + 2)]
+    wanted = []
+    for data in batches:
+        stock.zero_grad()
+        pair.loss_of(stock, data).backward()
+        wanted.append(pair.gradients(stock))
+    commfuse_dp.apply(net, pair.config(deadline_s=60.0))
+    found = []
+    for step, data in enumerate(batches):
+        net.zero_grad()
+        handle = None
+        if step == BROKEN and rank in bad:
+            handle = net.get_submodule(place).register_full_backward_pre_hook(blow)
+        try:
+            pair.loss_of(net, data).backward()
+        except (Boom, CommFuseError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+        else:
+            for name, grad in pair.gradients(net).items():
+                torch.testing.assert_close(grad, wanted[step][name], rtol=1e-5, atol=1e-6)
+            if step >= BROKEN:
+                found.append("")
+        if handle is not None:
+            handle.remove()
+    commfuse_dp.remove(net)
+    return found
+
+
+def test_on_all_ranks_the_next_step_goes_on(workers):
+    for found in workers(4).run(broken, (0, 1, 2, 3), "blocks.0.up"):
+        assert found == ["Boom: the mistake", ""]
+
+
+@pytest.mark.parametrize(
+    ("bad", "place"), [((0, 1), "blocks.0.up"), pytest.param((0,), "blocks.1.norm", marks=pytest.mark.slow)]
+)
+def test_on_some_replicas_all_ranks_raise_soon(workers, bad, place):
+    """Far before the deadline. The step was broken on one replica: the others have summed with nobody, and cannot go on."""
+    for rank, (first, second) in enumerate(workers(4).run(broken, bad, place, timeout=50)):
+        assert first.startswith("Boom" if rank in bad else ""), (rank, first)
+        assert second.startswith(("CommFuseError", "PeerLostError")), (rank, first, second)
+        assert "exception in its backward" in second, (rank, second)
