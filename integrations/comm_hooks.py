@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -126,8 +127,10 @@ class CollectiveThread:
         while (item := self._jobs.get()) is not None:
             job, then = item
             job.run(self.broken)
-            if self.broken is None:
+            if self.broken is None and job.error is not None:
                 self.broken = job.error
+                traceback.clear_frames(job.error.__traceback__)  # which hold memory of the transport
+                self.transport.close()  # nothing can follow on it
             then(job)
             del item, job, then  # do not hold tensors while waiting for the next job
 
