@@ -20,7 +20,8 @@ STAMP := $(VENV)/.installed
 STAMP_DEV := $(VENV)/.installed-dev
 STAMP_SWEEP := $(VENV)/.installed-sweep
 CODE := commfuse_dp integrations tests benchmarks
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+# With bytecode kept, whatever the shell says: else each of the many processes compiles all modules, and pytest rewrites all tests.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .PHONY: demo test test-slow test-all sweep peer-suites bench gpu-check lint format clean
 .DELETE_ON_ERROR:

@@ -10,15 +10,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 from torch import nn
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+
+if TYPE_CHECKING:  # imported where it is used: the processes that run other tests collect these, too
+    from accelerate import Accelerator
 
 SETTINGS = {"COMMFUSE_DEADLINE_S": "20", "COMMFUSE_INBOX_BYTES": "65536"}
 
@@ -69,6 +70,8 @@ def commfuse(on: bool, **settings: str) -> Iterator[None]:
 
 def reset() -> None:
     """Accelerate keeps its state for the life of the process."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
 
@@ -78,6 +81,9 @@ def accelerator(kind: str, *, layers: Sequence[str] = ("Block",), **options: Any
 
     options: of the FSDP plugin (`fsdp=...`), of DDP (`ddp=...`), of Accelerator.
     """
+    from accelerate import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+    from accelerate.state import DistributedType, PartialState
+
     reset()
     fsdp, ddp = options.pop("fsdp", {}), options.pop("ddp", None)
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -103,6 +109,8 @@ def accelerator(kind: str, *, layers: Sequence[str] = ("Block",), **options: Any
 
 
 def make(acc: Accelerator, seed: int = 3) -> tuple[Any, Any]:
+    from accelerate.state import DistributedType
+
     torch.manual_seed(seed)
     model = Net()
     if acc.distributed_type == DistributedType.FSDP and not acc.is_fsdp2:  # as Accelerate wants it for FSDP1: the model first

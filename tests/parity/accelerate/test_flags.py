@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-import accelerate.commands.launch as launch_module
 import pytest
 from commfuse_dp.integrations.accelerate import compat, flags
 
@@ -20,6 +19,9 @@ from tests.parity.accelerate.harness import environment
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
     """The launcher as it was, and no COMMFUSE* in the environment, whatever a test puts there."""
+    global launch_module  # Accelerate is imported by the process that runs these tests, not by all that collect them
+    import accelerate.commands.launch as launch_module
+
     names = ("launch_command", "launch_command_parser", "options_to_group")
     before = {name: getattr(launch_module, name) for name in names}
     launch_module.options_to_group = dict(before["options_to_group"])

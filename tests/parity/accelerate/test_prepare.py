@@ -13,10 +13,8 @@ from unittest import mock
 
 import pytest
 import torch
-from accelerate import Accelerator, DDPCommunicationHookType
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from commfuse_dp.errors import ConfigError
 from tests.parity.accelerate.harness import Net, accelerator, commfuse, make, moved, reset, train, whole
@@ -126,6 +124,8 @@ def test_save_state_and_load_state_both_ways(workers, tmp_path, kind):
 
 def llama(rank: int, world_size: int) -> list[tuple[list[float], list[float], str]]:
     """A transformers model, whose outputs are dataclasses, under FSDP2."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     results = []
     for fused in (False, True):
         said = io.StringIO()
@@ -159,6 +159,8 @@ def test_a_transformers_model(workers):
 # ---- what is left alone, and said so ---------------------------------------------------------------------------------
 def own_hook(rank: int, world_size: int) -> str:
     """Registered by Accelerate for the script, and by the script itself after `prepare`."""
+    from accelerate import DDPCommunicationHookType
+
     said = io.StringIO()
     with commfuse(True), contextlib.redirect_stderr(said):
         acc = accelerator("ddp")
@@ -214,6 +216,8 @@ def test_wrong_settings_are_refused_before_a_model_is_built(workers):
 
 def alone(rank: int, world_size: int) -> list[str]:
     """Started by a launcher, but nobody has told Accelerate of the CPU."""
+    from accelerate import Accelerator
+
     said = []
     for started in (world_size, 1):
         caught, out = io.StringIO(), io.StringIO()

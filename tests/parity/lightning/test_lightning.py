@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -184,7 +185,7 @@ def body_nothing_to_serve(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
-pytest.importorskip("lightning")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
