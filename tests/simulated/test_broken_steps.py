@@ -9,6 +9,7 @@ autograd over whole weights.
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -31,6 +32,7 @@ from tests.support.hosts import open_hierarchical
 from tests.support.threads import ExchangeFn, run_ranks
 from tests.support.transports import CLUSTERS
 
+REAL = ("shm", "tcp", "p2p")
 Opener = Callable[[int, ExchangeFn], Transport]
 
 
@@ -72,18 +74,24 @@ def every(sites: tuple[str, ...], times: int, stride: int = 1) -> list[Injection
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["all", "one"])
-@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("stride", [slow(1), slow(5), 10])
 def test_every_place_of_a_step(alone, stride):
     true = run("copying", 3, every(SITES, 20, stride), alone=alone, nbytes=4096)
     assert min(true) > 100 // stride
 
 
 @pytest.mark.parametrize(
-    ("kind", "alone"), [("shm", True), ("tcp", False), ("p2p", True), slow("shm", False), slow("tcp", True), slow("p2p", False)]
+    ("kind", "alone", "stride"),
+    [
+        ("shm", True, 7),
+        ("tcp", False, 7),
+        ("p2p", True, 7),
+        *(slow(*cell, 3) for cell in itertools.product(REAL, (True, False))),
+    ],
 )
-def test_between_real_transports(kind, alone):
-    true = run(kind, 2, every(SITES, 8, 3), alone=alone, nbytes=1 << 14)
-    assert min(true) > 15
+def test_between_real_transports(kind, alone, stride):
+    true = run(kind, 2, every(SITES, 8, stride), alone=alone, nbytes=1 << 14)
+    assert min(true) > 45 // stride
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["all", "one"])
@@ -93,30 +101,33 @@ def test_where_ranks_wait_for_credit(alone):
     assert min(true) > 10
 
 
+@pytest.mark.parametrize("stride", [slow(1), 3])
 @pytest.mark.parametrize("alone", [False, True], ids=["all", "one"])
-def test_chains(alone):
+def test_chains(alone, stride):
     """ZeRO-1/2: sums travel through all ranks."""
     sites = ("produce", "produced", "reserved", "sent", "deliver", "hook")
-    true = run("copying", 3, every(sites, 8), alone=alone, nbytes=4096, layout="replicated", slices=1)
-    assert min(true) > 15
+    true = run("copying", 3, every(sites, 8, stride), alone=alone, nbytes=4096, layout="replicated", slices=1)
+    assert min(true) > 15 // stride
 
 
-@pytest.mark.parametrize("alone", [pytest.param(False, marks=pytest.mark.slow), True], ids=["all", "one"])
-def test_two_levels(alone):
-    true = run("hosts", 4, every(SITES, 8, 3), alone=alone, nbytes=4096)
-    assert min(true) > 15
+@pytest.mark.parametrize(("alone", "stride"), [slow(False, 3), slow(True, 3), (True, 7)])
+def test_two_levels(alone, stride):
+    true = run("hosts", 4, every(SITES, 8, stride), alone=alone, nbytes=4096)
+    assert min(true) > 45 // stride
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "alone"),
+    ("nbytes", "alone", "stride"),
     [
-        pytest.param(512, False, id="512-all", marks=pytest.mark.slow),
-        pytest.param(512, True, id="512-one"),
-        pytest.param(4096, False, id="4096-all"),
-        pytest.param(4096, True, id="4096-one", marks=pytest.mark.slow),
+        pytest.param(512, False, 3, id="512-all", marks=pytest.mark.slow),
+        pytest.param(512, True, 3, id="512-one-3", marks=pytest.mark.slow),
+        pytest.param(512, True, 8, id="512-one"),
+        pytest.param(4096, False, 3, id="4096-all-3", marks=pytest.mark.slow),
+        pytest.param(4096, False, 8, id="4096-all"),
+        pytest.param(4096, True, 3, id="4096-one", marks=pytest.mark.slow),
     ],
 )
-def test_with_plain_collectives_under_way(alone, nbytes):
+def test_with_plain_collectives_under_way(alone, nbytes, stride):
     """What FSDP2 keeps for itself goes over the same rings: an all-gather is pending while the step is broken off."""
-    true = run("copying", 3, every(SITES, 12, 3), alone=alone, nbytes=nbytes, collectives=True)
-    assert min(true) > 20
+    true = run("copying", 3, every(SITES, 12, stride), alone=alone, nbytes=nbytes, collectives=True)
+    assert min(true) > 60 // stride

@@ -72,14 +72,14 @@ def programs() -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
-@settings(max_examples=15, suppress_health_check=IGNORED)
+@settings(max_examples=6, suppress_health_check=IGNORED)
 @given(programs())
 def test_random_programs_on_a_device(watched_buffers, case):
     run_on_device(case)
 
 
 @pytest.mark.slow
-@settings(max_examples=40, suppress_health_check=IGNORED)
+@settings(max_examples=55, suppress_health_check=IGNORED)
 @given(programs())
 def test_more_random_programs_on_a_device(watched_buffers, case):
     run_on_device(case)
@@ -90,7 +90,7 @@ def chained(case: dict[str, Any]) -> dict[str, Any]:
     return {**case, "layout": "replicated", "bias": False, "world_size": 3 + case["seed"] % 3, "bytes": min(case["bytes"], 600)}
 
 
-@settings(max_examples=10, suppress_health_check=IGNORED)
+@settings(max_examples=5, suppress_health_check=IGNORED)
 @given(cases().map(chained))
 def test_chains_need_room_for_one_slice_only(watched_buffers, case):
     """See [Note: Order of a chain] in stream_chain.py."""
@@ -98,7 +98,7 @@ def test_chains_need_room_for_one_slice_only(watched_buffers, case):
 
 
 @pytest.mark.slow
-@settings(max_examples=25, suppress_health_check=IGNORED)
+@settings(max_examples=35, suppress_health_check=IGNORED)
 @given(cases().map(chained))
 def test_more_chains_need_room_for_one_slice_only(watched_buffers, case):
     run_on_device(case)

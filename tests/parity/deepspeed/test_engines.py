@@ -34,7 +34,7 @@ def destroyed(rank: int, world_size: int, stage: int) -> None:
             transport.progress()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_destroy_ends_it(workers, stage):
     workers(2).run(destroyed, stage, timeout=60)
 
@@ -99,7 +99,7 @@ def taken_off(rank: int, world_size: int, stage: int) -> tuple[Result, Result]:
     return stock, run(rank, world_size, case, fused=True)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_taken_off_and_put_on_again(workers, stage):
     for stock, ours in workers(2).run(taken_off, stage, timeout=60):
         check(stock, ours)
@@ -115,7 +115,7 @@ def ended(rank: int, world_size: int, stage: int) -> None:
     assert_nothing_left(before)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_nothing_is_left_behind(workers, stage):
     workers(2).run(ended, stage, timeout=60)
 
@@ -230,7 +230,7 @@ def _absent(self: Any) -> Any:
     raise AttributeError
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_reasons_for_features(workers, stage):
     workers(2).run(features, stage, timeout=60)
 
@@ -253,7 +253,8 @@ def with_block(rank: int, world_size: int, stage: int, block: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("stage", "block"),
     [
-        *((stage, {"fuse": "never"}) for stage in (2, 3)),
+        pytest.param(2, {"fuse": "never"}, marks=pytest.mark.slow),
+        (3, {"fuse": "never"}),
         (2, {"transport": "p2p"}),
         (3, {"slices_per_rank": 3, "transport": "tcp"}),
         *(

@@ -226,9 +226,20 @@ def option(rank: int, world_size: int, name: str, stage: int) -> tuple[Result, R
 
 
 def cells() -> Iterator[Any]:
-    """make test runs an option under the highest stage that it is for, and some under ZeRO-1, too, whose path is another."""
-    variations = ("reentrant", "not reentrant")  # of what "twice, recomputed" and "deepspeed.checkpointing" do
-    both = ("used twice", "coalesced", "frozen")
+    """make test runs an option under the highest stage that it is for, and one under ZeRO-1, too, whose path is another."""
+    variations = (  # other options, or other tests here, have each of their parts
+        "AdamW",
+        "accumulated in fp32",
+        "evaluation",
+        "groups",
+        "no overlap_comm",
+        "not reentrant",
+        "reentrant",
+        "two forwards",
+        "used twice",
+        "zero.Init",
+    )
+    both = ("coalesced",)
     for name, (stages, _) in OPTIONS.items():
         for stage in stages:
             quick = (stage == max(stages) and name not in variations) or (stage == min(stages) and name in both)

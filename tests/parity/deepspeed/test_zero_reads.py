@@ -87,7 +87,7 @@ def reading(rank: int, world_size: int, name: str, stage: int) -> tuple[Result, 
         log.removeHandler(handler)
 
 
-QUICK = {("accumulated", 1), ("accumulated", 3), ("two forwards", 3), ("bf16", 3)}
+QUICK = {("accumulated", 1), ("two forwards", 3)}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def unsynced(rank: int, world_size: int, transport: str, fuse: str) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "transport", "fuse"),
-    [(2, "shm", "never"), (3, "tcp", "auto"), slow(2, "shm", "auto"), slow(3, "tcp", "never")],
+    [slow(2, "shm", "never"), (3, "tcp", "auto"), slow(2, "shm", "auto"), slow(3, "tcp", "never")],
 )
 def test_microbatches_without_sync_move_no_gradients(workers, world_size, transport, fuse):
     workers(world_size).run(unsynced, transport, fuse)
@@ -129,5 +129,6 @@ def hybrid_wide(rank: int, world_size: int) -> None:
             twin.step()
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_in_fp64(workers):
     workers(4).run(hybrid_wide)

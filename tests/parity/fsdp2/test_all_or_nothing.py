@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 import commfuse_dp
 from commfuse_dp import CommFuseError
 from tests.parity.fsdp2 import pair
+from tests.support.cells import slow
 from tests.support.leftovers import assert_nothing_left, leftovers
 
 
@@ -154,9 +155,9 @@ def every_stage(rank: int, world_size: int, everywhere: bool, transport: str, st
 
 
 @pytest.mark.parametrize(("everywhere", "transport"), [(True, "shm"), (False, "tcp")])
-@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("stride", [slow(1), slow(4), 9])
 def test_apply_that_fails_at_any_stage(workers, everywhere, transport, stride):
-    """In make test at every stage, at every fourth of its calls."""
+    """In make test at every stage, at every ninth of its calls."""
     first, second = workers(2).run(every_stage, everywhere, transport, stride, timeout=200)
     assert first == second > 40
 

@@ -136,6 +136,6 @@ def called_alone(rank: int, world_size: int, transport: str) -> None:
                 optimizer_step(model)
 
 
-@pytest.mark.parametrize(("world_size", "transport"), [slow(2, "shm"), (3, "tcp")])
+@pytest.mark.parametrize(("world_size", "transport"), [slow(2, "shm"), (2, "tcp"), slow(3, "tcp")])
 def test_a_part_called_by_itself_sees_the_parameters_of_now(workers, world_size, transport):
     workers(world_size).run(called_alone, transport, timeout=120)

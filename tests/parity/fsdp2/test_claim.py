@@ -209,7 +209,7 @@ def on_and_off(rank: int, world_size: int) -> None:
         commfuse_dp.remove(fused)
 
 
-@pytest.mark.parametrize("world_size", [slow(2), 3])
+@pytest.mark.parametrize("world_size", [2, slow(3)])
 def test_applied_and_removed_by_public_names_only(workers, world_size):
     workers(world_size).run(on_and_off)
 
@@ -362,7 +362,7 @@ def same_state(rank: int, world_size: int) -> None:
     assert "layers.0.up" in str(claimed)
 
 
-@pytest.mark.parametrize("world_size", [slow(2), 3])
+@pytest.mark.parametrize("world_size", [2, slow(3)])
 def test_keys_specs_and_rows_are_those_of_stock(workers, world_size):
     workers(world_size).run(same_state)
 

@@ -54,7 +54,7 @@ def compiled_blocks(rank: int, world_size: int, how: str, backend: str, blocks: 
     return found
 
 
-@pytest.mark.parametrize(("how", "blocks"), [("method", BLOCKS), slow("function", 3)])
+@pytest.mark.parametrize(("how", "blocks"), [slow("method", BLOCKS), ("method", 3), slow("function", 3)])
 def test_blocks_compile_without_a_graph_break_to_two_graphs(workers, how, blocks):
     for found in workers(2).run(compiled_blocks, how, "aot_eager", blocks, timeout=150):
         assert found == {"breaks": 0, "graphs": 2}  # the first one for its layer alone, then one for every layer

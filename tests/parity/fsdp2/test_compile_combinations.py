@@ -124,7 +124,7 @@ def combinations(rank: int, world_size: int, backend: str, cells: list[tuple[str
 
 
 ALL = set(itertools.product(COMPILED, CHECKPOINTED, (False, True)))
-FEW = {("block", "inner", True), ("model", "", True)}  # what does not compile is in other tests, too
+FEW = {("model", "inner", True)}  # test_compile has blocks; what does not compile is in other tests, too
 
 
 def test_combinations(workers):

@@ -45,7 +45,7 @@ def orders(rank: int, world_size: int, transport: str) -> None:
         assert again.param_bytes_received + again.grad_bytes_received <= 1.1 * twin.report.minimum_bytes_per_step
 
 
-@pytest.mark.parametrize(("world_size", "transport"), [slow(2, "shm"), slow(2, "tcp"), (3, "tcp"), slow(2, "p2p")])
+@pytest.mark.parametrize(("world_size", "transport"), [slow(2, "shm"), (2, "tcp"), slow(3, "tcp"), slow(2, "p2p")])
 def test_another_order_than_recorded_is_slower_but_right(workers, world_size, transport):
     workers(world_size).run(orders, transport)
 
@@ -84,9 +84,8 @@ def evaluation(rank: int, world_size: int, transport: str, first: str | None) ->
 @pytest.mark.parametrize(
     ("transport", "first"),
     [
-        ("tcp", "no_grad"),
         ("shm", "inference"),
-        *(slow(*cell) for cell in (("tcp", None), ("shm", None), ("shm", "no_grad"), ("tcp", "inference"))),
+        *(slow(*cell) for cell in (("tcp", "no_grad"), ("tcp", None), ("shm", None), ("shm", "no_grad"), ("tcp", "inference"))),
     ],
 )
 def test_evaluation_between_steps(workers, transport, first):
@@ -154,7 +153,7 @@ def parts(rank: int, world_size: int, transport: str) -> None:
             twin.step()
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", slow("tcp")])
 def test_a_part_of_the_model_called_by_itself(workers, transport):
     workers(2).run(parts, transport)
 
@@ -176,7 +175,7 @@ def two_forwards(rank: int, world_size: int, transport: str) -> None:
         twin.step()
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", [slow("shm"), "tcp"])
 def test_several_forwards_before_a_backward(workers, transport):
     workers(2).run(two_forwards, transport)
 
@@ -194,7 +193,7 @@ def twice(rank: int, world_size: int, transport: str) -> None:
         twin.step()
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", slow("tcp")])
 def test_backward_twice_over_one_graph(workers, transport):
     workers(2).run(twice, transport)
 
@@ -213,7 +212,7 @@ def abandoned(rank: int, world_size: int, transport: str) -> None:
         twin.step()
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", [slow("shm"), "tcp"])
 def test_a_forward_without_its_backward(workers, transport):
     workers(2).run(abandoned, transport)
 

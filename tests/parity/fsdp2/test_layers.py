@@ -57,7 +57,7 @@ def frozen(rank: int, world_size: int, transport: str) -> None:
             assert all(p.requires_grad for p in twin.fused.parameters())
 
 
-@pytest.mark.parametrize(("world_size", "transport"), [pytest.param(2, "shm", marks=pytest.mark.slow), (3, "tcp")])
+@pytest.mark.parametrize(("world_size", "transport"), [(2, "tcp"), slow(2, "shm"), slow(3, "tcp")])
 def test_frozen_and_thawed_parameters(workers, world_size, transport):
     workers(world_size).run(frozen, transport)
 
@@ -100,7 +100,7 @@ def tied(rank: int, world_size: int, transport: str) -> None:
         }
 
 
-@pytest.mark.parametrize(("world_size", "transport"), [slow(2, "shm"), (3, "tcp")])
+@pytest.mark.parametrize(("world_size", "transport"), [(2, "shm"), slow(3, "tcp")])
 def test_tied_weights_fall_back_and_are_named(workers, world_size, transport):
     workers(world_size).run(tied, transport)
 
@@ -142,7 +142,7 @@ def reused(rank: int, world_size: int, transport: str, fuse: str) -> None:
         twin.check_gradients()
 
 
-@pytest.mark.parametrize(("transport", "fuse"), [("shm", "auto"), ("tcp", "auto"), ("shm", "never")])
+@pytest.mark.parametrize(("transport", "fuse"), [slow("shm", "auto"), ("tcp", "auto"), ("shm", "never")])
 def test_a_module_called_several_times(workers, transport, fuse):
     workers(2).run(reused, transport, fuse)
 
@@ -161,7 +161,7 @@ def unused(rank: int, world_size: int, transport: str, fuse: str) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "transport", "fuse"),
-    [(2, "shm", "auto"), slow(3, "tcp", "auto"), (2, "shm", "never"), slow(2, "p2p", "auto")],
+    [(2, "shm", "auto"), slow(3, "tcp", "auto"), slow(2, "shm", "never"), slow(2, "p2p", "auto")],
 )
 def test_modules_unused_in_some_steps(workers, world_size, transport, fuse):
     workers(world_size).run(unused, transport, fuse)
@@ -234,7 +234,7 @@ def module_hooks(rank: int, world_size: int, transport: str) -> None:
             assert (a is None) == (b is None) and (a is None or torch.isclose(a, b, rtol=1e-9, atol=1e-12)), (one, other)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", slow("tcp")])
 def test_module_hooks(workers, transport):
     workers(2).run(module_hooks, transport)
 
@@ -293,6 +293,6 @@ def step_in_backward(rank: int, world_size: int, transport: str) -> None:
             twin.check_parameters()
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", [slow("shm"), "tcp"])
 def test_optimizer_step_in_the_gradient_hook(workers, transport):
     workers(2).run(step_in_backward, transport)

@@ -49,7 +49,7 @@ def equal_bits(rank: int, world_size: int) -> None:
                 assert same, f"{transport}: other bits in {name}"
 
 
-@pytest.mark.parametrize("world_size", [slow(2), 3])
+@pytest.mark.parametrize("world_size", [2, slow(3)])
 def test_bits_are_equal_on_all_transports(workers, world_size):
     workers(world_size).run(equal_bits)
 
@@ -113,10 +113,10 @@ def _act(twin: Twin, action: str, choose: random.Random, config: Any) -> None:
     ("world_size", "transport", "seed", "fuse"),
     [
         slow(2, "shm", 1, "auto"),
-        slow(2, "tcp", 2, "auto"),
-        (3, "tcp", 3, "auto"),
+        (2, "tcp", 2, "auto"),
+        slow(3, "tcp", 3, "auto"),
         slow(2, "p2p", 4, "auto"),
-        (2, "shm", 5, "never"),
+        slow(2, "shm", 5, "never"),
     ],
 )
 def test_random_mixtures(workers, world_size, transport, seed, fuse):
@@ -148,7 +148,8 @@ def long_run(rank: int, world_size: int, transport: str, steps: int) -> tuple[fl
 @pytest.mark.parametrize(
     ("world_size", "transport", "steps"),
     [
-        (2, "tcp", 60),
+        (2, "tcp", 30),
+        pytest.param(2, "tcp", 60, marks=pytest.mark.slow),
         pytest.param(2, "tcp", 200, marks=pytest.mark.slow),
         pytest.param(4, "shm", 30, marks=pytest.mark.slow),
     ],

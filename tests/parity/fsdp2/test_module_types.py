@@ -114,7 +114,7 @@ def zoo(rank: int, world_size: int, transport: str) -> None:
         assert not local(twin.fused.embedding.weight.grad).any()
 
 
-@pytest.mark.parametrize(("world_size", "transport"), [slow(2, "shm"), (3, "tcp")])
+@pytest.mark.parametrize(("world_size", "transport"), [slow(2, "shm"), (2, "tcp"), slow(3, "tcp")])
 def test_modules_of_unusual_type(workers, world_size, transport):
     workers(world_size).run(zoo, transport)
 

@@ -46,25 +46,29 @@ def every_pattern(rank: int, world_size: int, transport: str) -> None:
         twin.step(mean_square, floats(twin))
 
 
-@pytest.mark.parametrize(("world_size", "transport"), [slow(2, "shm"), (3, "tcp")])
+@pytest.mark.parametrize(("world_size", "transport"), [slow(2, "shm"), (2, "tcp"), slow(3, "tcp")])
 def test_every_pattern_trains_as_stock(workers, world_size, transport):
     workers(world_size).run(every_pattern, transport, timeout=120)
 
 
-def low_precision(rank: int, world_size: int, policy: MixedPrecisionPolicy) -> None:
-    with Twin(Readers, mp_policy=policy) as twin:
+def low_precision(rank: int, world_size: int, policy: MixedPrecisionPolicy, patterns: tuple[str, ...]) -> None:
+    make = partial(Readers, *patterns)
+    with Twin(make, mp_policy=policy) as twin:
         for _ in range(2):
             x = floats(twin)
             twin.backward(mean_square, x, rtol=2**-6)
-            reference = Reference(Readers).gradients(lambda model, batch: mean_square(model, batch[0]), (x,))
+            reference = Reference(make).gradients(lambda model, batch: mean_square(model, batch[0]), (x,))
             check(twin, reference, 0.2)
             for optimizer in twin.optimizers:
                 optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_every_pattern_in_bf16(workers, world_size):
-    workers(world_size).run(low_precision, BF16, timeout=120)
+DTYPES = ("lora", "t5", "own dtype", "without gradient")  # what they compute depends on a parameter's dtype
+
+
+@pytest.mark.parametrize(("world_size", "patterns"), [slow(2, ()), slow(3, ()), (2, DTYPES)], ids=["2", "3", "dtypes"])
+def test_every_pattern_in_bf16(workers, world_size, patterns):
+    workers(world_size).run(low_precision, BF16, patterns, timeout=120)
 
 
 # ---- when a forward is ------------------------------------------------------------------------------------------------
@@ -119,7 +123,7 @@ def after_the_forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.linear(model(x), model.head.weight).square().mean()
 
 
-@pytest.mark.parametrize(("world_size", "transport"), [pytest.param(2, "tcp", marks=pytest.mark.slow), (3, "shm")])
+@pytest.mark.parametrize(("world_size", "transport"), [(2, "shm"), slow(2, "tcp"), slow(3, "shm")])
 def test_checkpointing_accumulation_resharding_and_reads_behind_the_forward(workers, world_size, transport):
     workers(world_size).run(situations, transport, timeout=180)
 
@@ -267,7 +271,7 @@ COMPILED = ("t5", "beit", "penalty", "functional_call")
 MORE_COMPILED = ("lora", "norm by hand", "own dtype", "without gradient", "dora", "mamba")
 
 
-@pytest.mark.parametrize("patterns", [COMPILED, *(pytest.param((name,), marks=pytest.mark.slow) for name in MORE_COMPILED)])
+@pytest.mark.parametrize("patterns", [slow(COMPILED), COMPILED[-1:], *(slow((name,)) for name in MORE_COMPILED)])
 def test_a_compiled_block_reads_what_stock_reads(workers, patterns):
     """In a graph the whole parameter is what an op of it gathers: no graph break."""
     for breaks in workers(2).run(compiled, patterns, timeout=240):

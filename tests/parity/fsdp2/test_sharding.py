@@ -59,7 +59,7 @@ def gathers(rank: int, world_size: int) -> None:
     assert received[False] < received[True]
 
 
-@pytest.mark.parametrize("world_size", [slow(2), 3])
+@pytest.mark.parametrize("world_size", [2, slow(3)])
 def test_number_of_gathers_read_off_the_bytes(workers, world_size):
     workers(world_size).run(gathers)
 
@@ -98,8 +98,10 @@ class Uneven(nn.Module):
         return x
 
 
-def uneven(rank: int, world_size: int, transport: str, **options: Any) -> None:
-    for slices in (None, 2, 3):
+def uneven(
+    rank: int, world_size: int, transport: str, all_slices: tuple[int | None, ...] = (None, 2, 3), **options: Any
+) -> None:
+    for slices in all_slices:
         with Twin(Uneven, config=settings(transport, slices_per_rank=slices), **options) as twin:
             for _ in range(3):
                 twin.step(mean_square, torch.randn(4, 5, generator=twin.generator).double())
@@ -108,7 +110,7 @@ def uneven(rank: int, world_size: int, transport: str, **options: Any) -> None:
             assert local(weight).shape[0] == (weight.device_mesh.get_coordinate()[-1] == 0)
 
 
-@pytest.mark.parametrize(("world_size", "transport"), [slow(3, "shm"), slow(3, "tcp"), (4, "tcp")])
+@pytest.mark.parametrize(("world_size", "transport"), [(3, "shm"), slow(3, "tcp"), slow(4, "tcp")])
 def test_uneven_and_empty_shards(workers, world_size, transport):
     workers(world_size).run(uneven, transport)
 
@@ -122,7 +124,7 @@ def sliced(rank: int, world_size: int, transport: str) -> None:
             assert cut["layers.0.up"] == min(slices, -(-37 // world_size)), cut
 
 
-@pytest.mark.parametrize(("world_size", "transport"), [slow(2, "shm"), (3, "tcp")])
+@pytest.mark.parametrize(("world_size", "transport"), [(2, "shm"), slow(3, "tcp")])
 def test_slices_per_rank(workers, world_size, transport):
     workers(world_size).run(sliced, transport)
 
@@ -161,12 +163,13 @@ def test_hybrid_sharding_accumulates_before_the_all_reduce(workers):
     workers(4).run(hybrid)
 
 
-def hybrid_uneven(rank: int, world_size: int) -> None:
-    uneven(rank, world_size, "tcp", mesh=hybrid_mesh())
+def hybrid_uneven(rank: int, world_size: int, *all_slices: int | None) -> None:
+    uneven(rank, world_size, "tcp", all_slices, mesh=hybrid_mesh())
 
 
-def test_hybrid_sharding_with_empty_shards(workers):
-    workers(4).run(hybrid_uneven)
+@pytest.mark.parametrize("slices", [slow(None), 2, slow(3)])
+def test_hybrid_sharding_with_empty_shards(workers, slices):
+    workers(4).run(hybrid_uneven, slices)
 
 
 def two_meshes(rank: int, world_size: int) -> None:
@@ -247,7 +250,7 @@ def windows(rank: int, world_size: int) -> None:
     window(rank, world_size, 700, None, False)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("world_size", [2, slow(3)])
 def test_the_window_holds_prefetch_bytes_and_one_slice(workers, world_size):
     workers(world_size).run(windows)
 
@@ -276,7 +279,7 @@ def never(rank: int, world_size: int, transport: str) -> None:
         assert 0.9 * owed <= moved.grad_bytes_received <= 1.3 * owed  # FSDP2 pads uneven shards
 
 
-@pytest.mark.parametrize(("world_size", "transport"), [slow(2, "shm"), (3, "tcp")])
+@pytest.mark.parametrize(("world_size", "transport"), [(2, "shm"), slow(3, "tcp")])
 def test_fuse_never_uses_only_the_hooks(workers, world_size, transport):
     workers(world_size).run(never, transport)
 

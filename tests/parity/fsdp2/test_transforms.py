@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves
 
 from tests.parity.fsdp2 import pair
+from tests.support.cells import slow
 
 
 def build() -> nn.Module:
@@ -96,7 +97,7 @@ def refused_as_before(rank: int, world_size: int) -> None:
             grad.sum().backward()
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [True, slow(False)])
 def test_every_transform_is_as_stock(workers, first):
     for outcome in workers(2).run(compared, first, timeout=120):
         assert {name for name, how in outcome.items() if how != "runs"} == {"dual"}, outcome
