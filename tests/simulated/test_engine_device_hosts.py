@@ -17,6 +17,7 @@ from commfuse_dp.transport.hierarchical_device import StreamHierarchicalTranspor
 from tests.simulated.test_engine import Policy, base_case, cases, run_program
 from tests.simulated.test_engine_hierarchical import run_steps
 from tests.support import fake_device
+from tests.support.cells import slow
 from tests.support.fake_device import FakeDevice, FakeWorld, Race, Watched
 from tests.support.hosts import DeviceHosts, shuffled_hosts
 from tests.support.threads import run_ranks
@@ -41,21 +42,31 @@ def run_on_hosts(case: dict[str, Any]) -> None:
 SHAPES = [(2, 2), (2, 3), (3, 2)]
 
 
-@settings(
-    max_examples=8,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
-@given(
-    cases().map(lambda case: {**case, "bytes": 1 << 16}).filter(lambda case: case["layout"] != "replicated"),
-    st.sampled_from(["auto", "blas"]),
-    st.sampled_from(SHAPES),
-)
-def test_random_programs_on_devices_of_several_hosts(case, kernels, shape):
-    """auto: whole layers as one product, blas: slice by slice."""
-    run_on_hosts({**case, "kernels": kernels, "world_size": shape[0] * shape[1], "per_host": shape[1]})
+IGNORED = [HealthCheck.too_slow, HealthCheck.filter_too_much]
 
 
-@pytest.mark.parametrize(("hosts", "per_host"), [(2, 2), pytest.param(2, 3, marks=pytest.mark.slow), (3, 2)])
+@st.composite
+def programs(draw: st.DrawFn) -> dict[str, Any]:
+    """kernels: auto: whole layers as one product, blas: slice by slice."""
+    case = draw(cases().filter(lambda case: case["layout"] != "replicated"))
+    kernels, (hosts, per_host) = draw(st.sampled_from(["auto", "blas"])), draw(st.sampled_from(SHAPES))
+    return {**case, "bytes": 1 << 16, "kernels": kernels, "world_size": hosts * per_host, "per_host": per_host}
+
+
+@settings(max_examples=4, suppress_health_check=IGNORED)
+@given(programs())
+def test_random_programs_on_devices_of_several_hosts(case):
+    run_on_hosts(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=12, suppress_health_check=IGNORED)
+@given(programs())
+def test_more_random_programs_on_devices_of_several_hosts(case):
+    run_on_hosts(case)
+
+
+@pytest.mark.parametrize(("hosts", "per_host"), [slow(2, 2), slow(2, 3), (3, 2)])
 def test_what_crosses_hosts(hosts, per_host):
     n, steps = hosts * per_host, 3
     world = FakeWorld(n, seed=5, deferred=False)
@@ -132,6 +143,6 @@ def test_a_mistake_between_hosts_is_a_race(monkeypatch, mistake):
         run_on_hosts(case)
         return
     mistake(monkeypatch)
-    monkeypatch.setattr(fake_device, "PATIENCE_S", 2.0)  # the others wait for the rank that raised
+    monkeypatch.setattr(fake_device, "PATIENCE_S", 1.0)  # the others wait for the rank that raised
     with pytest.raises(Race):
         run_on_hosts(case)

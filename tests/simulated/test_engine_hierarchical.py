@@ -25,6 +25,7 @@ from commfuse_dp.transport.base import ExchangeFn, Transport
 from commfuse_dp.transport.hierarchical import HierarchicalTransport
 from commfuse_dp.transport.inproc import Faults, InprocWorld
 from tests.simulated.test_engine import Policy, Slot, Step, base_case, cases, data, run_program, weights
+from tests.support.cells import slow
 from tests.support.hosts import open_hierarchical, shuffled_hosts
 from tests.support.threads import run_ranks
 
@@ -40,14 +41,25 @@ def opener(case: dict[str, Any]) -> Callable[[int, ExchangeFn], Transport]:
     )
 
 
-@settings(max_examples=12)
-@given(cases(), st.sampled_from([(2, 2), (2, 3), (3, 2)]))
+SHAPES = [(2, 2), (2, 3), (3, 2)]
+
+
+@settings(max_examples=6)
+@given(cases(), st.sampled_from(SHAPES))
 def test_random_programs_over_hosts_give_the_gradients_of_autograd(case, shape):
     case = {**case, "world_size": shape[0] * shape[1], "per_host": shape[1]}
     run_program(case, opener(case))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.slow
+@settings(max_examples=16)
+@given(cases(), st.sampled_from(SHAPES))
+def test_more_random_programs_over_hosts(case, shape):
+    case = {**case, "world_size": shape[0] * shape[1], "per_host": shape[1]}
+    run_program(case, opener(case))
+
+
+@pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
 def test_no_deadlock_with_credit_for_one_slice_per_level(seed):
     case = base_case(world_size=4, per_host=2, seed=seed, slices=3, steps=[Step([0, 1, 2, 3])] * 4)
     run_program(case, opener(case))
@@ -72,7 +84,7 @@ def run_steps(transport: Transport, policy: Policy, steps: int, dtype: torch.dty
     return [slot.grad for layer in slots for slot in layer if slot.grad is not None]
 
 
-@pytest.mark.parametrize(("hosts", "per_host"), [(2, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize(("hosts", "per_host"), [slow(2, 2), (3, 2), slow(2, 3)])
 def test_a_shard_crosses_to_a_host_once_and_so_does_a_host_s_sum(hosts, per_host):
     n, steps = hosts * per_host, 3
     identities = [str(rank // per_host) for rank in range(n)]

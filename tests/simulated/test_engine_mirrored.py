@@ -28,6 +28,7 @@ from commfuse_dp.transport.nccl import Brought, NcclTransport
 from commfuse_dp.transport.nccl_messages import Inboxes, Messages
 from commfuse_dp.transport.symmetric_ring import StagingRing
 from tests.simulated.test_engine import Policy, Slot, Step, base_case, cases, data, expected, run_program, weights
+from tests.support.cells import slow
 from tests.support.fake_device import FakeWorld, Race, Stuck, Watched
 from tests.support.fake_grouped import FakeBoard, Unmatched
 from tests.support.fake_nccl import die, open_fake_nccl
@@ -71,8 +72,10 @@ def uneven(**more: Any) -> dict[str, Any]:
     return base_case(bytes=600, steps=[Step([0, 1, 2, 3, 1])] * 3, **more)
 
 
-@pytest.mark.parametrize("order", ["pairwise", "ring"])
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world_size", "order"),
+    [(2, "pairwise"), (3, "ring"), slow(2, "ring"), slow(3, "pairwise"), slow(4, "pairwise"), slow(4, "ring")],
+)
 def test_all_ranks_take_the_same_steps(world_size, order):
     """Each in the direction and on the lane of all others; nobody exchanges more than the slices that there are."""
     board = run_mirrored(uneven(world_size=world_size, order=order, kernels="blas"))

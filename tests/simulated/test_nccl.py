@@ -13,6 +13,7 @@ import torch
 from commfuse_dp.errors import DeadlineError, MismatchError, TransportError, Where
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, CHANNEL_GRAD, PullRequest, Tag, Transfer
 from commfuse_dp.transport.nccl import NcclTransport
+from tests.support.cells import slow
 from tests.support.fake_device import FakeWorld, Race
 from tests.support.fake_grouped import FakeBoard
 from tests.support.fake_nccl import open_fake_nccl
@@ -116,7 +117,7 @@ def program(transport: NcclTransport, seen: list[tuple[Any, int]]) -> None:
         transport.finish(epoch)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, slow(4)])
 def test_programs_in_many_orders(world_size: int) -> None:
     sizes = [[_size(owner, key) for owner in range(world_size)] for key in range(2)]
     for seed in range(4):

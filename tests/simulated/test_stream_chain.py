@@ -25,6 +25,7 @@ from commfuse_dp.engine.stream_chain import StreamChain, _Step
 from commfuse_dp.transport.base import ExchangeFn, Transport
 from commfuse_dp.transport.symmetric_messages import Messages
 from tests.simulated.test_engine import Policy
+from tests.support.cells import slow
 from tests.support.fake_device import FakeDevice, FakeWorld, Race, Stuck
 from tests.support.fake_symmetric import dying, open_fake
 from tests.support.threads import run_ranks
@@ -161,7 +162,7 @@ def watched_buffers(monkeypatch):
     monkeypatch.setattr(BufferPool, "_make", watched)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, *map(slow, range(1, 6)), 6, 7])
 def test_any_order_of_streams_ends_with_the_same_bits(seed):
     """An inbox has room for a third of a layer, or for all of it; one stream runs only when nothing else can."""
     choose = random.Random(seed)

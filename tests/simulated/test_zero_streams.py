@@ -35,6 +35,7 @@ from commfuse_dp.kernels.gemms import Gemms
 from commfuse_dp.ops.linear import fused_linear, replicated_linear
 from commfuse_dp.schedule.layout import flat_bounds
 from commfuse_dp.transport.base import ExchangeFn, Transport
+from tests.support.cells import slow
 from tests.support.fake_device import FakeDevice, FakeStream, FakeWorld, Race, Watched
 from tests.support.fake_symmetric import dying, open_fake
 from tests.support.threads import run_ranks
@@ -280,7 +281,7 @@ def run_stage3(n: int, *, seed: int = 1, kernels: str = "auto", uneven: bool = F
 
 @pytest.mark.parametrize(
     ("n", "kernels", "uneven", "slices"),
-    [(2, "auto", False, None), (3, "blas", True, 2), (3, "auto", False, 2), (2, "auto", True, None)],
+    [(2, "auto", False, None), (3, "blas", True, 2), slow(3, "auto", False, 2), slow(2, "auto", True, None)],
 )
 def test_zero3_gradients_are_ordered_whoever_looks_at_them(monkeypatch, n, kernels, uneven, slices):
     """Accumulation, a loss scale, an epilogue before the engine's own end of the backward, a weight that gets gradients from
