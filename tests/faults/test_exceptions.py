@@ -65,7 +65,7 @@ def failing(rank: int, world_size: int, transport: str, reset: bool) -> None:
 
 
 @pytest.mark.parametrize("reset", [False, True])
-@pytest.mark.parametrize(("world_size", "transport"), [slow(2, "shm"), (3, "tcp")])
+@pytest.mark.parametrize(("world_size", "transport"), [slow(2, "shm"), (2, "tcp"), slow(3, "tcp")])
 def test_the_step_after_an_exception(workers, world_size, transport, reset):
     workers(world_size).run(failing, transport, reset)
 

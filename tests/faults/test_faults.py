@@ -124,11 +124,11 @@ def test_a_rank_lost_while_attaching_or_in_the_first_step_is_named(trio, transpo
 
 
 CASES = [
-    ("shm", "forward", "kill"),
+    pytest.param("shm", "forward", "kill", marks=pytest.mark.slow),
     ("tcp", "backward", "kill"),
     ("shm", "between", "kill"),
     ("tcp", "forward", "raise"),
-    ("shm", "backward", "raise"),
+    pytest.param("shm", "backward", "raise", marks=pytest.mark.slow),
 ]
 
 
@@ -230,7 +230,7 @@ def slow(rank: int, world_size: int, transport: str, when: str) -> tuple[float, 
     return exposed[0], exposed[1]
 
 
-@pytest.mark.parametrize(("transport", "when"), [("tcp", "forward"), ("shm", "backward")])
+@pytest.mark.parametrize(("transport", "when"), [pytest.param("tcp", "forward", marks=pytest.mark.slow), ("shm", "backward")])
 def test_a_slow_rank_changes_no_result_and_shows_as_exposed_time_of_the_others(workers, transport, when):
     results = workers(2).run(slow, transport, when, timeout=60)
     _, late = results[0]

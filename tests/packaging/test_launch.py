@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from commfuse_dp.cli import launch
 from commfuse_dp.cli.launch import RankDied, Ranks, check_port, free_port
 from commfuse_dp.errors import CommFuseError
 
@@ -45,7 +46,8 @@ def test_lines_of_all_ranks_and_their_environment() -> None:
         assert [line.text for line in lines if line.rank == rank] == [f"{rank} y", "second"]
 
 
-def test_a_rank_that_fails_is_named_with_its_last_lines_and_the_others_are_ended() -> None:
+def test_a_rank_that_fails_is_named_with_its_last_lines_and_the_others_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_GRACE_S", 0.3)  # what rank 0 does with it is nothing
     bad = "import sys; [print('line', i, file=sys.stderr) for i in range(40)]; sys.exit('the reason')"
     with Ranks([program(SLEEP), program(bad)], [{}, {}]) as ranks:
         with pytest.raises(RankDied) as caught:
@@ -70,7 +72,8 @@ def test_a_killed_rank_is_named_before_those_that_failed_because_of_it(tmp_path:
     assert "rank 0 ended with exit status 1" in message and "lost" in message
 
 
-def test_ranks_that_ignore_sigterm_are_killed() -> None:
+def test_ranks_that_ignore_sigterm_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_GRACE_S", 0.3)
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(120)"
     with Ranks([program(stubborn)], [{}]) as ranks:
         assert next(ranks.lines()).text == "up"

@@ -135,7 +135,8 @@ def _children(parent: int) -> list[int]:
         ("pass", r"stored no result"),
     ],
 )
-def test_dead_rank_is_named(program: str, words: str) -> None:
+def test_dead_rank_is_named(program: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("commfuse_dp.cli.launch._GRACE_S", 0.3)  # the other rank sleeps
     with pytest.raises(BenchmarkError, match=words):
         launch.run_case(Case(), None, timeout_s=60, say=_silent, program=[sys.executable, "-c", program])
 

@@ -319,10 +319,25 @@ def test_typed_views_and_shorter_messages(cluster: Cluster) -> None:
     cluster.run(2, body)
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+IGNORED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
+
+@settings(max_examples=5, suppress_health_check=IGNORED)
 @given(data=st.data())
 @pytest.mark.parametrize("kind", sorted(CLUSTERS))
 def test_random_traffic(kind: str, data: st.DataObject) -> None:
+    random_traffic(kind, data)
+
+
+@pytest.mark.slow
+@settings(max_examples=16, suppress_health_check=IGNORED)
+@given(data=st.data())
+@pytest.mark.parametrize("kind", sorted(CLUSTERS))
+def test_more_random_traffic(kind: str, data: st.DataObject) -> None:
+    random_traffic(kind, data)
+
+
+def random_traffic(kind: str, data: st.DataObject) -> None:
     """Random messages, sizes, orders and holding times among 2 to 4 ranks, beside epochs; the oracle is the plan."""
     world_size = data.draw(st.integers(2, min(4, CLUSTERS[kind].most_ranks())), label="world_size")
     inbox_bytes = data.draw(st.integers(64, 700), label="inbox_bytes")

@@ -62,7 +62,7 @@ def linears(rank: int, world_size: int, stage: int, dtype: str) -> tuple[Result,
 @pytest.mark.parametrize(
     ("world_size", "stage", "dtype"),
     [
-        (2, 3, "fp32"),
+        pytest.param(2, 3, "fp32", marks=pytest.mark.slow),
         (2, 3, "autocast"),
         (2, 1, "fp32"),
         pytest.param(3, 3, "fp32", marks=pytest.mark.slow),

@@ -110,11 +110,12 @@ def resume(rank: int, world_size: int, folder: str, fused: bool) -> list[float]:
     return losses
 
 
+@pytest.mark.parametrize("world_sizes", [slow((3, 1, 2)), (3, 1)], ids=["all", "others"])
 @pytest.mark.parametrize("fused_first", [True, False], ids=["commfuse-to-stock", "stock-to-commfuse"])
-def test_distributed_checkpoint_resumed_at_other_world_sizes(workers, tmp_path: Path, fused_first):
+def test_distributed_checkpoint_resumed_at_other_world_sizes(workers, tmp_path: Path, fused_first, world_sizes):
     folder = str(tmp_path / "checkpoint")
     reference = workers(2).run(save, folder, fused_first)[0]
-    for world_size in (3, 1, 2):
+    for world_size in world_sizes:
         losses = workers(world_size).run(resume, folder, not fused_first)[0]
         assert losses == pytest.approx(reference, abs=2e-5), world_size
     assert reference[0] != pytest.approx(reference[2], abs=2e-4)  # it does train: a stuck optimizer would not be seen

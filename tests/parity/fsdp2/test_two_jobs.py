@@ -11,6 +11,7 @@ import torch.distributed as dist
 import commfuse_dp
 from commfuse_dp.cli.launch import free_port
 from tests.parity.fsdp2 import pair
+from tests.support.cells import slow
 from tests.support.processes import RankPipe, RankProcesses
 
 STEPS = 4
@@ -43,7 +44,7 @@ def _job(rank: int, pipe: RankPipe, ports: tuple[int, int], settings: tuple[dict
     "settings",
     [
         ({"transport": "shm"}, {"transport": "shm", "order": "ring", "slices_per_rank": 2}),
-        ({"transport": "tcp", "prefetch_bytes": 1 << 18}, {"transport": "tcp", "inbox_bytes": 1 << 18}),
+        slow(({"transport": "tcp", "prefetch_bytes": 1 << 18}, {"transport": "tcp", "inbox_bytes": 1 << 18})),
     ],
     ids=["shm", "tcp"],
 )
