@@ -41,6 +41,7 @@ TOGETHER = {
     "deepspeed": ("tests/parity/deepspeed/", "tests/packaging/test_configs.py"),
     "accelerate": ("tests/parity/accelerate/",),
 }
+LAST = "tests/unit/"  # short files: no process is left alone with a long one
 
 
 def together(nodeid: str) -> str:
@@ -66,6 +67,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             for name in reversed(TOGETHER):
                 if name in self.workqueue:
                     self.workqueue.move_to_end(name, last=False)
+            for name in [name for name in self.workqueue if name.startswith(LAST)]:
+                self.workqueue.move_to_end(name)
             super()._assign_work_unit(node)
 
     config.option.loadscopereorder = False

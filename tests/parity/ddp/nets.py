@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commfuse_dp import CommFuseConfig
 
-WIDTH, CLASSES, STEPS = 24, 11, 10
+WIDTH, CLASSES, STEPS = 24, 11, 6
 BUCKET_MB = 0.008  # several buckets
 
 

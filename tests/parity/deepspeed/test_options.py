@@ -234,6 +234,7 @@ def cells() -> Iterator[Any]:
         "groups",
         "no overlap_comm",
         "not reentrant",
+        "order changes",
         "reentrant",
         "two forwards",
         "used twice",
