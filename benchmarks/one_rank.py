@@ -22,7 +22,7 @@ from commfuse_dp.device.base import Batch, Device, Event, Span, Stream, Word
 from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.plan import Unit
-from commfuse_dp.schedule.layout import chunk_bounds
+from commfuse_dp.program.layout import chunk_bounds
 from commfuse_dp.transport.parts import Channel, Receiver
 from commfuse_dp.transport.symmetric import SymmetricTransport
 from commfuse_dp.transport.symmetric_memory import SymmetricMemory

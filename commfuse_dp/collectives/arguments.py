@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from commfuse_dp.schedule.layout import chunk_bounds
+from commfuse_dp.program.layout import chunk_bounds
 
 Op = Literal["sum", "mean"]
 SUMMABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

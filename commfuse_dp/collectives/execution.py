@@ -1,7 +1,7 @@
-"""Executes one rank's schedule over a transport: the lanes of schedule/operations.py, driven by one thread.
+"""Executes one rank's program over a transport: the lanes of program/operations.py, driven by one thread.
 
 [Note: Never a deadlock]
-The proof in schedule/network.py holds as long as no lane is kept waiting for reasons of its own. So every wait here, for
+The proof in program/network.py holds as long as no lane is kept waiting for reasons of its own. So every wait here, for
 data or for credit, goes on taking in what others send and sending what is ready (`_pump`). A message may stay in the inbox
 until it is used, which saves a copy but keeps its sender's credit; whenever this rank has to wait, messages of senders that
 have more to send are moved out of the inbox (`_evict`), so that credit always comes back without waiting for compute.
@@ -23,8 +23,8 @@ import torch
 from commfuse_dp.collectives.summation import sum_in_rank_order
 from commfuse_dp.errors import MismatchError, Where
 from commfuse_dp.probe import now_ns
-from commfuse_dp.schedule.layout import Slice
-from commfuse_dp.schedule.operations import TOTAL, Consume, Piece, Produce, Reduce, Schedule, Send
+from commfuse_dp.program.layout import Slice
+from commfuse_dp.program.operations import TOTAL, Consume, Piece, Produce, Program, Reduce, Send
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, Tag, Transport
 
 # Produced pieces kept in memory of this rank because their channels are full; with more, production waits for credit.
@@ -60,7 +60,7 @@ def _nothing(_piece: Piece) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class Bindings:
-    """What the pieces of a schedule are made of.
+    """What the pieces of a program are made of.
 
     row_shape: shape of one row. dtype: of each kind of piece, on the wire and in memory.
     data: a piece's tensor where it exists already (own shard, produced tensors), else None.
@@ -105,26 +105,26 @@ class _Passage:
 class Execution:
     """One call of a collective on one rank. `transport` may be None in a world of one rank."""
 
-    def __init__(self, schedule: Schedule, bindings: Bindings, transport: Transport | None, call: int) -> None:
-        self._schedule = schedule
+    def __init__(self, program: Program, bindings: Bindings, transport: Transport | None, call: int) -> None:
+        self._program = program
         self._bindings = bindings
         self._transport = transport
         self._call = call
-        self._rank = schedule.rank
-        self._problem = schedule.problem
+        self._rank = program.rank
+        self._problem = program.problem
         self._pieces: dict[Piece, torch.Tensor] = {}
         self._held: dict[Piece, tuple[int, Tag]] = {}  # pieces that lie in the inbox
         self._uses: Counter[Piece] = Counter()
         self._backlog: set[Piece] = set()
         self._source: dict[Piece, int] = {}
         self._only_to: dict[Piece, int] = {}  # pieces used by nothing but one send: they may be made in the peer's inbox
-        for op in schedule.operations:
+        for op in program.operations:
             if isinstance(op, (Send, Consume)):
                 self._uses[op.piece] += 1
             elif isinstance(op, Reduce):
                 self._uses.update(Piece(origin, op.slice) for origin in op.inputs)
-        self._outgoing = {peer: self._passages([op.piece for op in lane]) for peer, lane in schedule.send_lanes.items()}
-        self._incoming = {peer: self._passages([op.piece for op in lane]) for peer, lane in schedule.receive_lanes.items()}
+        self._outgoing = {link.peer: self._passages([op.piece for op in lane]) for link, lane in program.send_lanes.items()}
+        self._incoming = {link.peer: self._passages([op.piece for op in lane]) for link, lane in program.receive_lanes.items()}
         for peer, lane in self._outgoing.items():
             self._only_to.update({p.piece: peer for p in lane if self._uses[p.piece] == 1 and len(p.cuts) == 1})
         for peer, lane in self._incoming.items():
@@ -137,7 +137,7 @@ class Execution:
             if self._problem.collective == "all_gather" and (own := self._bindings.data(piece)) is not None:
                 self._pieces[piece] = own
         self._announce()
-        for op in self._schedule.compute_lane:
+        for op in self._program.compute_lane:
             self._pump()
             if isinstance(op, Produce):
                 self._produce(op)

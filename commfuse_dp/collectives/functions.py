@@ -30,9 +30,9 @@ from commfuse_dp.collectives.execution import Bindings, ConsumeFn, Execution, Pr
 from commfuse_dp.collectives.sessions import Session, begin, failed
 from commfuse_dp.collectives.summation import wide_dtype
 from commfuse_dp.errors import MismatchError
-from commfuse_dp.schedule.builders import build
-from commfuse_dp.schedule.operations import TOTAL, Piece, Problem
-from commfuse_dp.schedule.orders import check_order
+from commfuse_dp.program.build import build
+from commfuse_dp.program.operations import TOTAL, Piece, Problem
+from commfuse_dp.program.orders import check_order
 from commfuse_dp.transport.base import Transport
 
 
@@ -298,12 +298,12 @@ def all_to_all(
 
 
 # ---- shared ----------------------------------------------------------------------------------------------------------
-_schedule = functools.lru_cache(maxsize=256)(build)  # programs repeat their calls
+_program = functools.lru_cache(maxsize=256)(build)  # programs repeat their calls
 
 
 def _run(problem: Problem, session: Session, bindings: Bindings) -> None:
     try:
-        Execution(_schedule(problem, session.rank), bindings, session.transport, session.call).run()
+        Execution(_program(problem, session.rank), bindings, session.transport, session.call).run()
     except BaseException as error:
         if session.transport is not None:
             failed(session.transport, bindings.name, error)

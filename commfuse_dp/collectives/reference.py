@@ -17,10 +17,10 @@ from commfuse_dp.collectives import arguments as args
 from commfuse_dp.collectives.arguments import Op
 from commfuse_dp.collectives.execution import ConsumeFn, Owner, ProduceFn
 from commfuse_dp.collectives.summation import wide_dtype
-from commfuse_dp.schedule.builders import build
-from commfuse_dp.schedule.layout import slices_of_sizes
-from commfuse_dp.schedule.operations import Consume, Problem, Produce
-from commfuse_dp.schedule.orders import check_order, gather_owners, scatter_owners
+from commfuse_dp.program.build import build
+from commfuse_dp.program.layout import slices_of_sizes
+from commfuse_dp.program.operations import Consume, Problem, Produce
+from commfuse_dp.program.orders import check_order, gather_owners, scatter_owners
 from commfuse_dp.transport.base import Transport
 
 

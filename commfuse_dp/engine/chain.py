@@ -29,20 +29,22 @@ from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.plan import Geometry, UnitSlice
 from commfuse_dp.engine.reserver import Reserver
 from commfuse_dp.engine.route import Route
+from commfuse_dp.program.operations import Program
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
 
 
 class _Link:
     """This rank's part in the chain of one slice."""
 
-    __slots__ = ("arrived", "buffer", "first", "item", "last", "reserved", "tag")
+    __slots__ = ("arrived", "buffer", "item", "reserved", "source", "tag", "to")
 
-    def __init__(self, item: UnitSlice, tag: Tag, rank: int, world_size: int) -> None:
+    def __init__(self, item: UnitSlice, tag: Tag, source: int | None, to: int | None) -> None:
+        """source: whose sum comes here, None: the chain begins here; to: who gets it next, None: the owner is here."""
         self.item = item
         self.tag = tag
-        self.first = rank == (item.owner + 1) % world_size
-        self.last = rank == item.owner
-        self.arrived = self.first  # nothing comes to the first
+        self.source = source
+        self.to = to
+        self.arrived = source is None
         self.buffer: torch.Tensor | None = None  # the own partial, then the sum; None: not yet computed, or gone
         self.reserved = False  # the buffer is a slot in the next rank's inbox
 
@@ -56,6 +58,7 @@ class Chain(Route):
         slots: Reserver,
         pool: BufferPool,
         geometry: Geometry,
+        program: Program,
         *,
         unit: int,
         seq: int,
@@ -68,29 +71,29 @@ class Chain(Route):
         self._dtype = geometry.dtype
         self._out_dtype = out_dtype
         self._divisor = divisor
-        rank, world_size = transport.rank, transport.world_size
-        self._previous, self._next = (rank - 1) % world_size, (rank + 1) % world_size
         self._links: dict[tuple[int, int], _Link] = {}
         for part, item in enumerate(item for own in geometry.slices for item in own):
             tag = Tag(CHANNEL_GRAD, unit, seq, part)
-            link = self._links[item.owner, item.index] = _Link(item, tag, rank, world_size)
-            if not link.first:
-                transport.expect(self._previous, tag, item.nbytes)
+            source, to = program.ways[item.owner, item.index]
+            self._links[item.owner, item.index] = _Link(item, tag, source, to)
+            if source is not None:
+                transport.expect(source, tag, item.nbytes)
         self._open = dict(self._links)  # this rank's part is not yet done
 
     # ---- producing ---------------------------------------------------------------------------------------------------
     def reserve(self, item: UnitSlice, own: torch.Tensor) -> torch.Tensor:
         link = self._links[item.owner, item.index]
-        if link.last:
+        if link.to is None:
             return own
-        slot = self._slots.try_reserve(self._next, item.nbytes) if link.first else None
+        slot = self._slots.try_reserve(link.to, item.nbytes) if link.source is None else None
         link.reserved = slot is not None
         return slot if slot is not None else self._pool.take(item.nbytes)
 
     def produced(self, item: UnitSlice, buffer: torch.Tensor, when: Word | None = None) -> None:
         link = self._links[item.owner, item.index]
         if link.reserved:
-            self._transport.send(self._next, link.tag, buffer)
+            assert link.to is not None
+            self._transport.send(link.to, link.tag, buffer)
             del self._open[item.owner, item.index]
             return
         link.buffer = buffer
@@ -102,28 +105,28 @@ class Chain(Route):
         for key, link in list(self._open.items()):
             if link.buffer is None:
                 continue
-            if not link.arrived and self._transport.arrived(self._previous, link.tag):
-                self._add(link)
+            if not link.arrived and link.source is not None and self._transport.arrived(link.source, link.tag):
+                self._add(link, link.source)
                 worked = True
-            if link.arrived and (link.last or self._pass_on(link)):
+            if link.arrived and (link.to is None or self._pass_on(link, link.to)):
                 del self._open[key]
                 worked = True
         return worked
 
-    def _add(self, link: _Link) -> None:
+    def _add(self, link: _Link, source: int) -> None:
         assert link.buffer is not None
-        sums = self._transport.receive(self._previous, link.tag)
+        sums = self._transport.receive(source, link.tag)
         link.buffer.view(self._dtype).add_(sums.view(self._dtype))
-        self._transport.release(self._previous, link.tag, more=True)
+        self._transport.release(source, link.tag, more=True)
         link.arrived = True
 
-    def _pass_on(self, link: _Link) -> bool:
+    def _pass_on(self, link: _Link, to: int) -> bool:
         assert link.buffer is not None
-        slot = self._slots.try_reserve(self._next, link.item.nbytes)
+        slot = self._slots.try_reserve(to, link.item.nbytes)
         if slot is None:
             return False
         slot.copy_(link.buffer)
-        self._transport.send(self._next, link.tag, slot)
+        self._transport.send(to, link.tag, slot)
         self._pool.give(link.buffer)
         link.buffer = None
         return True
@@ -136,9 +139,10 @@ class Chain(Route):
         for link in self._open.values():
             if link.buffer is None:
                 continue  # not computed here
-            if not link.arrived:
-                return link.item, self._previous, "its sum of the partial gradients"
-            return link.item, self._next, ROOM
+            if not link.arrived and link.source is not None:
+                return link.item, link.source, "its sum of the partial gradients"
+            if link.to is not None:
+                return link.item, link.to, ROOM
         return None
 
     def uncomputed(self) -> Iterator[UnitSlice]:

@@ -25,10 +25,10 @@ import torch.distributed as dist
 from commfuse_dp.collectives.summation import sum_in_rank_order
 from commfuse_dp.engine.broken import ROOM
 from commfuse_dp.engine.engine import Engine
-from commfuse_dp.engine.parameters import flat_order
+from commfuse_dp.engine.programs import flat_order
 from commfuse_dp.errors import BrokenStepError, Where
 from commfuse_dp.probe import now_ns
-from commfuse_dp.schedule.orders import gather_owners, scatter_owners
+from commfuse_dp.program.orders import gather_owners, scatter_owners
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, CHANNEL_PARAM, Tag, Transport
 
 _ROUND_LIMIT = 1 << 31

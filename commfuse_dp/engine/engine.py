@@ -22,8 +22,9 @@ from commfuse_dp.engine.broken import Breakage
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.gradients import GradientStream
 from commfuse_dp.engine.ordering import ordering_of
-from commfuse_dp.engine.parameters import Consume, ParameterStream, owner_orders
-from commfuse_dp.engine.plan import Unit, UnitSlice, absent_slice
+from commfuse_dp.engine.parameters import Consume, ParameterStream
+from commfuse_dp.engine.plan import Unit, UnitSlice
+from commfuse_dp.engine.programs import Programs
 from commfuse_dp.engine.replicas import ReplicaGroup
 from commfuse_dp.engine.room import Footprint, check_room, footprint
 from commfuse_dp.engine.scatter import Scatter
@@ -79,16 +80,23 @@ class Engine:
         self.ordering = ordering = ordering_of(transport.device)
         self.buffers = BufferPool(device, ordering, self.probe, limit=config.inbox_bytes)
         self.breakage = Breakage(transport)
+        self.programs = Programs(transport, config)
         self.gradients = GradientStream(
-            transport, self.buffers, self.probe, replicas, self.breakage, inbox_bytes=transport.message_limit, ordering=ordering
+            transport,
+            self.buffers,
+            self.probe,
+            replicas,
+            self.breakage,
+            self.programs,
+            inbox_bytes=transport.message_limit,
+            ordering=ordering,
         )
-        self.parameters = ParameterStream(transport, self.units, config, device)
+        self.parameters = ParameterStream(transport, self.units, config, self.programs, device)
         self.ports = self.gradients.ports
         self.on_recovery: Callable[[], None] = lambda: None  # the framework's part, after a step that was broken off
         self.parameters.while_waiting = self.gradients.relieve
         self._sequences: dict[bool, list[Key]] = {}  # recorded orders, by whether gradients are computed
         self._mode = False
-        self._scatter_order = owner_orders(transport, config)[1]
         self._active = False  # between begin_step and the end of the pass it belongs to
         self._in_forward = False  # of the root
         self._vote = vote
@@ -351,23 +359,20 @@ class Engine:
         whole: Whole | None,
     ) -> None:
         unit.pending_backwards = max(0, unit.pending_backwards - 1)
-        if consume is not None:
-            self.parameters.announce_backward(unit)
         sink = self._open_sink(unit, dtype, include) if produce is not None else None
+        lane = self.parameters.lane(unit, sink.geometry if sink is not None else None, read=consume is not None)
+        if consume is not None:
+            self.parameters.announce(lane.remote)
         if whole is not None:
-            if sink is not None and sink.produce_whole(whole.wgrad, self._scatter_order):
+            if sink is not None and sink.produce_whole(whole.wgrad, [e.item for e in lane.entries if e.item is not None]):
                 sink = None
             if consume is not None and whole.dgrad():
                 consume = None
-        for owner in self._scatter_order:
-            # With m > 1 the owner's slices of both kinds alternate: send one, then use the link's time for a dgrad.
-            visits = self.parameters.visits(unit, owner) if consume is not None else []
-            items = sink.slices(owner) if sink is not None else ()
-            for index in range(max(len(visits), len(items))):
-                if index < len(items):
-                    sink.fill(items[index], produce)  # type: ignore[union-attr, arg-type]
-                if index < len(visits):
-                    self.parameters.read(unit, visits[index], consume)  # type: ignore[arg-type]
+        for item, read in lane.entries:
+            if item is not None and sink is not None:
+                sink.fill(item, produce)  # type: ignore[arg-type]
+            elif read is not None and consume is not None:
+                self.parameters.read(unit, read, consume)
         self.parameters.forget(unit)
         self.gradients.poll()
         self._move_on()
@@ -397,8 +402,8 @@ class Engine:
             for piece in pieces:
                 piece.tensor.copy_(piece.of(kept[piece.part]))
 
-        for owner in self._scatter_order:
-            for item in sink.slices(owner):
+        for item, _ in self.parameters.lane(unit, sink.geometry, read=False).entries:
+            if item is not None:
                 sink.fill(item, produce)
 
     def arm(self) -> None:
@@ -476,7 +481,7 @@ class _Finish:
 class _Sink:
     """Where the partial gradients of one backward call go: to their owners, or into the local accumulation."""
 
-    __slots__ = ("_accumulated", "_computed", "_engine", "_geometry", "_include", "_scatter", "_unit", "dtype")
+    __slots__ = ("_accumulated", "_computed", "_engine", "_include", "_scatter", "_unit", "dtype", "geometry")
 
     def __init__(self, engine: Engine, unit: Unit, computed: torch.dtype, include: tuple[bool, ...], *, reduce: bool) -> None:
         self._engine = engine
@@ -491,41 +496,32 @@ class _Sink:
             unit.accumulated = [torch.zeros(shape, dtype=wide, device=engine.device) for shape in unit.whole_shapes()]
         self._accumulated = unit.accumulated
         self.dtype = computed if self._accumulated is None else self._accumulated[0].dtype  # of what travels or is kept
-        self._geometry = unit.geometry(self.dtype, include)
+        self.geometry = unit.geometry(self.dtype, include)
         if reduce and self.dtype != unit.dtype:  # others were checked in the first step
-            check_room(unit, self._geometry, engine.transport)
+            check_room(unit, self.geometry, engine.transport)
         self._scatter = engine.gradients.begin(unit, self.dtype, include, engine.step) if reduce else None
         if reduce:
             unit.accumulated = None  # it travels with this reduction
 
-    def slices(self, owner: int) -> tuple[UnitSlice, ...]:
-        """In the order of sending; on a mirrored transport with a step for every slice that comes in meanwhile."""
-        slices = self._geometry.slices
-        transport = self._engine.transport
-        straight = self._scatter is not None and self._scatter.route is None
-        if not straight or not transport.mirrored or owner == transport.rank:
-            return slices[owner]
-        beyond = range(len(slices[owner]), len(slices[transport.rank]))
-        return (*slices[owner], *(absent_slice(owner, index) for index in beyond))
-
-    def produce_whole(self, wgrad: Callable[[Scatter, list[UnitSlice]], bool], owners: Sequence[int]) -> bool:
+    def produce_whole(self, wgrad: Callable[[Scatter, list[UnitSlice]], bool], order: list[UnitSlice]) -> bool:
         """All partials by one product, if nothing has to be added to them here."""
         if self._scatter is None or self._accumulated is not None:
             return False
-        return wgrad(self._scatter, [item for owner in owners for item in self.slices(owner)])
+        return wgrad(self._scatter, order)
 
     def fill(self, item: UnitSlice, produce: Produce) -> None:
         """Have the partial of one slice computed and send it (or add it up)."""
+        gradients = self._engine.gradients
+        if item.absent:
+            if self._scatter is not None:
+                gradients.send_nothing(self._scatter, item)
+            return
         if self._scatter is None:
             self._produce_beside(item, produce, lambda earlier, new: earlier.add_(new))
             return
-        gradients = self._engine.gradients
-        if item.absent:
-            gradients.send_nothing(self._scatter, item)
-            return
         buffer = gradients.reserve(self._scatter, item)
         start = now_ns() if self._engine.probe.sink is not None else 0
-        target = self._geometry.pieces(item, buffer)
+        target = self.geometry.pieces(item, buffer)
         if self._accumulated is None:
             produce(item, target)
         else:

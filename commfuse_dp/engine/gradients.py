@@ -35,6 +35,7 @@ from commfuse_dp.engine.broken import ROOM, Breakage
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.ordering import Ordering
 from commfuse_dp.engine.plan import Unit, UnitSlice
+from commfuse_dp.engine.programs import Programs
 from commfuse_dp.engine.replicas import BROKEN, ENDED, ReplicaGroup, Replicating
 from commfuse_dp.engine.reserver import Reserver
 from commfuse_dp.engine.route import Route
@@ -59,6 +60,7 @@ class GradientStream:
         probe: Probe,
         replicas: ReplicaGroup | None,
         breakage: Breakage,
+        programs: Programs,
         *,
         inbox_bytes: int,
         ordering: Ordering,
@@ -69,6 +71,7 @@ class GradientStream:
         self._probe = probe
         self._replicas = replicas
         self._breakage = breakage
+        self._programs = programs
         self._rank = transport.rank
         self._announces = type(transport).expect is not Transport.expect  # two-sided: receives are posted early
         self._peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
@@ -90,9 +93,11 @@ class GradientStream:
         policy = unit.policy
         replicas = self._replicas.size if self._replicas is not None else 1
         divisor = policy.divide_factor
+        geometry = unit.geometry(dtype, include)
         scatter = Scatter(
             unit,
-            unit.geometry(dtype, include),
+            geometry,
+            self._programs.backward(unit, geometry, read=False),
             include,
             divisor=float(self._transport.world_size * replicas) if divisor is None else float(divisor),
             replicate=self._replicas is not None and policy.all_reduce_grads,
@@ -308,7 +313,7 @@ class GradientStream:
         held = [rank for rank in self._peers if (rank, item.index) not in scatter.unloaded]
         came = dict(zip(held, self._transport.receive_all(held, tag, where), strict=True))
         partials = []
-        for rank in range(self._transport.world_size):
+        for rank in scatter.sums[scatter.summed].inputs:
             if rank == self._rank:
                 partials.append(own)
             else:

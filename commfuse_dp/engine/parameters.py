@@ -10,6 +10,7 @@ on small layers the time is in Python, not in the GEMMs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -17,40 +18,21 @@ from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.arena import Arena
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.ordering import ordering_of
-from commfuse_dp.engine.plan import Unit, UnitSlice, absent_slice
+from commfuse_dp.engine.plan import Geometry, Unit, UnitSlice, absent_slice
+from commfuse_dp.engine.programs import Entry, Programs, bind
 from commfuse_dp.engine.room import check_room
 from commfuse_dp.engine.window import Held, Key, Mirror, Window
 from commfuse_dp.errors import CommFuseError, ConfigError, Where
 from commfuse_dp.kernels.publish import PublishPlan
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.probe import RECEIVE, now_ns
-from commfuse_dp.schedule.orders import (
-    gather_owners,
-    hierarchical_gather_owners,
-    hierarchical_scatter_owners,
-    scatter_owners,
-)
+from commfuse_dp.program.layout import Slice
 from commfuse_dp.transport.base import Outcome, Transfer, Transport
 from commfuse_dp.transport.ring import align
 
 Consume = Callable[[UnitSlice, "list[Piece]"], None]
 
 PUSH_BYTES = 1 << 20
-
-
-def owner_orders(transport: Transport, config: CommFuseConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Owners in the order in which this rank reads their slices, own first, and produces for them, own last."""
-    rank = transport.rank
-    if transport.hosts is not None:
-        members = transport.hosts.members
-        return hierarchical_gather_owners(rank, members), hierarchical_scatter_owners(rank, members)
-    order = flat_order(config)
-    return gather_owners(rank, transport.world_size, order), scatter_owners(rank, transport.world_size, order)
-
-
-def flat_order(config: CommFuseConfig) -> str:
-    """The order where every rank turns to every other."""
-    return "ring" if config.order == "ring" else "pairwise"
 
 
 def _window_memory(transport: Transport, budget: int, device: torch.device) -> BufferPool | Arena:
@@ -75,24 +57,29 @@ class Visit:
 class _Reading:
     """How this rank reads and publishes one unit."""
 
-    __slots__ = ("by_owner", "forward", "remote_backward", "remote_forward", "shards")
+    __slots__ = ("_rank", "by_owner", "forward", "remote_forward", "shards")
 
-    def __init__(
-        self, unit: Unit, rank: int, gather_order: Sequence[int], scatter_order: Sequence[int], *, mirrored: bool
-    ) -> None:
+    def __init__(self, unit: Unit, rank: int, programs: Programs) -> None:
+        self._rank = rank
         slices = unit.params.slices
         count = max(len(own) for own in slices)
-        visits: list[list[Visit]] = []
-        for owner, own in enumerate(slices):
-            visits.append([Visit(item, (unit.index, owner, item.index), _mirror(slices, rank, item.index)) for item in own])
-            for index in range(len(own), count) if mirrored and owner != rank else ():
-                item = absent_slice(owner, index)
-                visits[owner].append(Visit(item, (unit.index, owner, index), _mirror(slices, rank, index)))
-        self.by_owner = visits
-        self.forward = [visit for owner in gather_order for visit in visits[owner]]
+        self.by_owner = [
+            [
+                Visit(item, (unit.index, owner, item.index), _mirror(slices, rank, item.index))
+                for item in (*own, *(absent_slice(owner, index) for index in range(len(own), count)))
+            ]
+            for owner, own in enumerate(slices)
+        ]
+        """[owner][index]; those that an owner lacks are read on mirrored transports only."""
+        lane = () if unit.replicated else bind(programs.forward(unit), None, self.visit)
+        self.forward = [entry.read for entry in lane if entry.read is not None]
         self.remote_forward = [visit.key for visit in self.forward if visit.item.owner != rank]
-        self.remote_backward = [visit.key for owner in scatter_order if owner != rank for visit in visits[owner]]
         self.shards: list[tuple[torch.Tensor, int, int]] = []  # (view of the own segment, part, first row in the local shard)
+
+    def visit(self, part: Slice) -> Visit | None:
+        """How a slice is read; None: an own one that there is not."""
+        visit = self.by_owner[part.owner][part.index]
+        return None if visit.item.absent and part.owner == self._rank else visit
 
 
 def _mirror(slices: Sequence[Sequence[UnitSlice]], rank: int, index: int) -> Mirror:
@@ -101,12 +88,22 @@ def _mirror(slices: Sequence[Sequence[UnitSlice]], rank: int, index: int) -> Mir
     return Mirror(max(own[index].nbytes for own in slices if index < len(own)), give)
 
 
+class Lane(NamedTuple):
+    """The compute lane of a unit's backward."""
+
+    entries: tuple[Entry[Visit], ...]
+    remote: list[Key]  # slices of others that are read, in their order
+
+
 class ParameterStream:
     """Published parameters of all ranks of one group. Layouts are fixed by `expose`, in the first step."""
 
-    def __init__(self, transport: Transport, units: Sequence[Unit], config: CommFuseConfig, device: torch.device) -> None:
+    def __init__(
+        self, transport: Transport, units: Sequence[Unit], config: CommFuseConfig, programs: Programs, device: torch.device
+    ) -> None:
         self._transport = transport
         self._units = units
+        self._programs = programs
         self._published = [unit for unit in units if not unit.replicated]
         # In streams nobody waits for the readers of what nobody publishes (ZeRO-1, 2).
         self.shared = bool(self._published) or not transport.device_ordered
@@ -117,6 +114,7 @@ class ParameterStream:
         self._world_size = transport.world_size
         self._window: Window | None = None
         self._readings: list[_Reading] = []
+        self._lanes: dict[tuple[int, Geometry | None, bool], Lane] = {}
         self._plans: dict[int, PublishPlan] = {}  # first unit of a batch -> its copies, on a device
         self._epoch = 0
         self._finished = 0  # epoch that the peers know to be over here
@@ -142,9 +140,8 @@ class ParameterStream:
                 )
             check_room(unit, unit.geometry(unit.dtype, (True,) * len(unit.slots)), self._transport)
         self._transport.expose([unit.params.segment_bytes for unit in self._units])
-        orders = owner_orders(self._transport, config)
         mirrored = self._transport.mirrored
-        self._readings = [_Reading(unit, self._rank, *orders, mirrored=mirrored) for unit in self._units]
+        self._readings = [_Reading(unit, self._rank, self._programs) for unit in self._units]
         for unit, reading in zip(self._units, self._readings, strict=True):
             self._bind_own(unit, reading)
         if not self._transport.in_place and self._world_size > 1:
@@ -274,19 +271,25 @@ class ParameterStream:
     def gather(self, unit: Unit, consume: Consume, *, keep: bool) -> None:
         """consume(slice, pieces) for every slice of the unit, own first. `keep`: hold remote slices for the backward."""
         reading = self._readings[unit.index]
-        if self._window is not None:
-            self._window.announce(reading.remote_forward)
+        self.announce(reading.remote_forward)
         for visit in reading.forward:
             self.read(unit, visit, consume, keep=keep)
 
-    def announce_backward(self, unit: Unit) -> None:
-        """The unit's slices are about to be read owner by owner, own last."""
-        if self._window is not None:
-            self._window.announce(self._readings[unit.index].remote_backward)
+    def lane(self, unit: Unit, gradients: Geometry | None, *, read: bool) -> Lane:
+        """What a backward of the unit computes, one after the other; see Programs.backward."""
+        key = unit.index, gradients, read
+        found = self._lanes.get(key)
+        if found is None:
+            program = self._programs.backward(unit, gradients, read=read)
+            entries = bind(program, gradients, self._readings[unit.index].visit)
+            remote = [entry.read.key for entry in entries if entry.read is not None and entry.read.item.owner != self._rank]
+            found = self._lanes[key] = Lane(entries, remote)
+        return found
 
-    def visits(self, unit: Unit, owner: int) -> list[Visit]:
-        """The slices of `owner`, each to be read by `read`."""
-        return self._readings[unit.index].by_owner[owner]
+    def announce(self, keys: list[Key]) -> None:
+        """The slices are about to be read, in this order."""
+        if self._window is not None:
+            self._window.announce(keys)
 
     def visits_forward(self, unit: Unit) -> list[Visit]:
         """All slices in the order in which they come, own first."""
@@ -333,6 +336,7 @@ class ParameterStream:
         """The end: drop every view of memory."""
         self.memory.clear()
         self._readings, self._window = [], None
+        self._lanes.clear()
         self._plans.clear()
 
     def read(self, unit: Unit, visit: Visit, consume: Consume, *, keep: bool = False) -> None:

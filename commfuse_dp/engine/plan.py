@@ -27,7 +27,7 @@ import torch
 
 from commfuse_dp.errors import ConfigError
 from commfuse_dp.ops.pieces import Piece
-from commfuse_dp.schedule.layout import FlatLayout, RowLayout, rectangles
+from commfuse_dp.program.layout import FlatLayout, RowLayout, rectangles
 
 ALIGNMENT = 64  # bytes; heads and main rows start on a cache line, whatever the dtype
 

@@ -68,6 +68,7 @@ class Routes:
                 self._slots,
                 self._pool,
                 scatter.geometry,
+                scatter.program,
                 unit=unit.index,
                 seq=scatter.seq,
                 out_dtype=out_dtype,

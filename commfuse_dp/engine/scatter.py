@@ -7,6 +7,8 @@ import torch
 from commfuse_dp.engine.plan import Geometry, Unit, UnitSlice
 from commfuse_dp.engine.route import Route
 from commfuse_dp.errors import Where
+from commfuse_dp.program.operations import Program
+from commfuse_dp.program.scatter import SUMS
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag
 
 SEQUENCE_LIMIT = 1 << 31
@@ -22,20 +24,32 @@ class Scatter:
         "own",
         "own_done",
         "partials",
+        "program",
         "replicate",
         "route",
         "seq",
         "step",
         "summed",
+        "sums",
         "unit",
         "unloaded",
     )
 
     def __init__(
-        self, unit: Unit, geometry: Geometry, include: tuple[bool, ...], *, divisor: float, replicate: bool, step: int
+        self,
+        unit: Unit,
+        geometry: Geometry,
+        program: Program,
+        include: tuple[bool, ...],
+        *,
+        divisor: float,
+        replicate: bool,
+        step: int,
     ) -> None:
         self.unit = unit
         self.geometry = geometry
+        self.program = program
+        self.sums = program.reduce_lanes.get(SUMS, ())  # what this rank adds up, slice by slice
         self.include = include
         self.divisor = divisor
         self.replicate = replicate

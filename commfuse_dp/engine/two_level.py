@@ -3,7 +3,7 @@
     rank 0..3 of host 0   partial of rank 5's rows   -> rank 1, the gateway: adds up four partials, in rank order
     rank 1                the host's sum             -> rank 5, the owner: adds up one sum per host, in the order of hosts
 
-Which rank does what is transport/hosts.py's affair. A rank is the owner of its own rows and the gateway of those of its *rail*,
+Which rank does what is program/hosts.py's affair. A rank is the owner of its own rows and the gateway of those of its *rail*,
 the ranks at its place on other hosts; both are *duties* here: partials of all ranks of the host come in and are added up.
 
 The sum is nested (over a host's ranks, then over hosts), which does not depend on who owns a row: the same bits in every run.
@@ -18,7 +18,7 @@ behind him. What is kept is at most the gradient itself.
 Here several ranks' messages meet in a sum, and each comes through a ring of its own. If one rank's ring were full of a slice
 for which the other's has no room, and the other way round, the sum would wait for ever. So everything goes in program order:
 what leaves for a rank queues behind what has not left yet (`Outbox`), sums are made in the order of units and slices, and all
-ranks of a host produce for one gateway in the same order (schedule/orders.py: the hosts that follow, own last). The earliest
+ranks of a host produce for one gateway in the same order (program/orders.py: the hosts that follow, own last). The earliest
 slice that is not summed then always finds its way: all before it have left the rings. What this rank keeps for others never
 holds up what it can finish itself, or two ranks would wait for each other: `GradientStream.drain` sends the rest.
 """
@@ -37,8 +37,8 @@ from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.plan import Geometry, UnitSlice
 from commfuse_dp.engine.reserver import Reserver
 from commfuse_dp.engine.route import Route
+from commfuse_dp.program.hosts import Hosts
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
-from commfuse_dp.transport.hosts import Hosts
 
 Scratch = Callable[[torch.dtype], torch.Tensor]
 

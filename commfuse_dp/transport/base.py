@@ -70,8 +70,8 @@ import torch
 from commfuse_dp.device.base import Device, Event, Word
 from commfuse_dp.errors import DeadlineError, Where
 from commfuse_dp.probe import Probe
+from commfuse_dp.program.hosts import Hosts
 from commfuse_dp.transport.budget import Share
-from commfuse_dp.transport.hosts import Hosts
 
 # Collective object exchange used only while a transport is set up: every rank gives one picklable object and gets all of
 # them in rank order (for example a wrapper of torch.distributed.all_gather_object).

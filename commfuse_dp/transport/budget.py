@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-from commfuse_dp.transport.hosts import Hosts
+from commfuse_dp.program.hosts import Hosts
 from commfuse_dp.transport.ring import ALIGNMENT, align
 
 LEAST_RING = 1 << 12  # bytes

@@ -3,7 +3,7 @@
     published by rank 5 (host 1)      --outer, once-->  segment of rank 1, its gateway on host 0  --inner-->  ranks 0, 2, 3
     messages inside a host: inner; to other hosts: outer (engine/two_level.py adds gradients up before they cross)
 
-The order is transport/hosts.py's. A rank fetches for its whole host what its *rail* (the ranks at its place on other hosts)
+The order is program/hosts.py's. A rank fetches for its whole host what its *rail* (the ranks at its place on other hosts)
 publishes, and publishes it again inside the host under a key of its own: key * hosts + distance in hosts (0: its own shard).
 So a shard crosses to a host once per step, where each of the L ranks there would fetch it once per forward and once per
 backward: 2 L times fewer bytes. The price is memory: what a host needs of all others stays there until the next step,
@@ -33,8 +33,8 @@ import torch
 from commfuse_dp.device.base import Event, Word
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import Counters, Probe
+from commfuse_dp.program.hosts import Hosts
 from commfuse_dp.transport.base import NOWHERE, WHOLE, Left, Outcome, Tag, Transfer, Transport
-from commfuse_dp.transport.hosts import Hosts
 from commfuse_dp.transport.one_sided import OneSidedTransport
 
 

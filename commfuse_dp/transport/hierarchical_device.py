@@ -41,12 +41,12 @@ import torch
 from commfuse_dp.device.base import Device, Event, Word
 from commfuse_dp.errors import CommFuseError, Where
 from commfuse_dp.probe import Counters, Probe
+from commfuse_dp.program.hosts import Hosts
 from commfuse_dp.transport.base import GRAD_LANE, NOWHERE, PARAM_LANE, WHOLE, Outcome, PullRequest, Tag, Transfer, Transport
 from commfuse_dp.transport.closing import CLOSE_S, close_at_exit
 from commfuse_dp.transport.exchange_watch import Ballot
 from commfuse_dp.transport.grouped import GroupedExchange
 from commfuse_dp.transport.hierarchical import AcrossProbe, inside_sizes, relay_key
-from commfuse_dp.transport.hosts import Hosts
 from commfuse_dp.transport.nccl_core import Core
 from commfuse_dp.transport.symmetric import SymmetricTransport
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import Probe
+from commfuse_dp.program.hosts import Hosts
 from commfuse_dp.transport.base import ExchangeFn, Transport
 from commfuse_dp.transport.exchange import exchange_of
-from commfuse_dp.transport.hosts import Hosts
 from commfuse_dp.transport.p2p import not_bound_to_a_device
 from commfuse_dp.transport.shm import available_memory
 from commfuse_dp.transport.sockets import agree

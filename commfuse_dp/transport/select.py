@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from commfuse_dp.errors import ConfigError, MismatchError, TransportError
 from commfuse_dp.probe import Probe
+from commfuse_dp.program.hosts import Hosts, check_hosts
 from commfuse_dp.transport.base import ExchangeFn, Transport
 from commfuse_dp.transport.budget import Room
 from commfuse_dp.transport.exchange import exchange_of
-from commfuse_dp.transport.hosts import Hosts, check_hosts
 
 Kind = Literal["auto", "shm", "tcp", "symmetric", "p2p", "mpi"]
 KINDS = ("auto", "shm", "tcp", "symmetric", "p2p", "mpi")

@@ -33,7 +33,7 @@ from commfuse_dp.errors import ConfigError
 from commfuse_dp.ops.gathered import gather_parameters
 from commfuse_dp.ops.linear import fused_linear, replicated_linear
 from commfuse_dp.probe import Probe
-from commfuse_dp.schedule.layout import flat_bounds
+from commfuse_dp.program.layout import flat_bounds
 from commfuse_dp.transport.select import open_transport
 
 log = logging.getLogger("commfuse_dp")

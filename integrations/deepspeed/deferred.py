@@ -22,7 +22,7 @@ from torch import nn
 
 from commfuse_dp.errors import CommFuseError, Where
 from commfuse_dp.probe import now_ns
-from commfuse_dp.schedule.orders import gather_owners
+from commfuse_dp.program.orders import gather_owners
 from commfuse_dp.transport.base import Transfer, Transport
 
 PIECE_BYTES = 4 << 20

@@ -41,7 +41,7 @@ from torch.utils.hooks import RemovableHandle
 
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.errors import ConfigError
-from commfuse_dp.schedule.layout import chunk_bounds
+from commfuse_dp.program.layout import chunk_bounds
 
 
 @dataclass

@@ -16,10 +16,10 @@ ROOT = Path(commfuse_dp.__file__).parent
 INTEGRATIONS = ROOT.parent / "integrations"
 
 # A room imports only rooms to its left, and the modules of the foundation.
-ROOMS = ("schedule", "device", "transport", "kernels", "collectives", "ops", "engine", "observe", "integrations", "cli")
+ROOMS = ("program", "device", "transport", "kernels", "collectives", "ops", "engine", "observe", "integrations", "cli")
 FOUNDATION = ("errors", "probe", "config", "autoload", "mpi_launch")
 ENTRIES = ("run",)  # modules that a user starts with: above all rooms
-STRANGERS = {("transport", "schedule"), ("kernels", "transport")}  # neither needs the other: whoever uses both joins them
+STRANGERS = {("kernels", "transport")}  # neither needs the other: whoever uses both joins them
 FRAMEWORKS = ("deepspeed", "accelerate", "transformers", "lightning", "pytorch_lightning")
 HEAVY = ("deepspeed", "accelerate", "lightning", "mpi4py", "triton", "matplotlib", "typer", "rich")
 
@@ -94,10 +94,10 @@ def test_the_rule_can_fail():
     assert any(room == "engine" and room_of(module) == "transport" for room, path in files() for _, module in imports(path))
 
 
-def test_schedules_are_pure_python():
+def test_programs_are_pure_python():
     allowed = set(sys.stdlib_module_names) | {"commfuse_dp", "__future__"}
     for room, path in files():
-        if room == "schedule":
+        if room == "program":
             assert {module.split(".")[0] for _, module in imports(path)} <= allowed, path
 
 

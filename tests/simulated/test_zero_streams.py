@@ -33,7 +33,7 @@ from commfuse_dp.engine.plan import Unit
 from commfuse_dp.engine.room import least_ring
 from commfuse_dp.kernels.gemms import Gemms
 from commfuse_dp.ops.linear import fused_linear, replicated_linear
-from commfuse_dp.schedule.layout import flat_bounds
+from commfuse_dp.program.layout import flat_bounds
 from commfuse_dp.transport.base import ExchangeFn, Transport
 from tests.support.cells import slow
 from tests.support.fake_device import FakeDevice, FakeStream, FakeWorld, Race, Watched

@@ -6,9 +6,9 @@ import random
 from collections.abc import Sequence
 
 from commfuse_dp.probe import Probe
+from commfuse_dp.program.hosts import Hosts
 from commfuse_dp.transport.hierarchical import AcrossProbe, HierarchicalTransport
 from commfuse_dp.transport.hierarchical_device import StreamHierarchicalTransport
-from commfuse_dp.transport.hosts import Hosts
 from commfuse_dp.transport.inproc import InprocTransport, InprocWorld
 from commfuse_dp.transport.sockets import SocketChannel, connect_mesh
 from commfuse_dp.transport.symmetric import SymmetricTransport

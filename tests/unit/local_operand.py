@@ -9,7 +9,7 @@ import torch
 
 from commfuse_dp.ops.operands import Visit
 from commfuse_dp.ops.pieces import Piece
-from commfuse_dp.schedule.layout import FlatLayout, RowLayout, rectangles
+from commfuse_dp.program.layout import FlatLayout, RowLayout, rectangles
 
 
 class Rows(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commfuse_dp.schedule.layout import FlatLayout, RowLayout, chunk_bounds, flat_bounds, rectangles, slices_of_sizes
+from commfuse_dp.program.layout import FlatLayout, RowLayout, chunk_bounds, flat_bounds, rectangles, slices_of_sizes
 
 
 @given(rows=st.integers(0, 300), world_size=st.integers(1, 64))

@@ -10,11 +10,11 @@ import torch
 
 from commfuse_dp.collectives import Owner, all_gather, all_reduce, all_to_all, reduce_scatter
 from commfuse_dp.collectives.summation import wide_dtype
-from commfuse_dp.schedule.builders import build
-from commfuse_dp.schedule.layout import slices_of_sizes
-from commfuse_dp.schedule.operations import Problem
-from commfuse_dp.schedule.orders import gather_owners, scatter_owners, summation_order
-from commfuse_dp.schedule.verifier import minimum_rows
+from commfuse_dp.program.build import build
+from commfuse_dp.program.layout import slices_of_sizes
+from commfuse_dp.program.operations import Problem
+from commfuse_dp.program.orders import gather_owners, scatter_owners
+from commfuse_dp.program.verify import fold, minimum_rows
 from commfuse_dp.transport.inproc import Faults
 from tests.conformance.collectives.worlds import Moved, in_world, left_fold, rows
 
@@ -88,7 +88,7 @@ def test_reduce_scatter(sizes: tuple[int, ...], order: str, m: int) -> None:
     slices = slices_of_sizes(sizes, m)
     for rank, (out, calls) in enumerate(results):
         own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-        in_order = [partials[source][own] for source in summation_order(rank, n, order)]
+        in_order = [partials[source][own] for source in fold(Problem("reduce_scatter", (1,) * n, order), rank)]
         assert torch.equal(out, left_fold(in_order, torch.float32, None, torch.float32))
         assert torch.allclose(out.double(), oracle[own], rtol=0, atol=1e-6 * oracle.abs().max().item() * n) or not out.numel()
         assert calls == [(o, s.index) for o in scatter_owners(rank, n, order) for s in slices[o]]
@@ -115,7 +115,7 @@ def test_reduce_scatter_of_a_tensor_in_other_dtypes(order: str, dtype: torch.dty
     sent = reduce_dtype or dtype
     for rank, out in enumerate(results):
         own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-        terms = [partials[source][own].to(sent) for source in summation_order(rank, 3, order)]
+        terms = [partials[source][own].to(sent) for source in fold(Problem("reduce_scatter", (1,) * 3, order), rank)]
         want = left_fold(terms, wide_dtype(dtype, sent), 3.0 if op == "mean" else None, dtype)
         assert out.dtype == dtype and torch.equal(out, want)
     assert all(torch.equal(a, b) for a, b in zip(partials, kept, strict=True))
@@ -134,7 +134,7 @@ def test_all_reduce(order: str, n: int, shape: tuple[int, ...], m: int) -> None:
     want = torch.empty(count)
     for owner in range(n):
         own = slice(sum(sizes[:owner]), sum(sizes[: owner + 1]))
-        terms = [tensors[source].reshape(-1)[own] for source in summation_order(owner, n, order)]
+        terms = [tensors[source].reshape(-1)[own] for source in fold(Problem("reduce_scatter", (1,) * n, order), owner)]
         want[own] = left_fold(terms, torch.float32, float(n), torch.float32)
 
     def body(rank: int, transport: Any) -> Any:

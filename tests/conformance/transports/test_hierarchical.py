@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from commfuse_dp import collectives
 from commfuse_dp.errors import CommFuseError, PeerLostError, TransportError
-from commfuse_dp.schedule.orders import gather_owners, hierarchical_gather_owners, hierarchical_scatter_owners, scatter_owners
+from commfuse_dp.program.hosts import Hosts, check_hosts
+from commfuse_dp.program.orders import gather_owners, hierarchical_gather_owners, hierarchical_scatter_owners, scatter_owners
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, Tag
-from commfuse_dp.transport.hosts import Hosts, check_hosts
 from commfuse_dp.transport.inproc import Faults, InprocWorld
 from tests.support.hosts import open_hierarchical, shuffled_hosts
 from tests.support.threads import ExchangeFn, run_ranks

@@ -15,14 +15,25 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
+class Tensor(NamedTuple):
+    """What slices are of, where a program has several. Messages of different channels never wait for each other."""
+
+    name: str = ""
+    channel: str = ""
+
+
+ONLY = Tensor()
+
+
 @dataclass(frozen=True)
 class Slice:
-    """Rows start .. stop-1 of the sharded dimension, kept by `owner`; the unit of every schedule."""
+    """Rows start .. stop-1 of the sharded dimension, kept by `owner`; the unit of every program."""
 
     owner: int
     index: int  # number of the slice within its owner's shard: 0 .. slices_per_rank - 1
     start: int
     stop: int
+    tensor: Tensor = ONLY
 
     @property
     def size(self) -> int:
@@ -46,7 +57,7 @@ def chunk_bounds(size: int, world_size: int) -> tuple[tuple[int, int], ...]:
     return tuple((min(rank * chunk, size), min((rank + 1) * chunk, size)) for rank in range(world_size))
 
 
-def cut(owner: int, start: int, stop: int, parts: int) -> tuple[Slice, ...]:
+def cut(owner: int, start: int, stop: int, parts: int, tensor: Tensor = ONLY) -> tuple[Slice, ...]:
     """Rows start .. stop-1 of `owner` cut in `parts` near-equal slices (sizes differ by at most 1); empty ones are omitted."""
     _check("slices_per_rank", parts, 1)
     base, longer = divmod(stop - start, parts)
@@ -54,17 +65,17 @@ def cut(owner: int, start: int, stop: int, parts: int) -> tuple[Slice, ...]:
     for index in range(parts):
         end = at + base + (index < longer)
         if end > at:
-            slices.append(Slice(owner, index, at, end))
+            slices.append(Slice(owner, index, at, end, tensor))
         at = end
     return tuple(slices)
 
 
-def slices_of_sizes(sizes: tuple[int, ...], slices_per_rank: int = 1) -> tuple[tuple[Slice, ...], ...]:
+def slices_of_sizes(sizes: tuple[int, ...], slices_per_rank: int = 1, tensor: Tensor = ONLY) -> tuple[tuple[Slice, ...], ...]:
     """Slices per owner of a tensor whose rank r keeps sizes[r] rows, one rank's after the other's. Any sizes are allowed."""
     out, at = [], 0
     for owner, size in enumerate(sizes):
         _check(f"sizes[{owner}]", size, 0)
-        out.append(cut(owner, at, at + size, slices_per_rank))
+        out.append(cut(owner, at, at + size, slices_per_rank, tensor))
         at += size
     return tuple(out)
 

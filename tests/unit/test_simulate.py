@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commfuse_dp.schedule.builders import build_all
-from commfuse_dp.schedule.cost import COMPUTE, RECEIVE, SEND, Costs, compute_per_row, estimate
-from commfuse_dp.schedule.operations import Problem, Send
+from commfuse_dp.program.build import build_all
+from commfuse_dp.program.operations import Problem, Send
+from commfuse_dp.program.simulate import COMPUTE, RECEIVE, SEND, Costs, compute_per_row, estimate
 
 ROWS = 12  # of one shard: divides by every m used here
 
@@ -71,12 +71,12 @@ def test_finer_slices_shorten_what_is_left_exposed() -> None:
     latency=st.floats(0, 1),
 )
 def test_bounds_and_spans(sizes: tuple, order: str, collective: str, m: int, wire: float, latency: float) -> None:
-    schedules = build_all(Problem(collective, sizes, order, m))  # type: ignore[arg-type]
+    programs = build_all(Problem(collective, sizes, order, m))  # type: ignore[arg-type]
     costs = Costs(1.0, wire, latency, compute_per_row(produce_s=1.0, consume_s=0.5, reduce_s=0.1))
-    found = estimate(schedules, costs)
-    for schedule, timeline in zip(schedules, found.timelines, strict=True):
-        sent = schedule.rows_sent / wire
-        received = schedule.rows_received / wire
+    found = estimate(programs, costs)
+    for program, timeline in zip(programs, found.timelines, strict=True):
+        sent = program.rows_sent / wire
+        received = program.rows_received / wire
         assert timeline.finish_s >= max(timeline.compute_s, sent, received) - 1e-9
         assert timeline.exposed_s >= -1e-9
         for lane, total in ((COMPUTE, timeline.compute_s), (SEND, sent), (RECEIVE, received)):
@@ -84,14 +84,14 @@ def test_bounds_and_spans(sizes: tuple, order: str, collective: str, m: int, wir
             assert sum(s.end - s.start for s in spans) == pytest.approx(total)
             assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(spans)), "a port carries one message at a time"
     assert found.makespan_s == max(t.finish_s for t in found.timelines)
-    assert estimate(schedules, costs, keep_spans=False).makespan_s == found.makespan_s
+    assert estimate(programs, costs, keep_spans=False).makespan_s == found.makespan_s
 
 
 def test_a_slow_rank_delays_only_those_that_need_it() -> None:
     """No barrier: rank 0's neighbours do not wait for the slowest before they consume what is there."""
-    schedules = build_all(Problem("all_gather", (1, 1, 1, 1)))
-    even = estimate(schedules, Costs(1.0, 1e9, 0.0, lambda rank, op: 1.0))
-    slow = estimate(schedules, Costs(1.0, 1e9, 0.0, lambda rank, op: 3.0 if rank == 3 else 1.0))
+    programs = build_all(Problem("all_gather", (1, 1, 1, 1)))
+    even = estimate(programs, Costs(1.0, 1e9, 0.0, lambda rank, op: 1.0))
+    slow = estimate(programs, Costs(1.0, 1e9, 0.0, lambda rank, op: 3.0 if rank == 3 else 1.0))
     assert [t.finish_s for t in slow.timelines[:3]] == pytest.approx([t.finish_s for t in even.timelines[:3]])
     assert slow.timelines[3].finish_s == pytest.approx(12.0)
 

@@ -21,14 +21,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from commfuse_dp.errors import CommFuseError
-from commfuse_dp.schedule.operations import Consume, Operation, Piece, Produce, Receive, Reduce, Schedule, Send
+from commfuse_dp.program.operations import Consume, Link, Operation, Piece, Produce, Program, Receive, Reduce, Send
 
 # Where numbers come from: (origin, slice) is data or one partial; (left, right) a sum; the leaves in order are the fold.
 Value = tuple
 
 
 class VerificationError(CommFuseError):
-    """A schedule is wrong; `rank`, `operation` and `slice` say where."""
+    """A program is wrong; `rank`, `operation` and `slice` say where."""
 
     def __init__(self, message: str, *, rank: int, operation: Operation | None = None, slice: object = None) -> None:
         super().__init__(f"rank {rank}: {message}" + (f" [{describe(operation)}]" if operation is not None else ""))
@@ -56,7 +56,6 @@ def describe(op: Operation) -> str:
 @dataclass
 class _Lane:
     rank: int
-    peer: int  # -1: compute
     operations: Sequence[Operation]
     at: int = 0
 
@@ -69,13 +68,14 @@ class _Lane:
 class _Rank:
     pieces: dict[Piece, Value]
     compute: _Lane
-    sends: dict[int, _Lane]
-    receives: dict[int, _Lane]
+    reduces: list[_Lane]
+    sends: dict[Link, _Lane]
+    receives: dict[Link, _Lane]
     waiting: dict[Piece, list[_Lane]] = field(default_factory=dict)
 
     @property
     def lanes(self) -> list[_Lane]:
-        return [self.compute, *self.sends.values(), *self.receives.values()]
+        return [self.compute, *self.reduces, *self.sends.values(), *self.receives.values()]
 
 
 class Network:
@@ -84,25 +84,23 @@ class Network:
     credit: messages that fit into one channel. pick: takes a random lane each time; None runs each lane as far as it goes.
     """
 
-    def __init__(self, schedules: Sequence[Schedule], *, credit: int = 1, pick: random.Random | None = None) -> None:
+    def __init__(self, programs: Sequence[Program], *, credit: int = 1, pick: random.Random | None = None) -> None:
         if credit < 1:
             raise ValueError(f"credit={credit}: a channel needs room for at least 1 message")
         self._credit = credit
         self._pick = pick
-        self._channels: dict[tuple[int, int], deque[tuple[Piece, Value]]] = {}
-        self.ranks = [self._start(schedule) for schedule in schedules]
+        self._channels: dict[tuple[int, int, str], deque[tuple[Piece, Value]]] = {}
+        self.ranks = [self._start(program) for program in programs]
         self.steps = 0
 
-    def _start(self, schedule: Schedule) -> _Rank:
-        problem, rank = schedule.problem, schedule.rank
-        pieces: dict[Piece, Value] = {}
-        if problem.collective == "all_gather":
-            pieces = {Piece(rank, part): (rank, part) for part in problem.slices(rank)}
+    def _start(self, program: Program) -> _Rank:
+        rank = program.rank
         return _Rank(
-            pieces,
-            _Lane(rank, -1, tuple(schedule.compute_lane)),
-            {peer: _Lane(rank, peer, lane) for peer, lane in schedule.send_lanes.items()},
-            {peer: _Lane(rank, peer, lane) for peer, lane in schedule.receive_lanes.items()},
+            {piece: (rank, piece.slice) for piece in program.own_data},
+            _Lane(rank, program.compute_lane),
+            [_Lane(rank, lane) for lane in program.reduce_lanes.values()],
+            {link: _Lane(rank, lane) for link, lane in program.send_lanes.items()},
+            {link: _Lane(rank, lane) for link, lane in program.receive_lanes.items()},
         )
 
     def run(self) -> None:
@@ -131,20 +129,22 @@ class Network:
         if isinstance(op, Send):
             if not 0 <= op.to < len(self.ranks) or op.to == lane.rank:
                 raise VerificationError(f"rank {op.to} is no peer", rank=lane.rank, operation=op)
-            channel = self._channels.setdefault((lane.rank, op.to), deque())
+            name = op.piece.slice.tensor.channel
+            channel = self._channels.setdefault((lane.rank, op.to, name), deque())
             if len(channel) >= self._credit:
                 return False
             channel.append((op.piece, rank.pieces[op.piece]))
-            self._wake(self.ranks[op.to].receives.get(lane.rank), ready)
+            self._wake(self.ranks[op.to].receives.get(Link(lane.rank, name)), ready)
         elif isinstance(op, Receive):
-            channel = self._channels.get((op.source, lane.rank), deque())
+            name = op.piece.slice.tensor.channel
+            channel = self._channels.get((op.source, lane.rank, name), deque())
             if not channel:
                 return False
             piece, value = channel.popleft()
             if piece != op.piece:
                 raise VerificationError(f"rank {op.source} sends {piece} at this point", rank=lane.rank, operation=op)
             self._make(lane.rank, piece, value, op, ready)
-            self._wake(self.ranks[op.source].sends.get(lane.rank), ready)
+            self._wake(self.ranks[op.source].sends.get(Link(lane.rank, name)), ready)
         elif isinstance(op, Produce):
             self._make(lane.rank, Piece(lane.rank, op.slice), (lane.rank, op.slice), op, ready)
         elif isinstance(op, Reduce):
@@ -194,7 +194,7 @@ class Network:
                 rank=blocked[0].rank,
                 operation=blocked[0].operations[blocked[0].at],
             )
-        for (source, to), channel in self._channels.items():
+        for (source, to, _), channel in self._channels.items():
             if channel:
                 raise VerificationError(
                     f"{channel[0][0]} was sent to rank {to}, which never receives it", rank=source, slice=channel[0][0].slice
@@ -212,12 +212,13 @@ class Network:
                 for other in source.operations[source.at :]
             )
             return None if any(coming) else f"{missing} is neither received nor computed here"
+        channel = op.piece.slice.tensor.channel if isinstance(op, (Send, Receive)) else ""
         if isinstance(op, Receive):
-            sends = self.ranks[op.source].sends.get(lane.rank) if 0 <= op.source < len(self.ranks) else None
+            sends = self.ranks[op.source].sends.get(Link(lane.rank, channel)) if 0 <= op.source < len(self.ranks) else None
             if sends is None or sends.finished:
                 return f"rank {op.source} does not send it"
         if isinstance(op, Send):
-            receives = self.ranks[op.to].receives.get(lane.rank)
+            receives = self.ranks[op.to].receives.get(Link(lane.rank, channel))
             if receives is None or receives.finished:
                 return f"rank {op.to} does not receive it"
         return None

@@ -10,7 +10,7 @@
 All indices modulo N. All keep the two rules that leave no exposed head and no exposed tail: own first in an all-gather,
 own last in a reduce-scatter. In step t all ranks talk to different peers (a permutation), so no owner is read by all at once.
 The hierarchical order is for several hosts with equally many ranks each: what crosses hosts is fetched once for all ranks of
-a host, and added up inside it before it crosses (transport/hosts.py, transport/hierarchical.py). It comes first in a
+a host, and added up inside it before it crosses (program/hosts.py, transport/hierarchical.py). It comes first in a
 reduce-scatter, as its way is longest, and last in an all-gather.
 
 The ring orders are Algorithms 1 and 2 of arXiv 2604.24013, with sends to r+1 and receives from r-1.
@@ -48,18 +48,6 @@ def scatter_owners(rank: int, world_size: int, order: str = "pairwise") -> tuple
     _check(rank, world_size, order)
     step = 1 if order == "pairwise" else -1
     return tuple((rank + step * t) % world_size for t in range(1, world_size + 1))
-
-
-def summation_order(owner: int, world_size: int, order: str = "pairwise") -> tuple[int, ...]:
-    """Ranks in the order in which their partials of `owner`'s slices are added up (left fold).
-
-    pairwise: rank order 0, 1, 2, ... for every owner, so that results do not depend on who owns a row.
-    ring: the running sum starts at owner+1 and ends at the owner: deterministic too, but another order for every owner.
-    """
-    _check(owner, world_size, order)
-    if order == "pairwise":
-        return tuple(range(world_size))
-    return tuple((owner + t) % world_size for t in range(1, world_size + 1))
 
 
 def hierarchical_gather_owners(rank: int, hosts: Sequence[Sequence[int]]) -> tuple[int, ...]:

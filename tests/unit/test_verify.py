@@ -10,21 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commfuse_dp.schedule.builders import build, build_all
-from commfuse_dp.schedule.operations import (
+from commfuse_dp.program.build import build, build_all
+from commfuse_dp.program.operations import (
     COLLECTIVES,
     Consume,
     Operation,
     Piece,
     Problem,
     Produce,
+    Program,
     Receive,
     Reduce,
-    Schedule,
     Send,
 )
-from commfuse_dp.schedule.orders import ORDERS
-from commfuse_dp.schedule.verifier import VerificationError, minimum_rows, verify
+from commfuse_dp.program.orders import ORDERS
+from commfuse_dp.program.verify import VerificationError, minimum_rows, verify
 
 
 @st.composite
@@ -69,8 +69,8 @@ def test_more_programs_are_proved(problem: Problem, credit: int) -> None:
 @settings(max_examples=25)
 @given(problem=problems(largest=7), seed=st.integers(0, 2**32))
 def test_random_interleavings_end_like_the_greedy_one(problem: Problem, seed: int) -> None:
-    schedules = build_all(problem)
-    assert verify(schedules, credit=1, pick=random.Random(seed)) == verify(schedules, credit=1)
+    programs = build_all(problem)
+    assert verify(programs, credit=1, pick=random.Random(seed)) == verify(programs, credit=1)
 
 
 def test_minimum_is_the_textbook_one() -> None:
@@ -84,10 +84,10 @@ def test_minimum_is_the_textbook_one() -> None:
 Ops = list[Operation]
 
 
-def damaged(problem: Problem, rank: int, change: Callable[[Ops], Ops]) -> list[Schedule]:
-    schedules = build_all(problem)
-    schedules[rank] = replace(schedules[rank], operations=tuple(change(list(schedules[rank].operations))))
-    return schedules
+def damaged(problem: Problem, rank: int, change: Callable[[Ops], Ops]) -> list[Program]:
+    programs = build_all(problem)
+    programs[rank] = replace(programs[rank], operations=tuple(change(list(programs[rank].operations))))
+    return programs
 
 
 def first(ops: Ops, kind: type, skip: int = 0) -> int:
@@ -203,10 +203,10 @@ def test_a_circular_wait_is_a_deadlock_under_every_interleaving() -> None:
     """Both ranks add up their own slice first, for which they need what the other one adds up only afterwards."""
     problem = Problem("reduce_scatter", (2, 2), "ring")
     looped = []
-    for schedule in build_all(problem):
-        other, own = (op for op in schedule.operations if isinstance(op, Reduce))
-        rest = [op for op in schedule.operations if not isinstance(op, Reduce)]
-        looped.append(replace(schedule, operations=(*rest, own, other)))
+    for program in build_all(problem):
+        other, own = (op for op in program.operations if isinstance(op, Reduce))
+        rest = [op for op in program.operations if not isinstance(op, Reduce)]
+        looped.append(replace(program, operations=(*rest, own, other)))
     for seed in range(20):
         for credit in (1, 5):
             with pytest.raises(VerificationError, match=r"deadlock.*rank 0 at .*rank 1 at "):
@@ -215,7 +215,7 @@ def test_a_circular_wait_is_a_deadlock_under_every_interleaving() -> None:
 
 def test_wrong_sets_of_schedules() -> None:
     problem = Problem("all_gather", (2, 2))
-    with pytest.raises(VerificationError, match="1 schedules for 2 ranks"):
+    with pytest.raises(VerificationError, match="1 programs for 2 ranks"):
         verify([build(problem, 0)])
     with pytest.raises(VerificationError, match="expected rank 1"):
         verify([build(problem, 0), build(problem, 0)])

@@ -7,7 +7,7 @@ all-gather      rank 1 fetches the shard of rank 5 for its whole host, rank 2 th
                 host once, where the flat orders send it there once per rank.
 reduce-scatter  what host 0 owes to rank 5 is added up by rank 1, inside host 0, and crosses once.
 
-So with L ranks per host the bytes between hosts are 1/L of the flat orders'. Who comes when: schedule/orders.py.
+So with L ranks per host the bytes between hosts are 1/L of the flat orders'. Who comes when: program/orders.py.
 """
 
 from __future__ import annotations

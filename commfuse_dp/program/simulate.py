@@ -1,13 +1,14 @@
-"""What a schedule costs: an alpha-beta model, executed event by event in simulated time.
+"""What a program costs: an alpha-beta model, executed event by event in simulated time.
 
 Model
 -----
-* A rank computes one operation at a time (Produce, Consume, Reduce), in program order, for as long as `compute_s` says.
+* A rank computes one operation at a time (Produce, Consume, Reduce), each lane in program order, for as long as `compute_s`
+  says; sums beside the compute lane go first.
 * A message of b bytes takes alpha + b / beta: alpha seconds of latency, beta bytes per second.
 * Links: every rank has one port out and one port in (full duplex). A port carries one message at a time, for b / beta
-  seconds. Sends leave in program order, each as soon as its piece is there and the port is free. At the receiver, messages
-  that meet wait for the port in the order in which their first byte arrives; the network between the ports is never
-  the bottleneck and holds what waits (no credit limit).
+  seconds. The first send in program order whose piece is there takes the free port; those of one link stay in order. At the
+  receiver, messages that meet wait for the port in the order in which their first byte arrives; the network between the ports
+  is never the bottleneck and holds what waits (no credit limit).
 * Nothing else is shared: copies cost no compute time, and communication does not slow compute down.
 
 Closed forms this gives, N ranks, equal shards of b bytes, c seconds of compute per shard, t = b / beta:
@@ -29,9 +30,9 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from commfuse_dp.schedule.operations import Consume, Operation, Piece, Produce, Receive, Reduce, Schedule, Send
+from commfuse_dp.program.operations import Consume, Link, Operation, Piece, Produce, Program, Receive, Reduce, Send
 
 COMPUTE, SEND, RECEIVE = "compute", "send", "receive"
 
@@ -110,19 +111,20 @@ class Estimate:
         return max(timeline.exposed_s for timeline in self.timelines)
 
 
-def estimate(schedules: Sequence[Schedule], costs: Costs, *, keep_spans: bool = True) -> Estimate:
+def estimate(programs: Sequence[Program], costs: Costs, *, keep_spans: bool = True) -> Estimate:
     """Execute the programs of all ranks in simulated time. Raises RuntimeError if they get stuck (verify them first)."""
-    return _Simulation(schedules, costs, keep_spans).run()
+    return _Simulation(programs, costs, keep_spans).run()
 
 
 @dataclass
 class _State:
     """One rank."""
 
-    compute: deque[Operation]
+    compute: deque[Produce | Consume | Reduce]
+    reduces: list[deque[Reduce]]
     sends: deque[Send]
-    receives: dict[int, deque[Receive]]
-    pieces: set[Piece] = field(default_factory=set)
+    receives: dict[Link, deque[Receive]]
+    pieces: set[Piece]
     computing: bool = False
     sending: bool = False
     port_in_free: float = 0.0
@@ -132,20 +134,20 @@ class _State:
 
 
 class _Simulation:
-    def __init__(self, schedules: Sequence[Schedule], costs: Costs, keep_spans: bool) -> None:
+    def __init__(self, programs: Sequence[Program], costs: Costs, keep_spans: bool) -> None:
         self._costs = costs
         self._keep = keep_spans
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._number = 0
         self._ranks: list[_State] = []
-        for schedule in schedules:
+        for program in programs:
             state = _State(
-                deque(schedule.compute_lane),
-                deque(op for op in schedule.operations if isinstance(op, Send)),
-                {peer: deque(lane) for peer, lane in schedule.receive_lanes.items()},
+                deque(program.compute_lane),
+                [deque(lane) for lane in program.reduce_lanes.values()],
+                deque(op for op in program.operations if isinstance(op, Send)),
+                {link: deque(lane) for link, lane in program.receive_lanes.items()},
+                set(program.own_data),
             )
-            if schedule.problem.collective == "all_gather":
-                state.pieces.update(Piece(schedule.rank, part) for part in schedule.problem.slices(schedule.rank))
             self._ranks.append(state)
 
     def run(self) -> Estimate:
@@ -155,7 +157,8 @@ class _Simulation:
             time, _, event = heapq.heappop(self._events)
             event(time)
         for rank, state in enumerate(self._ranks):
-            left = len(state.compute) + len(state.sends) + sum(map(len, state.receives.values()))
+            lanes: list[deque[Any]] = [state.compute, state.sends, *state.reduces, *state.receives.values()]
+            left = sum(map(len, lanes))
             if left:
                 raise RuntimeError(f"rank {rank} is stuck with {left} operations left; verifier.verify says why")
         return Estimate(tuple(Timeline(tuple(s.spans), s.busy, s.finish) for s in self._ranks))
@@ -167,20 +170,35 @@ class _Simulation:
     def _advance(self, rank: int, now: float) -> None:
         """Start whatever can start on this rank."""
         state = self._ranks[rank]
-        if state.compute and not state.computing and self._ready(state, rank, state.compute[0]):
+        # A sum beside the compute lane goes first: somebody waits for it.
+        computing: list[deque[Any]] = [*state.reduces, state.compute]
+        lane = next((lane for lane in computing if lane and self._ready(state, rank, lane[0])), None)
+        if not state.computing and lane is not None:
             state.computing = True
-            op = state.compute.popleft()
+            op = lane.popleft()
             seconds = self._costs.compute_s(rank, op)
             state.busy += seconds
             self._span(state, COMPUTE, now, now + seconds, op)
             self._at(now + seconds, lambda time: self._computed(rank, op, time))
-        if state.sends and not state.sending and state.sends[0].piece in state.pieces:
+        send = None if state.sending else self._next_send(state)
+        if send is not None:
             state.sending = True
-            send = state.sends.popleft()
+            state.sends.remove(send)
             seconds = self._seconds(send.piece)
             self._span(state, SEND, now, now + seconds, send)
             self._at(now + seconds, lambda time: self._port_free(rank, time))
             self._at(now + self._costs.latency_s, lambda time: self._first_byte(rank, send, time))
+
+    @staticmethod
+    def _next_send(state: _State) -> Send | None:
+        """The first whose piece is there: messages of one link stay in order, links do not wait for each other."""
+        stuck: set[Link] = set()
+        for send in state.sends:
+            link = Link(send.to, send.piece.slice.tensor.channel)
+            if link not in stuck and send.piece in state.pieces:
+                return send
+            stuck.add(link)
+        return None
 
     @staticmethod
     def _ready(state: _State, rank: int, op: Operation) -> bool:
@@ -216,7 +234,7 @@ class _Simulation:
 
     def _received(self, source: int, send: Send, now: float) -> None:
         state = self._ranks[send.to]
-        lane = state.receives.get(source)
+        lane = state.receives.get(Link(source, send.piece.slice.tensor.channel))
         if not lane or lane[0].piece != send.piece:
             raise RuntimeError(f"rank {send.to} does not expect {send.piece} from rank {source} now; verifier.verify says why")
         lane.popleft()
