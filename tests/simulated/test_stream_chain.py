@@ -16,11 +16,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.broken import Breakage
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.gradients import GradientStream
 from commfuse_dp.engine.ordering import StreamOrdering
 from commfuse_dp.engine.plan import Unit
+from commfuse_dp.engine.programs import Programs
 from commfuse_dp.engine.stream_chain import StreamChain, _Step
 from commfuse_dp.transport.base import ExchangeFn, Transport
 from commfuse_dp.transport.symmetric_messages import Messages
@@ -122,7 +124,14 @@ def run_chains(
         ordering = StreamOrdering(device)
         pool = BufferPool(torch.device("cpu"), ordering)
         stream = GradientStream(
-            transport, pool, transport.probe, None, Breakage(transport), inbox_bytes=inbox, ordering=ordering
+            transport,
+            pool,
+            transport.probe,
+            None,
+            Breakage(transport),
+            Programs(transport, CommFuseConfig()),
+            inbox_bytes=inbox,
+            ordering=ordering,
         )
         sinks = [Sink(f"layer{layer}", bounds, rank) for layer, bounds in enumerate(every)]
         for layer, (sink, bounds) in enumerate(zip(sinks, every, strict=True)):
