@@ -43,7 +43,11 @@ from commfuse_dp.engine.routes import Routes
 from commfuse_dp.engine.scatter import Scatter
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import COMPUTE, SEND, Probe, now_ns
-from commfuse_dp.transport.base import Sending, Transport
+from commfuse_dp.transport.base import NOWHERE, Sending, Transport
+
+# A notice of fewer bytes waits for company: on layers of microseconds the time is in messages. It leaves with the next larger
+# one, before anything waits, and at the end of the backward.
+SMALL_BYTES = 1 << 14
 
 PARTIAL = "its partial gradient"  # what a rank waits for at the end of a backward
 
@@ -79,6 +83,7 @@ class GradientStream:
         self._queue: deque[Scatter] = deque()
         self._replicating: deque[tuple[Scatter, torch.Tensor, Replicating]] = deque()
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self._released = 0  # bytes in each peer's ring that it may not know to be free yet
         self.slots = Reserver(transport)
         self.ports = self.slots.ports
         self._routes = Routes(transport, self.slots, pool, ordering, self._scratch_for)
@@ -99,12 +104,14 @@ class GradientStream:
             geometry,
             self._programs.backward(unit, geometry, read=False),
             include,
+            out_dtype=wide_dtype(dtype) if self._replicas is not None else unit.slots[0].grad_dtype,
+            kept=self._replicas is not None or any(slot.keeps_delivered for slot in unit.slots),
             divisor=float(self._transport.world_size * replicas) if divisor is None else float(divisor),
             replicate=self._replicas is not None and policy.all_reduce_grads,
             step=step,
         )
         divided = None if self._replicas is not None else scatter.divisor
-        scatter.route = self._routes.choose(scatter, out_dtype=self._out_dtype(scatter), divisor=divided)
+        scatter.route = self._routes.choose(scatter, out_dtype=scatter.out_dtype, divisor=divided)
         for item in scatter.geometry.slices[self._rank] if self._announces and scatter.route is None else ():
             tag = scatter.tag(item)
             for peer in self._peers:
@@ -138,7 +145,7 @@ class GradientStream:
             scatter.own_done += 1
             return
         if when is None:
-            self._transport.send(item.owner, scatter.tag(item), buffer)
+            self._transport.send(item.owner, scatter.tag(item), buffer, more=item.nbytes <= SMALL_BYTES)
         else:
             self._transport.send(item.owner, scatter.tag(item), buffer, when=when)
         if start_ns and self._transport.in_place:  # the transfer is the writing itself, by the GEMM
@@ -181,26 +188,13 @@ class GradientStream:
 
     def _own_buffer(self, scatter: Scatter) -> torch.Tensor:
         nbytes = scatter.geometry.segment_bytes[self._rank]
-        if self._is_final(scatter) and self._kept(scatter):  # summed in place and handed to the parameter: memory of its own
+        if scatter.in_place and scatter.kept:  # summed in place and handed to the parameter: memory of its own
             return torch.empty(nbytes, dtype=torch.uint8, device=self._pool.device)
         return self._pool.take(nbytes, most=self._spare(nbytes))
 
     def _spare(self, nbytes: int) -> int:
         """Buffers of this size that may be in use by sums under way, before compute waits for the first of them."""
         return max(2, self._inbox_bytes // max(1, nbytes))
-
-    def _kept(self, scatter: Scatter) -> bool:
-        """Whoever gets the sum keeps it."""
-        return self._replicas is not None or any(slot.keeps_delivered for slot in scatter.unit.slots)
-
-    def _is_final(self, scatter: Scatter) -> bool:
-        """The buffer of the own partial can become the gradient itself."""
-        return scatter.geometry.dtype == self._out_dtype(scatter)
-
-    def _out_dtype(self, scatter: Scatter) -> torch.dtype:
-        if self._replicas is not None:
-            return wide_dtype(scatter.geometry.dtype)  # summed on over the replicas before it is rounded
-        return scatter.unit.slots[0].grad_dtype
 
     def _await_credit(self, scatter: Scatter, item: UnitSlice) -> torch.Tensor:
         start = now_ns()
@@ -225,7 +219,7 @@ class GradientStream:
     # ---- summing -----------------------------------------------------------------------------------------------------
     def poll(self) -> bool:
         """Finish the sums whose partials have all arrived; never blocks. True if anything was summed."""
-        worked = self._advance_routes()
+        worked = passed_on = self._advance_routes()
         while self._queue and self._ready(self._queue[0]):
             worked = True
             head = self._queue[0]
@@ -238,8 +232,9 @@ class GradientStream:
             except BaseException as error:  # half of a sum: wherever this was called from, the step is lost
                 self._breakage.by(head.unit.name, error)
                 raise
-        if worked:
-            self._transport.push()  # the credits
+        if passed_on or self._released * 16 >= self._inbox_bytes:
+            self._released = 0
+            self._transport.push()  # the credits, before a peer runs out of them
         return worked
 
     def _advance_routes(self) -> bool:
@@ -302,14 +297,15 @@ class GradientStream:
         assert own_bytes is not None
         whole = item.nbytes == own_bytes.numel()
         own = (own_bytes if whole else own_bytes[item.offset : item.offset + item.nbytes]).view(dtype)
-        if self._is_final(scatter):
+        if scatter.in_place:
             out = own
         else:
-            out_dtype = self._out_dtype(scatter)
             if scatter.partials is None:
-                scatter.partials = torch.empty(own_bytes.numel() // dtype.itemsize, dtype=out_dtype, device=own.device)
+                numel = own_bytes.numel() // dtype.itemsize
+                scatter.partials = torch.empty(numel, dtype=scatter.out_dtype, device=own.device)
             out = scatter.partials[item.offset // dtype.itemsize : (item.offset + item.nbytes) // dtype.itemsize]
-        tag, where = scatter.tag(item), scatter.where(item)
+        tag = scatter.tag(item)
+        where = scatter.where(item) if self._transport.device_ordered else NOWHERE  # on a host all of it is here
         held = [rank for rank in self._peers if (rank, item.index) not in scatter.unloaded]
         came = dict(zip(held, self._transport.receive_all(held, tag, where), strict=True))
         partials = []
@@ -324,6 +320,7 @@ class GradientStream:
         divisor = None if self._replicas is not None else scatter.divisor
         sum_in_rank_order(out, partials, own_rank=self._rank, scale_divisor=divisor, scratch=self._scratch_for(dtype))
         self._transport.release_all(held, tag, more=True)
+        self._released += item.nbytes
         if self._probe.sink is not None:
             self._probe.span_since(COMPUTE, f"{scatter.unit.name} sum", start, begun, kind="sum")
 
@@ -341,7 +338,7 @@ class GradientStream:
             scatter.own = torch.empty(0, dtype=torch.uint8, device=self._pool.device)
         if scatter.route is not None:
             total = scatter.route.total(scatter.own)
-        elif self._is_final(scatter):
+        elif scatter.in_place:
             total = scatter.own.view(dtype)
         else:
             total = scatter.partials if scatter.partials is not None else scatter.own.view(dtype)
@@ -351,7 +348,7 @@ class GradientStream:
         self._ordering.hold(own)
         if self._replicas is None:
             self._deliver(scatter, total)
-            if own.numel() and not self._kept(scatter) and total.data_ptr() == own.data_ptr():
+            if own.numel() and not scatter.kept and total.data_ptr() == own.data_ptr():
                 self._pool.give(own)
             return
         unit = scatter.unit
@@ -370,20 +367,22 @@ class GradientStream:
         for part, slot in enumerate(scatter.unit.slots):
             if not scatter.include[part]:
                 continue
-            local = slot.local()
+            shape = slot.local().shape
             offset = 0
             if part == 0:
                 offset = own[0].main_offset // itemsize if own and own[0].main_offset >= 0 else 0
             else:
                 spans = [h for item in own for h in item.heads if h[0] == part]
                 offset = spans[0][1] // itemsize if spans else 0
-            numel = local.numel()
-            grad = (total if numel == total.numel() else total[offset : offset + numel]).view(local.shape)
-            slot.deliver(grad if grad.dtype == slot.grad_dtype else grad.to(slot.grad_dtype))
+            numel = shape.numel()
+            grad = (total if numel == total.numel() else total[offset : offset + numel]).view(shape)
+            dtype = scatter.out_dtype if part == 0 and self._replicas is None else slot.grad_dtype
+            slot.deliver(grad if grad.dtype == dtype else grad.to(dtype))
 
     # ---- end of backward ---------------------------------------------------------------------------------------------
     def drain(self) -> None:
         """Block until every sum is finished and delivered; what is waited for here is the exposed tail."""
+        self._transport.push()  # the last notices: peers need what they tell of
         while self._queue:
             if self.poll():
                 continue
@@ -511,7 +510,7 @@ class GradientStream:
         for scatter in queue:
             if self._replicas is not None and scatter.replicate:
                 numel = scatter.geometry.segment_bytes[self._rank] // scatter.geometry.dtype.itemsize
-                lost = torch.full((numel,), torch.nan, dtype=self._out_dtype(scatter), device=self._pool.device)
+                lost = torch.full((numel,), torch.nan, dtype=scatter.out_dtype, device=self._pool.device)
                 self._replicating.append((scatter, lost, self._replicas.all_reduce(lost, scatter.step)))
         if self._replicas is not None:
             step, cause = self._breakage.step, self._breakage.cause or "it was broken off on another rank of a replica"

@@ -20,7 +20,10 @@ class Scatter:
     __slots__ = (
         "divisor",
         "geometry",
+        "in_place",
         "include",
+        "kept",
+        "out_dtype",
         "own",
         "own_done",
         "partials",
@@ -42,6 +45,8 @@ class Scatter:
         program: Program,
         include: tuple[bool, ...],
         *,
+        out_dtype: torch.dtype,
+        kept: bool,
         divisor: float,
         replicate: bool,
         step: int,
@@ -49,6 +54,9 @@ class Scatter:
         self.unit = unit
         self.geometry = geometry
         self.program = program
+        self.out_dtype = out_dtype  # of what is delivered; with replicas: summed on over these before it is rounded
+        self.in_place = geometry.dtype == out_dtype  # the buffer of the own partial can become the gradient itself
+        self.kept = kept  # whoever gets the sum keeps it
         self.sums = program.reduce_lanes.get(SUMS, ())  # what this rank adds up, slice by slice
         self.include = include
         self.divisor = divisor

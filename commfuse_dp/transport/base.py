@@ -292,10 +292,11 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None) -> None:
+    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None, more: bool = False) -> None:
         """Hand over a buffer got from `try_reserve(dst, ...)`; it must not be touched afterwards. Never blocks.
 
-        when: device-ordered transports: it leaves as soon as this word is reached, not behind the current stream."""
+        when: device-ordered transports: it leaves as soon as this word is reached, not behind the current stream.
+        more: as in `publish`; others ignore it where the bytes travel themselves."""
 
     def send_all(self, sendings: Sequence[Sending]) -> None:
         """Several messages, in their order; cheaper than one by one where that costs much."""

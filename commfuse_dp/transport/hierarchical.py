@@ -256,8 +256,8 @@ class HierarchicalTransport(Transport):
     def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor | None:
         return self._side(dst).try_reserve(dst, nbytes)
 
-    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None) -> None:
-        self._side(dst).send(dst, tag, buffer, when=when)
+    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None, more: bool = False) -> None:
+        self._side(dst).send(dst, tag, buffer, when=when, more=more)
 
     def expect(self, src: int, tag: Tag, nbytes: int) -> None:
         self._side(src).expect(src, tag, nbytes)

@@ -224,7 +224,7 @@ class StreamHierarchicalTransport(Transport):
         """Never None. What one unit owes to one gateway must fit into inbox_bytes."""
         return self._inner.try_reserve(self._place_of(dst), nbytes)
 
-    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None) -> None:
+    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None, more: bool = False) -> None:
         self._inner.send(self._place_of(dst), tag, buffer, when=when)
 
     def expect(self, src: int, tag: Tag, nbytes: int) -> None:

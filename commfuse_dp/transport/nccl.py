@@ -282,7 +282,7 @@ class NcclTransport(Transport):
         """Never None. What one call reserves for one peer before it sends must fit into inbox_bytes."""
         return self._messages.try_reserve(dst, nbytes)
 
-    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None) -> None:
+    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None, more: bool = False) -> None:
         """`when`: written by a kernel that is in the current stream already, once the buffer is complete."""
         self._messages.send(dst, tag, buffer, when)
 

@@ -298,7 +298,7 @@ class OneSidedTransport(Transport, Receiver):
             raise self._gone(dst, f"a message of {nbytes} bytes cannot be sent")
         return None if offset is None else self._memory.outgoing(dst).narrow(0, offset, nbytes)
 
-    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None) -> None:
+    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None, more: bool = False) -> None:
         self._check_open()
         ring = self._ring(dst)
         nbytes = buffer.nbytes
@@ -313,7 +313,8 @@ class OneSidedTransport(Transport, Receiver):
                 )
             count_message(self.probe.counters, tag.channel, nbytes, sent=True)
             self._rounds.sent[dst] += 1  # before it leaves: if an exception comes in between, peers must not go on too early
-            self._channel.post(dst, header, None if self._memory.in_place else base.narrow(0, offset, nbytes))
+            payload = None if self._memory.in_place else base.narrow(0, offset, nbytes)
+            self._channel.post(dst, header, payload, hold=more and payload is None)
 
     def arrived(self, src: int, tag: Tag) -> bool:
         with self._lock:

@@ -45,7 +45,8 @@ class Channel(ABC):
     def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None, *, hold: bool = False) -> None:
         """Queue a message, and the uint8 payload that follows it; never blocks, never raises for a peer that is gone.
 
-        hold: it may be kept back, to travel with others, until the next message that is not held, `push`, `poll` or `flush`.
+        hold: it may be kept back, to travel with others, until the next message that is not held, `push`, `flush`, or a `poll`
+        that waits.
         """
 
     def push(self) -> None:

@@ -264,7 +264,7 @@ class SocketChannel(Channel):
     def poll(self, timeout_s: float) -> None:
         if self._closed:
             return
-        if self._held:
+        if self._held and timeout_s > 0:
             self.push()
         for fd, events in self._epoll.poll(timeout_s):
             peer = self._peer_of.get(fd)
