@@ -156,7 +156,8 @@ class _Columns:
                 if whole is None:
                     continue
                 weight = whole
-            weight = weight.to(dtype)
+            if weight.dtype != dtype:
+                weight = weight.to(dtype)
             out = self._out.narrow(1, row, count)
             if self._with_bias:
                 low, bias = self._bias[int(item.owner)]
@@ -201,7 +202,7 @@ class _Sum:
                 assert self._split is not None
                 self._split.put(piece)
             else:
-                self._add(given.narrow(1, row, count), weight.to(dtype))
+                self._add(given.narrow(1, row, count), weight if weight.dtype == dtype else weight.to(dtype))
 
     def finish(self) -> None:
         """After the last slice. Nothing, if a kernel computed the product, so that no slice was consumed."""

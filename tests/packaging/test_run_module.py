@@ -11,6 +11,7 @@ import installs
 import pytest
 
 from commfuse_dp import CommFuseConfig
+from tests.support.cells import slow
 
 SCRIPT = """
     from __future__ import annotations
@@ -173,12 +174,12 @@ def test_commfuse_0_wins(place):
     [
         ("--commfuse-ordr ring env.py", ["'--commfuse-ordr'", "did you mean '--commfuse-order'"]),
         ("--commfuse-order rng env.py", ["COMMFUSE_ORDER='rng'", "'ring' or 'hierarchical'"]),
-        ("--commfuse-order", ["--commfuse-order needs a value"]),
-        ("--commfuse-order ring --commfuse_order=ring env.py", ["given twice"]),
+        slow("--commfuse-order", ["--commfuse-order needs a value"]),
+        slow("--commfuse-order ring --commfuse_order=ring env.py", ["given twice"]),
         ("--lr 3 env.py", ["unknown option '--lr'", "options of the script go after it"]),
         ("--commfuse-config nowhere.json env.py", ["COMMFUSE_CONFIG='nowhere.json'", "No such file"]),
-        ("-m", ["-m needs a value"]),
-        ("", ["no script was named"]),
+        slow("-m", ["-m needs a value"]),
+        slow("", ["no script was named"]),
     ],
 )
 def test_wrong_options(place, words, wanted):

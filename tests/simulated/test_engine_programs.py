@@ -22,6 +22,7 @@ from commfuse_dp.program.verify import VerificationError, verify
 from commfuse_dp.transport.base import CHANNEL_GRAD, ExchangeFn, Transport
 from commfuse_dp.transport.inproc import InprocWorld
 from tests.simulated.test_engine import Policy, Slot
+from tests.support.cells import slow
 from tests.support.copying import CopyingTransport
 from tests.support.hosts import open_hierarchical, shuffled_hosts
 from tests.support.threads import run_ranks
@@ -109,7 +110,7 @@ def taken(case: Case) -> list[list[list[Program]]]:
     return run_ranks(case.world_size, body)
 
 
-@pytest.mark.parametrize("case", [*CASES, *LARGE], ids=str)
+@pytest.mark.parametrize("case", [*CASES, LARGE[0], *map(slow, LARGE[1:])], ids=str)
 def test_programs_of_engines_are_proved(case: Case) -> None:
     ranks = taken(case)
     for of_unit in zip(*ranks, strict=True):

@@ -105,8 +105,8 @@ def between_processes(rank: int, world_size: int) -> tuple[float, float]:
     return per_layer(count)
 
 
-# Counted: 63 .. 68 / 184; before steps became recoverable 56 / 173. A step in which a rank polled for its peer has some more.
-SHARED_MEMORY = (80, 215)
+# Counted: 63 .. 69 / 140. A step in which a rank polled for its peer has some more.
+SHARED_MEMORY = (80, 170)
 
 
 def test_frames_of_a_layer_over_shared_memory(workers):

@@ -74,6 +74,7 @@ def test_every_layer_is_proved(world: dict, credit: int) -> None:
     prove(world, credit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("order", "way"), WAYS)
 def test_64_ranks(order: str, way: str) -> None:
     hosts = Hosts.of([rank // 8 for rank in range(64)]) if order == "hierarchical" else None

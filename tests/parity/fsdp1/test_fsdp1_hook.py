@@ -113,7 +113,7 @@ def test_training_equals_stock(workers, world_size, strategy, precision, accumul
     [
         {"use_orig_params": True},
         {"mixed_precision": BF16_FP32},
-        {"backward_prefetch": None},
+        slow({"backward_prefetch": None}),
         slow({"mixed_precision": MixedPrecision(reduce_dtype=torch.float32, keep_low_precision_grads=True)}),
     ],
     ids=["orig-params", "bf16-fp32", "no-prefetch", "keep-low"],

@@ -321,7 +321,7 @@ def hybrid(rank: int, world_size: int, public: bool) -> None:
     train(stock, fused, steps=1)
 
 
-@pytest.mark.parametrize("public", [slow(False), True])
+@pytest.mark.parametrize("public", [slow(False), slow(True)])
 def test_hybrid_sharding(workers, public):
     workers(4).run(hybrid, public)
 
@@ -399,7 +399,7 @@ def checkpoint(rank: int, world_size: int, folder: str, fused: bool, resume: boo
     return losses
 
 
-@pytest.mark.parametrize("fused_first", [True, False], ids=["claimed-to-stock", "stock-to-claimed"])
+@pytest.mark.parametrize("fused_first", [True, slow(False)], ids=["claimed-to-stock", "stock-to-claimed"])
 def test_checkpoint_resumed_at_another_world_size(workers, tmp_path: Path, fused_first):
     folder = str(tmp_path / "checkpoint")
     reference = workers(2).run(checkpoint, folder, fused_first, False)[0]
