@@ -114,18 +114,18 @@ def _open(name: str, largest: int) -> Transport:
     settings: dict[str, Any] = {"inbox_bytes": 2 * largest, "deadline_s": DEADLINE_S}
     exchange = exchange_of(None)
     if name == "shm":
-        from commfuse_dp.transport.shm import ShmTransport
+        from commfuse_dp.transport.shm.transport import ShmTransport
 
         return ShmTransport(dist.get_rank(), WORLD_SIZE, exchange, **settings)
     if name == "p2p":
-        from commfuse_dp.transport.paired import open_p2p
+        from commfuse_dp.transport.two_sided.paired import open_p2p
 
         return open_p2p(None, **settings)
     if name == "mpi":
-        from commfuse_dp.transport.mpi import MpiTransport
+        from commfuse_dp.transport.two_sided.mpi import MpiTransport
 
         return MpiTransport(dist.get_rank(), WORLD_SIZE, exchange, **settings)
-    from commfuse_dp.transport.tcp import TcpTransport
+    from commfuse_dp.transport.tcp.transport import TcpTransport
 
     return TcpTransport(dist.get_rank(), WORLD_SIZE, exchange, zero_copy=name == "tcp-sendfile", **settings)
 

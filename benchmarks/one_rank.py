@@ -23,9 +23,9 @@ from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.plan import Unit
 from commfuse_dp.program.layout import chunk_bounds
-from commfuse_dp.transport.parts import Channel, Receiver
-from commfuse_dp.transport.symmetric import SymmetricTransport
-from commfuse_dp.transport.symmetric_memory import SymmetricMemory
+from commfuse_dp.transport.one_sided.parts import Channel, Receiver
+from commfuse_dp.transport.symmetric.memory import SymmetricMemory
+from commfuse_dp.transport.symmetric.transport import SymmetricTransport
 
 _KINDS = {  # driver call -> kind
     "cuMemcpyAsync": "copy",

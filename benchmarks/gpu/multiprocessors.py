@@ -6,7 +6,7 @@
 | words: written, and waited for, by a stream | ends |
 | copies between pinned host memory and the GPU | end: copy engines make them |
 | copies between two GPUs, words of a peer | end; only where there are two |
-| copies inside one GPU | whichever: a finding. Ranks that share a GPU rely on neither (transport/symmetric.py) |
+| copies inside one GPU | whichever: a finding. Ranks that share a GPU rely on neither (transport/symmetric/transport.py) |
 """
 
 from __future__ import annotations

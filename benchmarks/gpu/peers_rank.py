@@ -52,7 +52,7 @@ class Comparison:
 
     def __init__(self, rank: int, size: int, shape: Shape) -> None:
         from commfuse_dp.device.cuda import CudaDevice
-        from commfuse_dp.transport.symmetric_memory import TorchSymmetricMemory
+        from commfuse_dp.transport.symmetric.memory import TorchSymmetricMemory
 
         self.rank, self.size, self.shape = rank, size, shape
         self.where = torch.device("cuda", 0)

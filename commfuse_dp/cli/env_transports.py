@@ -45,7 +45,7 @@ def _found(trial: Callable[[], Finding]) -> Finding:
 
 
 def _try_shm() -> Finding:
-    from commfuse_dp.transport.shm import ShmTransport
+    from commfuse_dp.transport.shm.transport import ShmTransport
 
     _exchange_bytes(
         lambda rank, exchange: ShmTransport(rank, _WORLD_SIZE, exchange, inbox_bytes=_NBYTES, deadline_s=_DEADLINE_S)
@@ -54,8 +54,8 @@ def _try_shm() -> Finding:
 
 
 def _try_tcp() -> Finding:
-    from commfuse_dp.transport.tcp import TcpTransport
-    from commfuse_dp.transport.tcp_connect import choose_address
+    from commfuse_dp.transport.tcp.connect import choose_address
+    from commfuse_dp.transport.tcp.transport import TcpTransport
 
     address = choose_address()
     _exchange_bytes(
@@ -71,8 +71,8 @@ def _try_gloo() -> Finding:
 
     if not dist.is_available() or not dist.is_gloo_available():
         return Finding(False, "this torch was built without gloo")
-    from commfuse_dp.transport.p2p import TorchP2PTransport
-    from commfuse_dp.transport.paired import PairedTransport
+    from commfuse_dp.transport.two_sided.p2p import TorchP2PTransport
+    from commfuse_dp.transport.two_sided.paired import PairedTransport
 
     store = dist.HashStore()
     patience = datetime.timedelta(seconds=_DEADLINE_S)

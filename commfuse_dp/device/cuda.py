@@ -232,7 +232,7 @@ class CudaDevice(Device):
     # ---- bytes -------------------------------------------------------------------------------------------------------
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         """By `cuMemcpyAsync`: between two GPUs a copy engine does it; inside one GPU CUDA may use multiprocessors, so no kernel
-        may wait for such a copy: see [Note: Kernels that wait] in transport/symmetric.py."""
+        may wait for such a copy: see [Note: Kernels that wait] in transport/symmetric/transport.py."""
         assert isinstance(stream, CudaStream) and dst.numel() == src.numel()
         if dst.numel():
             self._do(self._driver.cuMemcpyAsync(dst.data_ptr(), src.data_ptr(), dst.numel(), stream.handle), "cuMemcpyAsync")

@@ -14,7 +14,7 @@ from bisect import bisect_left
 import torch
 
 from commfuse_dp.device.base import Event
-from commfuse_dp.transport.ring import align
+from commfuse_dp.transport.one_sided.ring import align
 
 MOST_VIEWS = 4096  # that are kept
 

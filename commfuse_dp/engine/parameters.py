@@ -28,7 +28,7 @@ from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.probe import RECEIVE, now_ns
 from commfuse_dp.program.layout import Slice
 from commfuse_dp.transport.base import Outcome, Transfer, Transport
-from commfuse_dp.transport.ring import align
+from commfuse_dp.transport.one_sided.ring import align
 
 Consume = Callable[[UnitSlice, "list[Piece]"], None]
 

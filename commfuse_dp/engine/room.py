@@ -2,8 +2,8 @@
 
 A host that finds an inbox full copies partials out of it ([Note: Credit and deadlock] in gradients.py); streams cannot. There
 all that one layer owes to one rank must fit into that rank's inbox, twice, as places in it are contiguous and up to half of it
-may be lost to a gap at its end ([Note: Where credit is waited for] in transport/symmetric.py). Chains need no such room
-(chain.py), nor does a host.
+may be lost to a gap at its end ([Note: Where credit is waited for] in transport/symmetric/transport.py). Chains need no such
+room (chain.py), nor does a host.
 """
 
 from __future__ import annotations

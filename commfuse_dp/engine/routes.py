@@ -18,7 +18,7 @@ from commfuse_dp.engine.stream_two_level import StreamTwoLevel, Turn
 from commfuse_dp.engine.two_level import Outbox, TwoLevel
 from commfuse_dp.errors import Where
 from commfuse_dp.transport.base import Transport
-from commfuse_dp.transport.hierarchical_device import StreamHierarchicalTransport
+from commfuse_dp.transport.hierarchical.device import StreamHierarchicalTransport
 
 
 def _wider(dtype: torch.dtype, other: torch.dtype | None) -> torch.dtype:

@@ -30,7 +30,7 @@ from commfuse_dp.engine.plan import Geometry, UnitSlice
 from commfuse_dp.engine.route import Route
 from commfuse_dp.errors import Where
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag
-from commfuse_dp.transport.hierarchical_device import StreamHierarchicalTransport
+from commfuse_dp.transport.hierarchical.device import StreamHierarchicalTransport
 
 
 class Turn:

@@ -10,7 +10,7 @@
 All indices modulo N. All keep the two rules that leave no exposed head and no exposed tail: own first in an all-gather,
 own last in a reduce-scatter. In step t all ranks talk to different peers (a permutation), so no owner is read by all at once.
 The hierarchical order is for several hosts with equally many ranks each: what crosses hosts is fetched once for all ranks of
-a host, and added up inside it before it crosses (program/hosts.py, transport/hierarchical.py). It comes first in a
+a host, and added up inside it before it crosses (program/hosts.py, transport/hierarchical/transport.py). It comes first in a
 reduce-scatter, as its way is longest, and last in an all-gather.
 
 The ring orders are Algorithms 1 and 2 of arXiv 2604.24013, with sends to r+1 and receives from r-1.

@@ -19,7 +19,7 @@ import logging
 from typing import NamedTuple
 
 from commfuse_dp.program.hosts import Hosts
-from commfuse_dp.transport.ring import ALIGNMENT, align
+from commfuse_dp.transport.one_sided.ring import ALIGNMENT, align
 
 LEAST_RING = 1 << 12  # bytes
 _log = logging.getLogger("commfuse_dp")

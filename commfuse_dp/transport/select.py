@@ -167,18 +167,18 @@ def _open(
         else:
             return opened
     if chosen == "shm":
-        from commfuse_dp.transport.shm import ShmTransport
+        from commfuse_dp.transport.shm.transport import ShmTransport
 
         return ShmTransport(
             rank, world_size, exchange, inbox_bytes=room.ring("shm"), deadline_s=deadline_s, probe=probe
         ), reason
     if chosen == "tcp":
-        tcp = importlib.import_module("commfuse_dp.transport.tcp")
+        tcp = importlib.import_module("commfuse_dp.transport.tcp.transport")
         ring = room.ring("tcp")
         transport = tcp.TcpTransport(rank, world_size, exchange, inbox_bytes=ring, deadline_s=deadline_s, probe=probe)
         return transport, reason
     if chosen == "mpi":
-        mpi = importlib.import_module("commfuse_dp.transport.mpi")
+        mpi = importlib.import_module("commfuse_dp.transport.two_sided.mpi")
         ring = room.ring("mpi")
         transport = mpi.MpiTransport(rank, world_size, exchange, inbox_bytes=ring, deadline_s=deadline_s, probe=probe)
         return transport, reason
@@ -193,7 +193,7 @@ def _open(
             )
         mirrored = _open_nccl(group, exchange, device=device, room=room, deadline_s=deadline_s, probe=probe)
         return mirrored, f"{reason}; NCCL in grouped exchanges, ordered by streams"
-    paired = importlib.import_module("commfuse_dp.transport.paired")
+    paired = importlib.import_module("commfuse_dp.transport.two_sided.paired")
     transport = paired.open_p2p(group, inbox_bytes=room.ring("p2p"), deadline_s=deadline_s, probe=probe)
     return transport, reason
 
@@ -234,7 +234,7 @@ def _open_hierarchical(
     probe: Probe | None,
 ) -> tuple[Transport, str] | None:
     """The transport and why; None: it cannot be had, or costs much, and was not asked for."""
-    opening = importlib.import_module("commfuse_dp.transport.hierarchical_open")
+    opening = importlib.import_module("commfuse_dp.transport.hierarchical.open")
     dear = opening.too_dear(hosts, published_bytes, device, exchange) if order == "auto" else None
     if dear is not None:
         _log.warning("order 'pairwise' instead of 'hierarchical': %s", dear)
@@ -293,7 +293,7 @@ def _open_symmetric(
     probe: Probe | None,
 ) -> tuple[Transport, str] | str:
     """The transport and why; or why not, if it was not asked for by name. Raises TransportError if it was."""
-    symmetric = importlib.import_module("commfuse_dp.transport.symmetric_open")
+    symmetric = importlib.import_module("commfuse_dp.transport.symmetric.open")
     asked = "asked for by the configuration" if kind == "symmetric" else "auto"
     verdict, cards = symmetric.survey(device, hosts, exchange)
     try:

@@ -90,7 +90,7 @@ def test_a_transport_that_fails_says_why(monkeypatch):
 
 
 def test_bytes_that_arrive_wrong_are_no_success(monkeypatch):
-    from commfuse_dp.transport.shm import ShmTransport
+    from commfuse_dp.transport.shm.transport import ShmTransport
 
     whole = ShmTransport.publish
     monkeypatch.setattr(

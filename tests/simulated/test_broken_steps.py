@@ -15,7 +15,6 @@ from collections.abc import Callable
 import pytest
 
 from commfuse_dp.transport.base import Transport
-from commfuse_dp.transport.inproc import Faults, InprocWorld
 from tests.simulated.broken_steps import (
     SITES,
     SUMMING,
@@ -29,6 +28,7 @@ from tests.simulated.broken_steps import (
 from tests.support.cells import slow
 from tests.support.copying import CopyingTransport
 from tests.support.hosts import open_hierarchical
+from tests.support.inproc import Faults, InprocWorld
 from tests.support.threads import ExchangeFn, run_ranks
 from tests.support.transports import CLUSTERS
 

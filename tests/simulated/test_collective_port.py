@@ -13,7 +13,7 @@ from commfuse_dp.engine.collective_port import CollectivePort
 from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.reserver import Reserver
 from commfuse_dp.errors import PeerLostError, Where
-from commfuse_dp.transport.inproc import InprocTransport, InprocWorld
+from tests.support.inproc import InprocTransport, InprocWorld
 from tests.support.threads import run_ranks
 
 WORLD = 3

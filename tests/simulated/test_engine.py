@@ -27,8 +27,8 @@ from commfuse_dp.errors import ConfigError
 from commfuse_dp.ops.linear import fused_linear, replicated_linear
 from commfuse_dp.program.layout import chunk_bounds, flat_bounds
 from commfuse_dp.transport.base import ExchangeFn, Transport
-from commfuse_dp.transport.inproc import Faults, InprocTransport, InprocWorld
 from tests.support.copying import CopyingTransport
+from tests.support.inproc import Faults, InprocTransport, InprocWorld
 from tests.support.threads import run_ranks
 
 WIDTH = 5

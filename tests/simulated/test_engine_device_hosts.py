@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from commfuse_dp.engine.stream_two_level import StreamTwoLevel
 from commfuse_dp.transport.base import ExchangeFn, Transport
-from commfuse_dp.transport.hierarchical_device import StreamHierarchicalTransport
+from commfuse_dp.transport.hierarchical.device import StreamHierarchicalTransport
 from tests.simulated.test_engine import Policy, base_case, cases, run_program
 from tests.simulated.test_engine_hierarchical import run_steps
 from tests.support import fake_device

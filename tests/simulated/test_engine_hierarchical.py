@@ -22,11 +22,11 @@ from commfuse_dp.engine.plan import Unit
 from commfuse_dp.ops.linear import fused_linear
 from commfuse_dp.probe import Counters
 from commfuse_dp.transport.base import ExchangeFn, Transport
-from commfuse_dp.transport.hierarchical import HierarchicalTransport
-from commfuse_dp.transport.inproc import Faults, InprocWorld
+from commfuse_dp.transport.hierarchical.transport import HierarchicalTransport
 from tests.simulated.test_engine import Policy, Slot, Step, base_case, cases, data, run_program, weights
 from tests.support.cells import slow
 from tests.support.hosts import open_hierarchical, shuffled_hosts
+from tests.support.inproc import Faults, InprocWorld
 from tests.support.threads import run_ranks
 
 

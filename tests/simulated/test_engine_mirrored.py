@@ -24,9 +24,9 @@ from commfuse_dp.engine.window import Window
 from commfuse_dp.errors import DeadlineError, MismatchError
 from commfuse_dp.ops.linear import fused_linear
 from commfuse_dp.transport.base import GRAD_LANE, PARAM_LANE, ExchangeFn, Transport
-from commfuse_dp.transport.nccl import Brought, NcclTransport
-from commfuse_dp.transport.nccl_messages import Inboxes, Messages
-from commfuse_dp.transport.symmetric_ring import StagingRing
+from commfuse_dp.transport.grouped.messages import Inboxes, Messages
+from commfuse_dp.transport.grouped.transport import Brought, NcclTransport
+from commfuse_dp.transport.symmetric.ring import StagingRing
 from tests.simulated.test_engine import Policy, Slot, Step, base_case, cases, data, expected, run_program, weights
 from tests.support.cells import slow
 from tests.support.fake_device import FakeWorld, Race, Stuck, Watched

@@ -20,11 +20,11 @@ from commfuse_dp.program.layout import flat_bounds
 from commfuse_dp.program.operations import Consume, Problem, Produce, Program
 from commfuse_dp.program.verify import VerificationError, verify
 from commfuse_dp.transport.base import CHANNEL_GRAD, ExchangeFn, Transport
-from commfuse_dp.transport.inproc import InprocWorld
 from tests.simulated.test_engine import Policy, Slot
 from tests.support.cells import slow
 from tests.support.copying import CopyingTransport
 from tests.support.hosts import open_hierarchical, shuffled_hosts
+from tests.support.inproc import InprocWorld
 from tests.support.threads import run_ranks
 
 WIDTH, LAYERS = 4, 3

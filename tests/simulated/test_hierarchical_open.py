@@ -14,9 +14,12 @@ import torch.distributed as dist
 
 from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import Probe
-from commfuse_dp.transport import grouped, hierarchical_device, select, symmetric_open
+from commfuse_dp.transport import select
+from commfuse_dp.transport.grouped import exchange as grouped
+from commfuse_dp.transport.hierarchical import device as hierarchical_device
 from commfuse_dp.transport.select import open_transport
-from commfuse_dp.transport.symmetric_open import Verdict
+from commfuse_dp.transport.symmetric import open as symmetric_open
+from commfuse_dp.transport.symmetric.open import Verdict
 
 CUDA = torch.device("cuda", 0)
 

@@ -12,7 +12,7 @@ import torch
 
 from commfuse_dp.errors import DeadlineError, MismatchError, TransportError, Where
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, CHANNEL_GRAD, PullRequest, Tag, Transfer
-from commfuse_dp.transport.nccl import NcclTransport
+from commfuse_dp.transport.grouped.transport import NcclTransport
 from tests.support.cells import slow
 from tests.support.fake_device import FakeWorld, Race
 from tests.support.fake_grouped import FakeBoard

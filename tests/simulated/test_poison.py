@@ -18,7 +18,7 @@ from commfuse_dp.engine.plan import Unit
 from commfuse_dp.errors import CommFuseError, DeadlineError, MismatchError, PeerLostError, Where
 from commfuse_dp.ops.linear import fused_linear
 from commfuse_dp.transport.base import CHANNEL_GRAD, PullRequest, Tag, Transport
-from commfuse_dp.transport.nccl import NcclTransport
+from commfuse_dp.transport.grouped.transport import NcclTransport
 from tests.simulated.test_engine import Policy, Slot, data, weights
 from tests.support import fake_nccl, fake_symmetric
 from tests.support.fake_device import FakeWorld

@@ -25,7 +25,7 @@ from commfuse_dp.engine.plan import Unit
 from commfuse_dp.engine.programs import Programs
 from commfuse_dp.engine.stream_chain import StreamChain, _Step
 from commfuse_dp.transport.base import ExchangeFn, Transport
-from commfuse_dp.transport.symmetric_messages import Messages
+from commfuse_dp.transport.symmetric.messages import Messages
 from tests.simulated.test_engine import Policy
 from tests.support.cells import slow
 from tests.support.fake_device import FakeDevice, FakeWorld, Race, Stuck

@@ -15,13 +15,14 @@ import torch
 
 from commfuse_dp.device.base import Batch, Event, Word
 from commfuse_dp.errors import MismatchError, PeerLostError, TransportError, Where
-from commfuse_dp.transport import symmetric, symmetric_watch
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, CHANNEL_GRAD, PullRequest, Tag
-from commfuse_dp.transport.symmetric import SymmetricTransport
-from commfuse_dp.transport.symmetric_core import Core
-from commfuse_dp.transport.symmetric_messages import Messages
-from commfuse_dp.transport.symmetric_ring import Outbox, PlaceRing, StagingRing
-from commfuse_dp.transport.symmetric_windows import Pull, Windows
+from commfuse_dp.transport.symmetric import transport as symmetric
+from commfuse_dp.transport.symmetric import watch as symmetric_watch
+from commfuse_dp.transport.symmetric.core import Core
+from commfuse_dp.transport.symmetric.messages import Messages
+from commfuse_dp.transport.symmetric.ring import Outbox, PlaceRing, StagingRing
+from commfuse_dp.transport.symmetric.transport import SymmetricTransport
+from commfuse_dp.transport.symmetric.windows import Pull, Windows
 from tests.support.cells import slow
 from tests.support.fake_device import FakeBatch, FakeEvent, FakeWorld, Race, Stuck
 from tests.support.fake_symmetric import die, open_fake
@@ -279,7 +280,7 @@ def _credit(patch: pytest.MonkeyPatch) -> None:
             super().__init__(capacity)
             self.credited = 1 << 40
 
-    patch.setattr("commfuse_dp.transport.symmetric_messages.Outbox", Generous)
+    patch.setattr("commfuse_dp.transport.symmetric.messages.Outbox", Generous)
 
 
 def _arrival(patch: pytest.MonkeyPatch) -> None:

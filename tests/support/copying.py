@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from commfuse_dp.errors import Where
 from commfuse_dp.transport.base import Transfer
-from commfuse_dp.transport.inproc import InprocTransport
+from tests.support.inproc import InprocTransport
 
 
 class _Copy(Transfer):

@@ -24,7 +24,7 @@ import torch
 
 from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.transport.base import GRAD_LANE, NOWHERE, PARAM_LANE
-from commfuse_dp.transport.grouped import Exchanged, GroupedExchange, Labels, Part
+from commfuse_dp.transport.grouped.exchange import Exchanged, GroupedExchange, Labels, Part
 from tests.support.fake_device import FakeEvent, FakeStream, FakeWorld, _merge, _Op
 
 LANE_STREAMS = {PARAM_LANE: "lane parameters", GRAD_LANE: "lane gradients"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from commfuse_dp.transport.closing import forget
-from commfuse_dp.transport.exchange_watch import Ballot
-from commfuse_dp.transport.nccl import NcclTransport
+from commfuse_dp.transport.grouped.transport import NcclTransport
+from commfuse_dp.transport.grouped.watch import Ballot
 from tests.support.fake_grouped import FakeBoard, FakeGroupedExchange
 from tests.support.threads import ExchangeFn
 

@@ -13,11 +13,11 @@ import torch
 from commfuse_dp.device.base import reached
 from commfuse_dp.errors import TransportError
 from commfuse_dp.transport.base import Tag, Transport
-from commfuse_dp.transport.sockets import SocketChannel, connect_mesh
-from commfuse_dp.transport.symmetric import SymmetricTransport
-from commfuse_dp.transport.symmetric_core import pair_of
-from commfuse_dp.transport.symmetric_memory import SymmetricMemory
-from commfuse_dp.transport.symmetric_ring import ARRIVAL_WORDS
+from commfuse_dp.transport.shm.sockets import SocketChannel, connect_mesh
+from commfuse_dp.transport.symmetric.core import pair_of
+from commfuse_dp.transport.symmetric.memory import SymmetricMemory
+from commfuse_dp.transport.symmetric.ring import ARRIVAL_WORDS
+from commfuse_dp.transport.symmetric.transport import SymmetricTransport
 from tests.support.fake_device import FakeWorld
 from tests.support.threads import ExchangeFn
 

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 from commfuse_dp.probe import Probe
 from commfuse_dp.program.hosts import Hosts
-from commfuse_dp.transport.hierarchical import AcrossProbe, HierarchicalTransport
-from commfuse_dp.transport.hierarchical_device import StreamHierarchicalTransport
-from commfuse_dp.transport.inproc import InprocTransport, InprocWorld
-from commfuse_dp.transport.sockets import SocketChannel, connect_mesh
-from commfuse_dp.transport.symmetric import SymmetricTransport
-from commfuse_dp.transport.tcp import TcpTransport
+from commfuse_dp.transport.hierarchical.device import StreamHierarchicalTransport
+from commfuse_dp.transport.hierarchical.transport import AcrossProbe, HierarchicalTransport
+from commfuse_dp.transport.shm.sockets import SocketChannel, connect_mesh
+from commfuse_dp.transport.symmetric.transport import SymmetricTransport
+from commfuse_dp.transport.tcp.transport import TcpTransport
 from tests.support.copying import CopyingTransport
 from tests.support.fake_device import FakeWorld
 from tests.support.fake_grouped import FakeBoard, FakeGroupedExchange
 from tests.support.fake_symmetric import FakeSymmetricMemory
+from tests.support.inproc import InprocTransport, InprocWorld
 from tests.support.threads import ExchangeFn
 
 

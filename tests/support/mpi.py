@@ -247,7 +247,7 @@ class SuiteJob:
 
 
 def open_mpi(rank: int, world_size: int, exchange: ExchangeFn, inbox_bytes: int, deadline_s: float) -> Transport:
-    from commfuse_dp.transport.mpi import MpiTransport
+    from commfuse_dp.transport.two_sided.mpi import MpiTransport
 
     return MpiTransport(rank, world_size, exchange, inbox_bytes=inbox_bytes, deadline_s=deadline_s)
 

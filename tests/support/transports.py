@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from commfuse_dp.transport.base import Transport
-from commfuse_dp.transport.inproc import Faults, InprocWorld
-from commfuse_dp.transport.shm import ShmTransport
+from commfuse_dp.transport.shm.transport import ShmTransport
 from tests.support import mpi
 from tests.support.fake_device import FakeWorld
 from tests.support.fake_symmetric import AskingTransport, die, open_fake
+from tests.support.inproc import Faults, InprocWorld
 from tests.support.threads import ExchangeFn, run_ranks
 
 Body = Callable[[Transport, ExchangeFn], Any]
@@ -115,7 +115,7 @@ class TcpCluster(Cluster):
     kind = "tcp"
 
     def opener(self, world_size: int, inbox_bytes: int, deadline_s: float) -> Opener:
-        tcp = importlib.import_module("commfuse_dp.transport.tcp")
+        tcp = importlib.import_module("commfuse_dp.transport.tcp.transport")
         return lambda rank, exchange: tcp.TcpTransport(
             rank, world_size, exchange, inbox_bytes=inbox_bytes, deadline_s=deadline_s, address="127.0.0.1"
         )
@@ -129,8 +129,8 @@ class P2PCluster(Cluster):
     def opener(self, world_size: int, inbox_bytes: int, deadline_s: float) -> Opener:
         import torch.distributed as dist
 
-        from commfuse_dp.transport.p2p import TorchP2PTransport
-        from commfuse_dp.transport.paired import FOREVER_S, PairedTransport
+        from commfuse_dp.transport.two_sided.p2p import TorchP2PTransport
+        from commfuse_dp.transport.two_sided.paired import FOREVER_S, PairedTransport
 
         store = dist.HashStore()
         timeout = datetime.timedelta(seconds=deadline_s)
@@ -184,9 +184,9 @@ class MpiCluster(Cluster):
 CLUSTERS: dict[str, type[Cluster]] = {
     cluster.kind: cluster for cluster in (InprocCluster, DelayedInprocCluster, ShmCluster, DevShmCluster, SymmetricCluster)
 }
-if importlib.util.find_spec("commfuse_dp.transport.tcp") is not None:
+if importlib.util.find_spec("commfuse_dp.transport.tcp.transport") is not None:
     CLUSTERS[TcpCluster.kind] = TcpCluster
-if importlib.util.find_spec("commfuse_dp.transport.paired") is not None:
+if importlib.util.find_spec("commfuse_dp.transport.two_sided.paired") is not None:
     CLUSTERS[P2PCluster.kind] = P2PCluster
 if mpi.mpiexec() is not None:
     CLUSTERS[MpiCluster.kind] = MpiCluster

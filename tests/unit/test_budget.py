@@ -14,7 +14,7 @@ from commfuse_dp.engine.room import least_ring
 from commfuse_dp.program.hosts import Hosts
 from commfuse_dp.program.layout import flat_bounds
 from commfuse_dp.transport.budget import LEAST_RING, Room, divide, rings_of
-from commfuse_dp.transport.symmetric_core import Layout
+from commfuse_dp.transport.symmetric.core import Layout
 from tests.support.transports import CLUSTERS
 
 MIB = 1 << 20

@@ -15,9 +15,9 @@ from commfuse_dp.engine.arena import Arena
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.plan import Unit
-from commfuse_dp.transport.inproc import InprocWorld
 from tests.simulated.test_engine import Policy, Slot
 from tests.support.copying import CopyingTransport
+from tests.support.inproc import InprocWorld
 from tests.support.threads import run_ranks
 
 

@@ -14,7 +14,7 @@ from commfuse_dp.device import cuda
 from commfuse_dp.device.base import Word, as_int32, reached
 from commfuse_dp.device.cuda import Card, CudaDevice, CudaStream
 from commfuse_dp.errors import TransportError
-from commfuse_dp.transport.symmetric_memory import TorchSymmetricMemory
+from commfuse_dp.transport.symmetric.memory import TorchSymmetricMemory
 from tests.support.threads import ExchangeFn, run_ranks
 
 driver = pytest.importorskip("cuda.bindings.driver")

@@ -16,7 +16,7 @@ import pytest
 
 from commfuse_dp import mpi_launch
 from commfuse_dp.errors import ConfigError, TransportError
-from commfuse_dp.transport import mpi
+from commfuse_dp.transport.two_sided import mpi
 from tests.support.mpi import ROOT, mpiexec
 from tests.support.threads import ExchangeFn, run_ranks
 
@@ -142,7 +142,7 @@ def test_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_transport_without_a_launcher() -> None:
     """torchrun and transport 'mpi': every rank is alone in its MPI world."""
     code = (
-        "from commfuse_dp.transport.mpi import open_lanes; from tests.support.threads import run_ranks\n"
+        "from commfuse_dp.transport.two_sided.mpi import open_lanes; from tests.support.threads import run_ranks\n"
         "run_ranks(2, lambda rank, exchange: open_lanes(exchange))"
     )
     text = _python(code)

@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 
-from commfuse_dp.transport import mpi_progress
-from commfuse_dp.transport.mpi_progress import BESIDE_SLEEP, LENGTH_BYTES, WAIT_SLEEP, Control, Owner, Payload, Requests
+from commfuse_dp.transport.two_sided import mpi_progress
+from commfuse_dp.transport.two_sided.mpi_progress import (
+    BESIDE_SLEEP,
+    LENGTH_BYTES,
+    WAIT_SLEEP,
+    Control,
+    Owner,
+    Payload,
+    Requests,
+)
 
 
 class MpiError(Exception):

@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from commfuse_dp.device import cuda
 from commfuse_dp.errors import TransportError
-from commfuse_dp.transport import grouped, nccl, select
+from commfuse_dp.transport import select
+from commfuse_dp.transport.grouped import exchange as grouped
+from commfuse_dp.transport.grouped import transport as nccl
 
 CUDA = torch.device("cuda", 0)
 OPTIONS: dict[str, Any] = {"group": None, "inbox_bytes": 1 << 20, "deadline_s": 1.0, "probe": None, "device": CUDA}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commfuse_dp.transport.ring import ALIGNMENT, Ring, align
+from commfuse_dp.transport.one_sided.ring import ALIGNMENT, Ring, align
 
 
 @settings(max_examples=150)

@@ -10,10 +10,11 @@ import torch
 from commfuse_dp.device.base import Stream
 from commfuse_dp.device.cuda import Card
 from commfuse_dp.errors import TransportError
-from commfuse_dp.transport import select, symmetric_open
+from commfuse_dp.transport import select
 from commfuse_dp.transport.budget import Room
 from commfuse_dp.transport.select import choose, open_transport
-from commfuse_dp.transport.symmetric_open import Verdict, judge, try_writes
+from commfuse_dp.transport.symmetric import open as symmetric_open
+from commfuse_dp.transport.symmetric.open import Verdict, judge, try_writes
 from tests.support.fake_device import FakeDevice, FakeWorld
 from tests.support.fake_symmetric import FakeSymmetricMemory, open_fake
 from tests.support.threads import ExchangeFn, run_ranks

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from commfuse_dp.collectives import close_transports
 from commfuse_dp.ops import fused_linear, fused_linear_reference
 from commfuse_dp.program.layout import chunk_bounds
-from commfuse_dp.transport.inproc import Faults, InprocWorld
+from tests.support.inproc import Faults, InprocWorld
 from tests.support.threads import run_ranks
 
 

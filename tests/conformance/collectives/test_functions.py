@@ -15,8 +15,8 @@ from commfuse_dp.program.layout import slices_of_sizes
 from commfuse_dp.program.operations import Problem
 from commfuse_dp.program.orders import gather_owners, scatter_owners
 from commfuse_dp.program.verify import fold, minimum_rows
-from commfuse_dp.transport.inproc import Faults
 from tests.conformance.collectives.worlds import Moved, in_world, left_fold, rows
+from tests.support.inproc import Faults
 
 ORDERS = ["pairwise", "ring"]
 SIZES: list[tuple[int, ...]] = [(5,), (3, 4), (4, 0), (3, 5, 2), (0, 7, 0), (4, 4, 4, 1), (3, 3, 2, 0, 1)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from commfuse_dp.transport.base import Tag
-from commfuse_dp.transport.inproc import Faults, InprocWorld
+from tests.support.inproc import Faults, InprocWorld
 from tests.support.threads import run_ranks
 
 

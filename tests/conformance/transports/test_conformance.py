@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from commfuse_dp.errors import DeadlineError, MismatchError, PeerLostError, TransportError, Where
-from commfuse_dp.transport import paired
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, CHANNEL_GRAD, CHANNEL_PARAM, Tag, Transport
+from commfuse_dp.transport.two_sided import paired
 from tests.support.transports import CLUSTERS, Cluster, pattern, pull_bytes
 
 WORLDS = [1, 2, 3, 5]

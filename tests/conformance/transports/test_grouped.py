@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from commfuse_dp.errors import DeadlineError, TransportError, Where
-from commfuse_dp.transport import p2p
 from commfuse_dp.transport.base import GRAD_LANE, PARAM_LANE
-from commfuse_dp.transport.grouped import TorchGroupedExchange, open_grouped
+from commfuse_dp.transport.grouped.exchange import TorchGroupedExchange, open_grouped
+from commfuse_dp.transport.two_sided import p2p
 from tests.support.fake_device import FakeWorld, Race, Stuck
 from tests.support.fake_grouped import FakeBoard, FakeGroupedExchange, Unmatched
 from tests.support.transports import pattern

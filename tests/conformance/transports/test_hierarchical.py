@@ -16,8 +16,8 @@ from commfuse_dp.errors import CommFuseError, PeerLostError, TransportError
 from commfuse_dp.program.hosts import Hosts, check_hosts
 from commfuse_dp.program.orders import gather_owners, hierarchical_gather_owners, hierarchical_scatter_owners, scatter_owners
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, Tag
-from commfuse_dp.transport.inproc import Faults, InprocWorld
 from tests.support.hosts import open_hierarchical, shuffled_hosts
+from tests.support.inproc import Faults, InprocWorld
 from tests.support.threads import ExchangeFn, run_ranks
 
 shapes = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(0, 99))

@@ -8,7 +8,7 @@ import pytest
 
 from commfuse_dp.errors import DeadlineError, PeerLostError, TransportError
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag
-from commfuse_dp.transport.inproc import Faults, InprocWorld
+from tests.support.inproc import Faults, InprocWorld
 from tests.support.threads import run_ranks
 from tests.support.transports import InprocCluster
 

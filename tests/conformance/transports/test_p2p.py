@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 from commfuse_dp.errors import DeadlineError, PeerLostError, TransportError, Where
-from commfuse_dp.transport import hierarchical_open, p2p, paired
 from commfuse_dp.transport.base import CHANNEL_GRAD, GRAD_LANE, PARAM_LANE, Tag
-from commfuse_dp.transport.p2p import TorchP2PTransport, not_bound_to_a_device, open_lanes
-from commfuse_dp.transport.paired import open_p2p
+from commfuse_dp.transport.hierarchical import open as hierarchical_open
 from commfuse_dp.transport.select import open_transport
+from commfuse_dp.transport.two_sided import p2p, paired
+from commfuse_dp.transport.two_sided.p2p import TorchP2PTransport, not_bound_to_a_device, open_lanes
+from commfuse_dp.transport.two_sided.paired import open_p2p
 from tests.support.processes import RankPipe, RankProcesses
 from tests.support.transports import pattern, pull_bytes
 

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from commfuse_dp.errors import DeadlineError, PeerLostError, TransportError, Where
-from commfuse_dp.transport import shm, sockets
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag
-from commfuse_dp.transport.shm import ShmTransport
+from commfuse_dp.transport.shm import sockets
+from commfuse_dp.transport.shm import transport as shm
+from commfuse_dp.transport.shm.transport import ShmTransport
 from tests.support.leftovers import shared_memory
 from tests.support.processes import RankPipe, RankProcesses
 from tests.support.threads import run_ranks

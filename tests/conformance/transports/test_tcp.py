@@ -16,12 +16,12 @@ import torch
 
 from commfuse_dp.errors import MismatchError, PeerLostError, TransportError, Where
 from commfuse_dp.probe import RECEIVE, SEND, Probe
-from commfuse_dp.transport import tcp_connect
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
-from commfuse_dp.transport.messages import HEADER_BYTES
-from commfuse_dp.transport.tcp import TcpTransport
-from commfuse_dp.transport.tcp_connect import ADDRESS_VARIABLE, connect_all
-from commfuse_dp.transport.tcp_wire import (
+from commfuse_dp.transport.one_sided.messages import HEADER_BYTES
+from commfuse_dp.transport.tcp import connect as tcp_connect
+from commfuse_dp.transport.tcp.connect import ADDRESS_VARIABLE, connect_all
+from commfuse_dp.transport.tcp.transport import TcpTransport
+from commfuse_dp.transport.tcp.wire import (
     CONTROL_LANE,
     CONTROL_ROLE,
     DATA_ROLE,

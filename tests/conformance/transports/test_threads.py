@@ -18,7 +18,7 @@ import torch
 
 from commfuse_dp.errors import Where
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
-from commfuse_dp.transport.tcp import TcpTransport
+from commfuse_dp.transport.tcp.transport import TcpTransport
 from tests.support.threads import ExchangeFn, run_ranks
 
 WHERE = Where("blocks.1.fc", 3, "1/0", 64)

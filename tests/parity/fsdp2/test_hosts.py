@@ -13,7 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import commfuse_dp
 from commfuse_dp.observe import StepMeter
-from commfuse_dp.transport import hierarchical_open, select
+from commfuse_dp.transport import select
+from commfuse_dp.transport.hierarchical import open as hierarchical_open
 from tests.parity.fsdp2 import pair
 from tests.parity.fsdp2.models import ByteModel
 from tests.parity.fsdp2.twin import Twin, settings

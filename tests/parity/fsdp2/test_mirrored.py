@@ -19,7 +19,7 @@ from commfuse_dp.integrations.fsdp2 import engine_of
 import commfuse_dp
 from commfuse_dp.errors import CommFuseError
 from commfuse_dp.transport.base import GRAD_LANE, PARAM_LANE
-from commfuse_dp.transport.nccl import NcclTransport, open_nccl
+from commfuse_dp.transport.grouped.transport import NcclTransport, open_nccl
 from tests.parity.fsdp2.models import ByteModel, Stack, mean_square
 from tests.parity.fsdp2.twin import Twin, build, settings
 from tests.support.cells import slow

@@ -22,10 +22,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import commfuse_dp
-from commfuse_dp.transport import mpi, mpi_channel
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
 from commfuse_dp.transport.exchange import exchange_of
-from commfuse_dp.transport.mpi import MpiTransport
+from commfuse_dp.transport.two_sided import mpi, mpi_channel
+from commfuse_dp.transport.two_sided.mpi import MpiTransport
 from tests.support.transports import pattern, pull_bytes
 
 RESULT = "RESULT "

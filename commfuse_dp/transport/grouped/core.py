@@ -1,0 +1,191 @@
+"""What windows and messages of the mirrored transport share: the device, exchanges with the peers, checksums, the watchdog."""
+
+from __future__ import annotations
+
+import struct
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from commfuse_dp.device.base import Device, Event, Stream, Word, as_int32
+from commfuse_dp.errors import TransportError, Where
+from commfuse_dp.probe import RECEIVE, SEND, Probe
+from commfuse_dp.transport.base import GRAD_LANE, PARAM_LANE
+from commfuse_dp.transport.closing import CLOSE_S
+from commfuse_dp.transport.grouped.exchange import GroupedExchange, Labels, Part
+from commfuse_dp.transport.grouped.watch import Ballot, ExchangeWatch, Label, Step
+
+NOTHING = torch.empty(0, dtype=torch.uint8)
+LABEL_WORDS = 16  # int32: a checksum, and what was exchanged last
+_IDENTITY = struct.Struct("<I6q")
+
+
+class Account:
+    """What went from one rank to another so far; both ends keep it."""
+
+    __slots__ = ("checksum", "latest")
+
+    def __init__(self) -> None:
+        self.checksum = 0
+        self.latest: deque[int] = deque([0] * (LABEL_WORDS - 1), maxlen=LABEL_WORDS - 1)
+
+    def add(self, lane: int, identity: Sequence[int]) -> None:
+        """identity: up to five integers, of which the first is a layer's key."""
+        self.checksum = zlib.crc32(_IDENTITY.pack(self.checksum, lane, *identity, *(0,) * (5 - len(identity))))
+        word = 2 * identity[0] + lane + 1
+        if self.latest[-1] != word:
+            self.latest.append(word)
+
+
+class Core:
+    """State of one rank that both halves use. Every call of the transport begins with `check` or `enter`."""
+
+    def __init__(
+        self, grouped: GroupedExchange, device: Device, *, name: str, deadline_s: float, ballot: Ballot | None, probe: Probe
+    ) -> None:
+        self.rank, self.world_size = grouped.rank, grouped.world_size
+        self.name, self.device, self.probe = name, device, probe
+        self.peers = [(self.rank + shift) % self.world_size for shift in range(1, self.world_size)]
+        self.closed = False
+        self._given = [Account() for _ in range(self.world_size)]  # by peer
+        self._taken = [Account() for _ in range(self.world_size)]
+        self._labels: Labels | None = None  # out, into: used by one stream, hence one at a time
+        self.before_work: Callable[[], None] = lambda: None  # marks what was published
+        self.layers: Callable[[], Sequence[str]] = tuple  # names of keys
+        self.grouped = grouped
+        self.watch = ExchangeWatch(
+            self.rank, device, deadline_s=deadline_s, abort=grouped.abort, ballot=ballot, name=name, say=self._say
+        )
+
+    def check(self) -> None:
+        if self.closed:
+            raise TransportError(f"transport {self.name} of rank {self.rank} is closed")
+        self.watch.check()
+
+    def enter(self, *, mark: bool = True) -> Stream:
+        """Raises what is wrong. mark: what was published is, up to here. Returns the current stream."""
+        self.check()
+        if self.device.capturing():
+            raise TransportError(
+                f"transport {self.name} cannot be captured into a CUDA graph: its steps are taken together with the peers. "
+                "Capture without CommFuse's layers, or use them outside the graph."
+            )
+        if mark:
+            self.before_work()
+        return self.device.current_stream()
+
+    def settle(self, streams: Sequence[Stream], patience_s: float) -> bool:
+        """At the end: wait until they have done what was enqueued, as slower peers need this rank for that; after patience_s,
+        or a failure, abort the exchanges. True if nothing is left."""
+        events = [self.device.record(stream) for stream in streams]
+        for patience, whole in ((patience_s, self.watch.failure is None), (CLOSE_S, False)):
+            limit = time.monotonic() + patience
+            while time.monotonic() < limit:
+                if all(event.done() for event in events):
+                    return True
+                if whole and self.watch.failure is not None:
+                    break
+                time.sleep(0.0005)
+            self.grouped.abort()
+        return False
+
+    def check_peer(self, peer: int) -> None:
+        if peer == self.rank or not 0 <= peer < self.world_size:
+            raise ValueError(
+                f"rank {peer} is no peer of rank {self.rank} in a group of {self.world_size}: peers are {sorted(self.peers)}"
+            )
+
+    def layer(self, key: int, otherwise: str) -> str:
+        layers = self.layers()
+        return layers[key] if key < len(layers) else otherwise
+
+    def mirror(self, peer: int) -> int:
+        """Who does with this rank what this rank does with `peer`."""
+        return (2 * self.rank - peer) % self.world_size
+
+    def trade(
+        self,
+        stream: Stream,
+        lane: int,
+        give: Part,
+        take: Part,
+        where: Where,
+        *,
+        given: Sequence[int] = (),
+        taken: Sequence[int] = (),
+    ) -> tuple[Event, Step | None]:
+        """One exchange behind what is in `stream`, which then waits until it is through: the event at that place. Exchanges
+        of gradients are all on one stream.
+
+        given, taken: what it is, in up to five integers, the key of its layer first; the peer says the same of it."""
+        device = self.device
+        sends, receives = [[part] if part[1].numel() else [] for part in (give, take)]
+        peers = tuple(sorted({peer for peer, _ in (*sends, *receives)}))
+        if not peers:
+            return self.record(stream), None
+        for parts, accounts, identity in ((sends, self._given, given), (receives, self._taken, taken)):
+            for peer, _ in parts:
+                accounts[peer].add(lane, identity)
+        step = Step(self.record(stream), peers, where, take[1])
+        labels = self._label(stream, step, sends, receives) if lane == GRAD_LANE else None
+        self.watch.note(lane, step)
+        with device.on(stream):
+            try:
+                exchanged = self.grouped.exchange(lane, sends, receives, labels=labels, where=where)
+                exchanged.wait(where)
+            except TransportError:
+                self.watch.check()  # it was aborted just now: why
+                raise
+        step.exchanged = exchanged
+        if step.label is not None:
+            device.wait_value(stream, step.label.pad, 0, step.label.checksum, exact=True)
+        step.end = event = self.record(stream)
+        timing = self.probe.timing if self.probe.sink is not None else None
+        if timing is not None and step.start.timed:
+            name = "slice" if lane == PARAM_LANE else "message"
+            for track, parts in ((SEND, sends), (RECEIVE, receives)):
+                for peer, data in parts:
+                    timing.span(track, name, step.start, event, {"nbytes": data.nbytes, "peer": peer})
+        return event, step
+
+    def record(self, stream: Stream) -> Event:
+        """Behind all that is in the stream now. Keeps the time while somebody watches."""
+        return self.device.record(stream, timing=self.probe.timing is not None)
+
+    def tell(self, epoch: int) -> None:
+        """Have the ranks compare what they exchanged up to here."""
+        given, taken = ([account.checksum for account in accounts] for accounts in (self._given, self._taken))
+        self.watch.tell(epoch, given, taken)
+
+    def _label(self, stream: Stream, step: Step, sends: Sequence[Part], receives: Sequence[Part]) -> Labels:
+        """See [Note: Labels] in watch.py."""
+        device = self.device
+        if self._labels is None:
+            with torch.inference_mode(False):
+                out, into = (torch.zeros(LABEL_WORDS, dtype=torch.int32, device=device.torch_device) for _ in range(2))
+            device.wait_event(stream, device.record(device.current_stream()))
+            self._labels = out, into
+        out, into = self._labels
+        for peer, _ in sends:
+            account = self._given[peer]
+            words = (as_int32(account.checksum), *account.latest)
+            device.write_values(stream, [Word(out, place, value) for place, value in enumerate(words)])
+        for peer, _ in receives:
+            account = self._taken[peer]
+            step.label = Label(into, account.checksum, peer, tuple(account.latest))
+        return out, into
+
+    def _say(self, words: Sequence[int]) -> str:
+        kinds = {PARAM_LANE: "parameters", GRAD_LANE: "gradient"}
+        found = [divmod(word - 1, 2) for word in words if word > 0]
+        return ", ".join(f"{kinds[lane]} of layer {self.layer(key, f'(key {key})')!r}" for key, lane in found) or "nothing"
+
+
+def raise_failures(answers: Sequence[str | None]) -> None:
+    """answers: of all ranks; None: no failure. Raises TransportError on all ranks alike."""
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(answers) if text]
+    if failures:
+        raise TransportError("; ".join(failures) + ". Use more ranks, or lower inbox_bytes or prefetch_bytes.")

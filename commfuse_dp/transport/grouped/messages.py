@@ -1,0 +1,232 @@
+"""Messages of the mirrored transport: out of a staging ring, into a ring of local memory. Timelines: see transport.py."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from commfuse_dp.device.base import Device, Event, Word
+from commfuse_dp.errors import TransportError, Where
+from commfuse_dp.transport.base import CHANNEL_GRAD, GRAD_LANE, NOWHERE, ExchangeFn, Tag
+from commfuse_dp.transport.grouped.core import NOTHING, Core, raise_failures
+from commfuse_dp.transport.grouped.watch import Step
+from commfuse_dp.transport.one_sided.accounts import count_message
+from commfuse_dp.transport.one_sided.ring import ALIGNMENT, align
+from commfuse_dp.transport.symmetric.ring import PlaceRing, StagingRing
+
+_FIELD_LIMIT = 1 << 31
+
+
+class Landing:
+    """A place for one message, whose exchange is enqueued."""
+
+    __slots__ = ("behind", "data", "here", "number", "read", "released", "step")
+
+    def __init__(self, data: torch.Tensor, number: int, behind: list[Event]) -> None:
+        self.data = data
+        self.number = number
+        self.behind = behind  # what must be over before the message may be written
+        self.here: Event  # behind this one it is here
+        self.step: Step | None = None
+        self.read = False
+        self.released: Event | None = None  # behind this one nobody reads it; None: somebody may
+
+
+class _Ring:
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+        # Places are told to nobody: as many messages as there is room for.
+        self.places = PlaceRing(data.numel(), words=data.numel() // ALIGNMENT + 1)
+        self.live: deque[Landing] = deque()
+
+
+class Inboxes:
+    """A ring for each peer and channel. first: memory of those for gradients, by peer; that of others is taken when needed."""
+
+    def __init__(self, device: Device, capacity: int, first: dict[int, torch.Tensor]) -> None:
+        self._device, self._capacity = device, capacity
+        self._rings = {(peer, CHANNEL_GRAD): _Ring(data) for peer, data in first.items()}
+
+    def land(self, src: int, tag: Tag, nbytes: int) -> Landing:
+        """The next place for a message of `src`. nbytes <= capacity.
+
+        Raises TransportError if it is still held by messages that the host has not released: no stream can wait for that."""
+        ring = self._rings.get((src, tag.channel))
+        if ring is None:
+            ring = self._rings[src, tag.channel] = self._new_ring()
+        place = ring.places.place(nbytes)
+        behind: list[Event] = []
+        while ring.live and ring.live[0].number <= place.behind:
+            earlier = ring.live.popleft()
+            if earlier.released is None:
+                raise TransportError(
+                    f"{self._capacity} bytes are too few for what has come from rank {src} and was not released: the place of "
+                    f"{nbytes} bytes ({tag}) would overwrite {earlier.data.numel()} of them. Release before sending more, or "
+                    "raise inbox_bytes."
+                )
+            behind.append(earlier.released)
+        landing = Landing(ring.data.narrow(0, place.offset, nbytes), place.number, behind)
+        ring.live.append(landing)
+        return landing
+
+    def clear(self) -> None:
+        """Let go of all memory."""
+        self._rings.clear()
+
+    def _new_ring(self) -> _Ring:
+        device = self._device
+        with torch.inference_mode(False):
+            data = torch.zeros(self._capacity, dtype=torch.uint8, device=device.torch_device)
+        device.wait_event(device.side_stream("scatter"), device.record(device.current_stream()))
+        return _Ring(data)
+
+
+class Messages:
+    """What this rank sends and receives. Collective constructor: raises TransportError on all ranks if memory is short."""
+
+    def __init__(self, core: Core, limit: int, exchange: ExchangeFn) -> None:
+        self._core = core
+        self.limit = limit  # bytes of the largest message
+        device, ring = core.device, align(limit)
+        self._scatter = device.side_stream("scatter")
+        rings: dict[int, list[torch.Tensor]] = {}  # of each peer: staging, inbox
+        failure = None
+        try:
+            with torch.inference_mode(False):
+                for peer in core.peers:
+                    rings[peer] = [torch.zeros(ring, dtype=torch.uint8, device=device.torch_device) for _ in range(2)]
+        except RuntimeError as error:  # what torch raises when an allocation fails
+            failure = f"no memory on {device.torch_device} for inbox_bytes = {limit}, twice for each peer ({error})"
+        raise_failures(exchange(failure))
+        device.wait_event(self._scatter, device.record(device.current_stream()))  # they are zeroed there
+        self._staging = {peer: both[0] for peer, both in rings.items()}
+        self._reserved = {peer: StagingRing(ring, peer) for peer in core.peers}
+        self._inboxes = Inboxes(device, ring, {peer: both[1] for peer, both in rings.items()})
+        # Announced, not yet paired with a send of ours: bytes. Steps that were broken off leave theirs.
+        self._expected: dict[tuple[int, Tag], int] = {}
+        self._landed: dict[tuple[int, Tag], Landing] = {}
+
+    # ---- sending -----------------------------------------------------------------------------------------------------
+    def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor:
+        core = self._core
+        stream = core.enter()
+        core.check_peer(dst)
+        self._check_bytes(nbytes, f"to rank {dst}")
+        reservation, behind = self._reserved[dst].reserve(nbytes)
+        if behind is not None:
+            if core.probe.timing is not None:
+                core.probe.stood(core.probe.timing.layer, core.probe.mark(), (behind,))
+            core.device.wait_event(stream, behind)
+        return self._staging[dst].narrow(0, reservation.offset, nbytes)
+
+    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, when: Word | None) -> None:
+        core = self._core
+        stream = core.enter()
+        core.check_peer(dst)
+        self._check_tag(tag)
+        device, scatter, nbytes = core.device, self._scatter, buffer.nbytes
+        reservation = None
+        if nbytes:
+            staging = self._staging[dst]
+            reservation = self._reserved[dst].find(buffer.data_ptr() - staging.data_ptr(), nbytes)
+            if reservation is None:
+                raise ValueError(
+                    f"send to rank {dst}, {tag}: the buffer was not reserved by try_reserve({dst}, ...), or was sent before"
+                )
+            buffer = staging.narrow(0, reservation.offset, nbytes)
+            if when is not None:
+                device.wait_value(scatter, when.pad, when.place, when.value)
+            else:
+                device.wait_event(scatter, device.record(stream))
+        src = core.mirror(dst)
+        coming = self._expected.pop((src, tag), None)
+        landing = self._inboxes.land(src, tag, coming) if coming is not None else None
+        for event in landing.behind if landing is not None else ():
+            device.wait_event(scatter, event)
+        into = landing.data if landing is not None else NOTHING
+        layer = core.layer(tag.key, "") if tag.channel == CHANNEL_GRAD else ""
+        where = Where(layer or f"(message {tag})", tag.seq, str(tag.part), max(nbytes, into.numel()))
+        identity = (tag.key, tag.channel, tag.seq, tag.part)
+        event, step = core.trade(
+            scatter,
+            GRAD_LANE,
+            (dst, buffer),
+            (src, into),
+            where,
+            given=(*identity, nbytes),
+            taken=(*identity, into.numel()),
+        )
+        if reservation is not None:
+            self._reserved[dst].sent(reservation, event)
+            count_message(core.probe.counters, tag.channel, nbytes, sent=True)
+        if landing is not None:
+            landing.here, landing.step = event, step
+            self._landed[src, tag] = landing
+
+    # ---- receiving ---------------------------------------------------------------------------------------------------
+    def expect(self, src: int, tag: Tag, nbytes: int) -> None:
+        core = self._core
+        core.check()
+        core.check_peer(src)
+        self._check_tag(tag)
+        self._check_bytes(nbytes, f"from rank {src}")
+        if (src, tag) in self._expected or (src, tag) in self._landed:
+            raise TransportError(
+                f"rank {core.rank} expects two messages {tag} of rank {src}: tags must be unique among messages in flight"
+            )
+        self._expected[src, tag] = nbytes
+
+    def arrived(self, src: int, tag: Tag) -> bool:
+        self._core.check()
+        self._core.check_peer(src)
+        return (src, tag) in self._landed
+
+    def receive(self, src: int, tag: Tag, where: Where) -> torch.Tensor:
+        core = self._core
+        stream = core.enter()
+        core.check_peer(src)
+        landing = self._landed.get((src, tag))
+        if landing is None:
+            raise ValueError(
+                f"receive: {tag} of rank {src} comes in the step in which rank {core.rank} sends {tag} to rank "
+                f"{core.mirror(src)}, which it has not done, or it was not announced by expect({src}, ...) before"
+            )
+        if landing.step is not None and where is not NOWHERE:
+            landing.step.where = where
+        core.device.wait_event(stream, landing.here)
+        core.check()  # on a device whose calls wait, the wait may just have ended badly
+        landing.read = True
+        return landing.data
+
+    def release(self, src: int, tag: Tag) -> None:
+        core = self._core
+        stream = core.enter(mark=False)
+        landing = self._landed.get((src, tag))
+        if landing is None or not landing.read:
+            raise ValueError(f"release: no message {tag} of rank {src} is here (released twice, or not yet received)")
+        del self._landed[src, tag]
+        landing.released = core.device.record(stream)
+        count_message(core.probe.counters, tag.channel, landing.data.numel(), sent=False)
+
+    def memory(self) -> object:
+        """All of it, for whoever must keep it."""
+        return self._staging, self._inboxes
+
+    def forget(self) -> None:
+        """Let go of all memory."""
+        self._staging = {}
+        self._inboxes.clear()
+        self._landed.clear()
+
+    # ---- helpers -----------------------------------------------------------------------------------------------------
+    def _check_bytes(self, nbytes: int, whose: str) -> None:
+        if not 0 <= nbytes <= self.limit:
+            raise ValueError(
+                f"a message of {nbytes} bytes {whose}: 0 .. {self.limit} fit; "
+                "send smaller slices (more slices_per_rank) or raise inbox_bytes"
+            )
+
+    def _check_tag(self, tag: Tag) -> None:
+        if min(tag) < 0 or max(tag) >= _FIELD_LIMIT:
+            raise ValueError(f"{tag}: keys, epochs and tags must be integers in 0 .. 2**31-1")

@@ -1,0 +1,366 @@
+"""Transport `p2p` on GPUs: parameters and gradients in grouped exchanges, ordered by streams alone.
+
+For GPUs without peer access, or on several hosts. **NCCL: not yet run on a GPU.** Mirrored and device-ordered, see the notes in
+base.py: no requests, no threads that answer, no host that waits. The same code runs over any `GroupedExchange`.
+
+[Note: Timelines] (r = this rank; | stands for a wait)
+
+  parameters, one step of the order, t places on
+    r current   |wait_finished(e-1)   copy shards -> segment   (event p)                      |event x   GEMM reads the buffer
+    r gather         |event p   |after (last reader of the buffer)   { segment -> r-t, r+t -> buffer }   (event x)
+  So: a segment is read behind its packing; `wait_finished` stands behind all our exchanges of the epoch before, and nobody
+  reads our segment but in them; a buffer is written behind its last GEMM.
+
+  gradients, one step
+    r current   |event y of the last exchange from this place of the staging   GEMM -> staging   (event g)
+    r scatter       |event g   |events of the releases of this place of the inbox   { staging -> r+t, r-t -> inbox }  (event y)
+    r current or reduce                                                                  |event y   sum   (event: release)
+  So: a place of the staging is written when its bytes have left, one of the inbox when its sum is through. Both are local: no
+  credit is told.
+
+[Note: Bytes in flight]
+"gather" and "scatter" stand behind each exchange before the next one is posted there, as a communicator works off one after the
+other anyway. Staging gives compute `inbox_bytes` of slack towards each peer before it must stand for exchanges.
+
+[Note: Kernels must not wait]
+Pulls have no arrival word: a persistent kernel that waits for one would hold the multiprocessors that NCCL's kernels need.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+from commfuse_dp.device.base import Device, Event, Word
+from commfuse_dp.device.timing import EventTimer
+from commfuse_dp.errors import TransportError, Where
+from commfuse_dp.probe import Probe
+from commfuse_dp.transport.base import NOWHERE, PARAM_LANE, WHOLE, ExchangeFn, Outcome, PullRequest, Tag, Transfer, Transport
+from commfuse_dp.transport.closing import CLOSE_S, close_at_exit, forget
+from commfuse_dp.transport.exchange import exchange_of
+from commfuse_dp.transport.grouped.core import Core, raise_failures
+from commfuse_dp.transport.grouped.exchange import GroupedExchange, open_grouped
+from commfuse_dp.transport.grouped.messages import Messages
+from commfuse_dp.transport.grouped.watch import Ballot, Step, TorchBallot
+from commfuse_dp.transport.one_sided.accounts import pull_bytes, window_bytes
+from commfuse_dp.transport.one_sided.parts import check_same_sizes
+from commfuse_dp.transport.one_sided.ring import align
+
+_log = logging.getLogger("commfuse_dp")
+_never_freed: list[object] = []  # memory under exchanges that did not end
+
+
+def _describe(owner: int, key: int, epoch: int, start: int, nbytes: int) -> Where:
+    return Where(f"(window {key})", epoch, f"bytes {start} to {start + nbytes}", nbytes)
+
+
+class Brought(Transfer):
+    """A slice whose exchange is enqueued."""
+
+    __slots__ = ("_core", "_out", "_step", "landed")
+
+    landed: Event
+
+    def __init__(self, core: Core, out: torch.Tensor, event: Event, step: Step | None) -> None:
+        self._core, self._out, self.landed, self._step = core, out, event, step
+
+    def concerns(self, where: Where) -> None:
+        if self._step is not None:
+            self._step.where = where
+
+    def done(self) -> bool:
+        self._core.check()
+        return True
+
+    def wait(self, where: Where = NOWHERE) -> torch.Tensor:
+        if where is not NOWHERE:
+            self.concerns(where)
+        stream = self._core.enter()
+        self._core.device.wait_event(stream, self.landed)
+        self._core.check()  # on a device whose calls wait, the wait may just have ended badly
+        return self._out
+
+
+class NcclTransport(Transport):
+    """See the module. Collective constructor.
+
+    Args:
+        grouped: exchanges with the peers, owned from now on.
+        exchange: the group's collective object exchange, used here and in `expose`.
+        device: may be simulated.
+        inbox_bytes: room for what is computed for a peer, and for what comes from it and is not released: 2 * inbox_bytes per
+            peer in all, once more for each further channel that is used.
+        ballot: how ranks compare what they do; None: not at all.
+    """
+
+    name: ClassVar[str] = "p2p"
+    in_place: ClassVar[bool] = False
+    device_ordered: ClassVar[bool] = True
+    mirrored: ClassVar[bool] = True
+    device: Device
+
+    def __init__(
+        self,
+        grouped: GroupedExchange,
+        exchange: ExchangeFn,
+        *,
+        device: Device,
+        inbox_bytes: int,
+        deadline_s: float,
+        ballot: Ballot | None = None,
+        probe: Probe | None = None,
+    ) -> None:
+        super().__init__(grouped.rank, grouped.world_size, deadline_s=deadline_s, probe=probe)
+        self.device = device
+        self.probe.measure_by(EventTimer(device, self.probe))
+        self._exchange = exchange
+        self._core = Core(grouped, device, name=self.name, deadline_s=deadline_s, ballot=ballot, probe=self.probe)
+        self._core.before_work = self._flush
+        self._core.layers = lambda: self.layers
+        self._gather = device.side_stream("gather")
+        self._sizes: list[tuple[int, ...]] | None = None
+        self._segments: list[torch.Tensor] = []
+        self._published: dict[int, int] = {}  # key -> epoch
+        self._packed: dict[int, Event] = {}  # key -> behind its packing; until "gather" stands behind it
+        self._held: list[int] = []  # keys that were published, and whose event is still to be recorded
+        self._free_to_write = self._own_finished = 0
+        self._describe: Callable[[int, int, int, int, int], Where] = _describe
+        self._pid = os.getpid()
+        try:
+            self._messages = Messages(self._core, inbox_bytes, exchange)
+        except BaseException:
+            self._core.watch.stop()
+            grouped.close()
+            raise
+        # A watchdog must not ask a device that is being torn down; but nobody waits long for others when a program ends.
+        close_at_exit(self, lambda transport: transport._close(CLOSE_S))  # type: ignore[attr-defined]
+
+    # ---- windows -----------------------------------------------------------------------------------------------------
+    def expose(self, sizes: Sequence[Sequence[int]]) -> None:
+        self._core.enter()
+        if self._sizes is not None:
+            raise TransportError("expose() was called twice: a transport exposes its windows once; open another for others")
+        table = [tuple(int(n) for n in row) for row in sizes]
+        for key, row in enumerate(table):
+            if len(row) != self.world_size or min(row) < 0:
+                raise ValueError(f"expose: sizes[{key}] = {row}: one size >= 0 for each of {self.world_size} ranks is needed")
+        own, failure = [row[self.rank] for row in table], None
+        try:
+            block = torch.zeros(sum(map(align, own)), dtype=torch.uint8, device=self.device.torch_device)
+        except RuntimeError as error:
+            failure = f"no memory on {self.device.torch_device} for {sum(own)} published bytes ({error})"
+        answers = self._exchange((table, failure))
+        check_same_sizes(table, [theirs for theirs, _ in answers])
+        raise_failures([text for _, text in answers])
+        start = 0
+        for size in own:
+            self._segments.append(block.narrow(0, start, size))
+            start += align(size)
+        self._sizes = table
+
+    def segment(self, key: int) -> torch.Tensor:
+        window_bytes(self._sizes, self.rank, key, self.world_size)
+        return self._segments[key]
+
+    def publish(self, key: int, epoch: int, *, more: bool = False) -> None:
+        self._core.enter(mark=False)
+        window_bytes(self._sizes, self.rank, key, self.world_size)
+        before = self._published.get(key, 0)
+        if epoch != before + 1:
+            raise ValueError(f"publish(key {key}, epoch {epoch}): epochs rise by one and {before} was the last")
+        if self._core.peers and self._free_to_write < epoch - 1:
+            raise TransportError(
+                f"publish(key {key}, epoch {epoch}): exchanges of epoch {epoch - 1} may still read the segment; "
+                f"call wait_finished({epoch - 1}) before writing it"
+            )
+        self._published[key] = epoch
+        self._held.append(key)
+        if not more:
+            self._flush()
+
+    def push(self) -> None:
+        self._core.enter()
+
+    def pull(
+        self,
+        owner: int,
+        key: int,
+        epoch: int,
+        *,
+        start: int = 0,
+        nbytes: int | None = None,
+        out: torch.Tensor | None = None,
+        after: Event | None = None,
+    ) -> Transfer:
+        raise TransportError(
+            f"transport {self.name} is mirrored: use pull_all, with what the peer gets that mirrors rank {owner}"
+        )
+
+    def pull_all(self, epoch: int, requests: Sequence[PullRequest]) -> Sequence[Brought]:
+        """`after` None: `out` may be fresh from the allocator, so it is written behind all that is in the current stream."""
+        return [self._pull(epoch, *request) for request in requests]
+
+    def describe_pulls(self, describe: Callable[[int, int, int, int, int], Where]) -> None:
+        self._describe = describe
+
+    def _pull(
+        self,
+        epoch: int,
+        owner: int,
+        key: int,
+        start: int,
+        nbytes: int,
+        out: torch.Tensor,
+        after: Event | None,
+        give: tuple[int, int],
+    ) -> Brought:
+        stream = self._core.enter()
+        self._core.check_peer(owner)
+        size = window_bytes(self._sizes, owner, key, self.world_size)
+        pull_bytes(owner, key, epoch, start=start, nbytes=nbytes, published=size, finished=self._own_finished)
+        if out.dtype != torch.uint8 or out.dim() != 1 or out.numel() != nbytes or not out.is_contiguous():
+            raise ValueError(
+                f"pull: out must be contiguous uint8 of {nbytes} bytes; {out.dtype} of shape {tuple(out.shape)} was given"
+            )
+        segment = self._segments[key]
+        if min(give) < 0 or sum(give) > segment.numel():
+            raise ValueError(f"pull: give = {give} of key {key}, of which this rank publishes {segment.numel()} bytes")
+        if self._published.get(key, 0) != epoch:
+            raise TransportError(
+                f"pull: rank {self.rank} has published key {key} up to epoch {self._published.get(key, 0)}, not {epoch}: a "
+                "pull of a mirrored transport also gives; publish first"
+            )
+        device, gather = self.device, self._gather
+        if nbytes:
+            device.wait_event(gather, after if after is not None else device.record(stream))
+        packed = self._packed.pop(key, None)
+        if packed is not None:
+            device.wait_event(gather, packed)
+        taker = self._core.mirror(owner)
+        where = self._describe(owner, key, epoch, start, nbytes)
+        gift = segment.narrow(0, *give)
+        event, step = self._core.trade(
+            gather,
+            PARAM_LANE,
+            (taker, gift),
+            (owner, out),
+            where,
+            given=(key, epoch, *give),
+            taken=(key, epoch, start, nbytes),
+        )
+        counters = self.probe.counters
+        counters.param_bytes_received += nbytes
+        counters.param_bytes_sent += give[1]
+        return Brought(self._core, out, event, step)
+
+    def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
+        self._core.enter()
+        if epoch <= self._own_finished:
+            raise ValueError(f"finish({epoch}): epoch {self._own_finished} is finished already; epochs rise")
+        self._own_finished = epoch
+        self._core.tell(epoch)
+
+    def wait_finished(self, epoch: int, where: Where = NOWHERE, *, meanwhile: Callable[[], object] | None = None) -> None:
+        stream = self._core.enter()
+        if epoch <= 0:
+            return
+        self._free_to_write = max(self._free_to_write, epoch)
+        self.device.wait_event(stream, self.device.record(self._gather))
+
+    # ---- messages ----------------------------------------------------------------------------------------------------
+    @property
+    def message_limit(self) -> int:
+        return self._messages.limit
+
+    def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor:
+        """Never None. What one call reserves for one peer before it sends must fit into inbox_bytes."""
+        return self._messages.try_reserve(dst, nbytes)
+
+    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None, more: bool = False) -> None:
+        """`when`: written by a kernel that is in the current stream already, once the buffer is complete."""
+        self._messages.send(dst, tag, buffer, when)
+
+    def expect(self, src: int, tag: Tag, nbytes: int) -> None:
+        """Before the send of the same tag to the peer that mirrors `src`."""
+        self._messages.expect(src, tag, nbytes)
+
+    def arrived(self, src: int, tag: Tag) -> bool:
+        """Whether the step has been taken in which it comes."""
+        return self._messages.arrived(src, tag)
+
+    def receive(self, src: int, tag: Tag, where: Where = NOWHERE) -> torch.Tensor:
+        return self._messages.receive(src, tag, where)
+
+    def release(self, src: int, tag: Tag, *, more: bool = False) -> None:
+        self._messages.release(src, tag)
+
+    # ---- progress and end --------------------------------------------------------------------------------------------
+    def progress(self, timeout_s: float = 0.0) -> None:
+        self._core.check()
+        if timeout_s > 0:
+            self._core.watch.news.wait(min(timeout_s, 0.05))
+            self._core.check()
+
+    def close(self) -> None:
+        """Also waits, within the deadline, for slower peers to take the last steps: they need this rank for them."""
+        well = sys.exc_info()[0] is None and self._core.watch.failure is None
+        self._close(self.deadline_s if well else min(CLOSE_S, self.deadline_s))
+
+    def _close(self, patience_s: float) -> None:
+        core = self._core
+        if core.closed:
+            return
+        core.closed = True
+        forget(self)
+        if os.getpid() != self._pid:  # a copy made by fork: neither the thread nor the device is its own
+            return
+        idle = False
+        try:
+            streams = (self._gather, self.device.side_stream("scatter"), self.device.current_stream())
+            idle = core.settle(streams, patience_s)
+        finally:
+            if not core.watch.stop() or not idle:
+                core.grouped.abort()  # communicators with something left open are not used again
+            core.grouped.close()
+            if idle:
+                self._segments = []
+                self._messages.forget()
+            else:
+                _never_freed.append((self._segments, self._messages.memory()))
+                _log.warning("rank %d: transport %s: an exchange did not end; its memory is kept", self.rank, self.name)
+
+    def _flush(self) -> None:
+        if self._held:
+            packed = self.device.record(self.device.current_stream())
+            self._packed.update(dict.fromkeys(self._held, packed))
+            self._held = []
+
+
+def open_nccl(
+    group: dist.ProcessGroup | None,
+    *,
+    device: Device,
+    inbox_bytes: int,
+    deadline_s: float,
+    probe: Probe | None = None,
+) -> NcclTransport:
+    """Collective over `group` (None: the default group): the transport on communicators of its own.
+
+    Raises TransportError if torch.distributed is not initialised, if the communicators cannot be made, or if memory is short.
+    """
+    grouped = open_grouped(group, deadline_s=deadline_s, device=device.torch_device)
+    return NcclTransport(
+        grouped,
+        exchange_of(group),
+        device=device,
+        inbox_bytes=inbox_bytes,
+        deadline_s=deadline_s,
+        ballot=TorchBallot(grouped.control) if grouped.control is not None else None,
+        probe=probe,
+    )

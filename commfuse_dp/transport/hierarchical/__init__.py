@@ -1,0 +1,1 @@
+"""One transport inside every host, another one between hosts."""

@@ -1,0 +1,320 @@
+"""Transport `hierarchical`: one transport inside every host, another one between hosts, and few bytes on the latter.
+
+    published by rank 5 (host 1)      --outer, once-->  segment of rank 1, its gateway on host 0  --inner-->  ranks 0, 2, 3
+    messages inside a host: inner; to other hosts: outer (engine/two_level.py adds gradients up before they cross)
+
+The order is program/hosts.py's. A rank fetches for its whole host what its *rail* (the ranks at its place on other hosts)
+publishes, and publishes it again inside the host under a key of its own: key * hosts + distance in hosts (0: its own shard).
+So a shard crosses to a host once per step, where each of the L ranks there would fetch it once per forward and once per
+backward: 2 L times fewer bytes. The price is memory: what a host needs of all others stays there until the next step,
+(H - 1) / N of the model in the compute dtype per rank, as with the secondary shards of ZeRO++ (hpZ, arXiv 2306.10209).
+
+[Note: Relays run by themselves]
+`publish` asks the rail for its shards, and the outer transport's I/O thread publishes what has come: no rank's compute stands
+between a shard's arrival and its readers. That thread holds the outer lock while it takes the inner one; nothing takes them the
+other way round. Inner channels let another thread post (parts.py); the user's thread, which may sleep in the inner channel, is
+woken for news of the outer one (`on_news`, `wake`).
+
+[Note: Epochs of a relay]
+A relay's segment is written after `wait_finished(epoch - 1)`, like any: its readers are the host's ranks, which have finished
+then. It is complete before the next epoch is asked for (`publish` waits for it), and `finish` reaches the rail only when it is:
+a rail peer that rewrites its segment knows that this host has what it needs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from commfuse_dp.device.base import Event, Word
+from commfuse_dp.errors import Where
+from commfuse_dp.probe import Counters, Probe
+from commfuse_dp.program.hosts import Hosts
+from commfuse_dp.transport.base import NOWHERE, WHOLE, Left, Outcome, Tag, Transfer, Transport
+from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
+
+
+class AcrossProbe(Probe):
+    """Counts what crosses hosts apart from what moves inside them; spans go where the main probe's go."""
+
+    __slots__ = ("_main",)
+
+    def __init__(self, main: Probe) -> None:
+        self._main = main
+        super().__init__()
+
+    @property  # type: ignore[override]
+    def sink(self):  # type: ignore[no-untyped-def]
+        return self._main.sink
+
+    @sink.setter
+    def sink(self, value: object) -> None:
+        """Only the main probe's counts."""
+
+    @property  # type: ignore[override]
+    def timing(self):  # type: ignore[no-untyped-def]
+        return self._main.timing
+
+    @timing.setter
+    def timing(self, value: object) -> None:
+        """Likewise."""
+
+
+def relay_key(hosts: Hosts, key: int, distance: int) -> int:
+    """Key inside a host of what ranks so many hosts further on publish under `key`."""
+    return key * len(hosts.members) + distance
+
+
+def inside_sizes(hosts: Hosts, sizes: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Bytes that every rank publishes inside its host, by `relay_key`: its own shard, and those that it relays."""
+    inside = []
+    for row in sizes:
+        for distance in range(len(hosts.members)):
+            published = [0] * hosts.world_size
+            for host, ranks in enumerate(hosts.members):
+                for rank, owner in zip(ranks, hosts.members[(host + distance) % len(hosts.members)], strict=True):
+                    published[rank] = row[owner]
+            inside.append(published)
+    return inside
+
+
+class HierarchicalTransport(Transport):
+    """See the module.
+
+    Args:
+        inner: connects the ranks of this one's host (`members`); ranks keep their numbers.
+        outer: connects all ranks; fetches over a wire, by a thread of its own. Its probe counts what crosses hosts.
+        Both are owned from now on.
+    """
+
+    name = "hierarchical"
+    recovers = True
+
+    def __init__(self, hosts: Hosts, inner: OneSidedTransport, outer: OneSidedTransport, *, probe: Probe) -> None:
+        super().__init__(inner.rank, inner.world_size, deadline_s=inner.deadline_s, probe=probe)
+        self.hosts: Hosts = hosts
+        self.in_place = inner.in_place  # type: ignore[misc]
+        self._inner = inner
+        self._outer = outer
+        self._siblings = frozenset(hosts.siblings(self.rank))
+        host = hosts.place(self.rank)[0]
+        rail = hosts.rail(self.rank)
+        count = len(rail)
+        self._rail = [(ahead, rail[(host + ahead) % count]) for ahead in range(1, count)]
+        # owner -> (who has its shard on this host, hosts to go to it)
+        self._source = [(hosts.gateway(self.rank, owner), hosts.distance(self.rank, owner)) for owner in range(self.world_size)]
+        self._sizes: Sequence[Sequence[int]] = ()
+        self._relaying = 0  # shards asked for and not yet here
+        self._finish_later = 0  # epoch that the rail is told of when they are
+        self._outcome = WHOLE  # of that epoch
+        self._lock = threading.Lock()  # of these two
+        self._closed = False
+        outer.on_news = inner.wake
+        probe.across = outer.probe.counters
+
+    @property
+    def across(self) -> Counters:
+        """What crossed hosts, to and from this rank (`probe.across`)."""
+        return self._outer.probe.counters
+
+    def _key(self, key: int, distance: int) -> int:
+        return relay_key(self.hosts, key, distance)
+
+    def _side(self, peer: int) -> OneSidedTransport:
+        return self._inner if peer in self._siblings else self._outer
+
+    # ---- windows -----------------------------------------------------------------------------------------------------
+    def expose(self, sizes: Sequence[Sequence[int]]) -> None:
+        self._inner.expose(inside_sizes(self.hosts, sizes))
+        self._outer.expose(sizes)
+        self._sizes = [tuple(row) for row in sizes]
+
+    def segment(self, key: int) -> torch.Tensor:
+        return self._inner.segment(self._key(key, 0))
+
+    def publish(self, key: int, epoch: int, *, more: bool = False) -> None:
+        inner, outer = self._inner, self._outer
+        inner.publish(self._key(key, 0), epoch, more=more)
+        if self._finish_later:
+            self.wait_until(self._all_relayed, peer=-1, where=NOWHERE, doing="shards of other hosts, of the step before")
+        outer.segment(key).copy_(self.segment(key))
+        outer.publish(key, epoch, more=more)
+        for distance, owner in self._rail:
+            relay = self._key(key, distance)
+            if not self._sizes[key][owner]:
+                inner.publish(relay, epoch, more=more)
+                continue
+            with self._lock:
+                self._relaying += 1
+            outer.fetch(owner, key, epoch, inner.segment(relay), then=partial(self._relayed, relay, epoch))
+
+    def _relayed(self, relay: int, epoch: int) -> None:
+        """In the outer transport's thread: a shard is here."""
+        if self._closed or self._inner.closed:  # at the end of a program without close(), they end in any order
+            return
+        self._inner.publish(relay, epoch)
+        with self._lock:
+            self._relaying -= 1
+            finish = self._finish_later if not self._relaying else 0
+            if finish:
+                self._finish_later = 0
+        if finish:
+            self._outer.finish(finish, self._outcome)
+        self._inner.wake()
+
+    def _all_relayed(self) -> bool:
+        return not self._finish_later
+
+    def pull(
+        self,
+        owner: int,
+        key: int,
+        epoch: int,
+        *,
+        start: int = 0,
+        nbytes: int | None = None,
+        out: torch.Tensor | None = None,
+        after: Event | None = None,
+    ) -> Transfer:
+        source, distance = self._source[owner]
+        return self._inner.pull(source, self._key(key, distance), epoch, start=start, nbytes=nbytes, out=out, after=after)
+
+    def read_again(self, owner: int, key: int, epoch: int, nbytes: int) -> bool:
+        source, distance = self._source[owner]
+        return self._inner.read_again(source, self._key(key, distance), epoch, nbytes)
+
+    def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
+        self._inner.finish(epoch, outcome)
+        with self._lock:
+            self._outcome = outcome
+            if self._relaying:
+                self._finish_later = epoch
+                return
+        self._outer.finish(epoch, outcome)
+
+    def wait_finished(self, epoch: int, where: Where = NOWHERE, *, meanwhile: Callable[[], object] | None = None) -> None:
+        if epoch <= 0:
+            return
+        # Here, not in the two: a wait on one level must hear of a loss on the other.
+        for side, peer in itertools.product((self._inner, self._outer), range(self.world_size)):
+            if side is self._inner and peer not in self._siblings:
+                continue
+            if peer != self.rank and not side.has_finished(peer, epoch):
+                doing = f"to finish reading epoch {epoch}"
+
+                def finished(side: OneSidedTransport = side, peer: int = peer) -> bool:
+                    if meanwhile is not None:
+                        meanwhile()
+                    return side.has_finished(peer, epoch)
+
+                self.wait_until(finished, peer=peer, where=where, doing=doing)
+
+    # ---- broken steps ------------------------------------------------------------------------------------------------
+    def tell_broken(self, epoch: int, reason: str, *, final: bool = False) -> None:
+        self._inner.tell_broken(epoch, reason, final=final)
+        self._outer.tell_broken(epoch, reason, final=final)
+
+    def left(self, peer: int) -> Left | None:
+        return self._side(peer).left(peer)
+
+    def discard(self, channel: int) -> None:
+        self._inner.discard(channel)
+        self._outer.discard(channel)
+
+    def outcome_of(self, peer: int, epoch: int) -> Outcome | None:
+        return self._side(peer).outcome_of(peer, epoch)
+
+    def all_sent(self, peer: int) -> bool:
+        return self._side(peer).all_sent(peer)
+
+    def recover(self, epoch: int, where: Where = NOWHERE) -> None:
+        sides = [(side, peer) for side in (self._inner, self._outer) for peer in range(self.world_size) if peer != self.rank]
+        sides = [(side, peer) for side, peer in sides if side is self._outer or peer in self._siblings]
+        self._inner.end_round(epoch)
+        self._outer.end_round(epoch)
+        for side, peer in sides:
+            doing = "messages that it sent before its step was broken off"
+            self.wait_until(partial(side.is_quiet, peer), peer=peer, where=where, doing=doing)
+        self._inner.clean(epoch)
+        self._outer.clean(epoch)
+        for side, peer in sides:
+            doing = "to drop the messages of the step that was broken off"
+            self.wait_until(partial(side.is_clean, peer), peer=peer, where=where, doing=doing)
+
+    # ---- messages ----------------------------------------------------------------------------------------------------
+    def box_of(self, owner: int) -> int:
+        return self.hosts.gateway(self.rank, owner)
+
+    @property
+    def message_limit(self) -> int:
+        return min(self._inner.message_limit, self._outer.message_limit)
+
+    def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor | None:
+        return self._side(dst).try_reserve(dst, nbytes)
+
+    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None, more: bool = False) -> None:
+        self._side(dst).send(dst, tag, buffer, when=when, more=more)
+
+    def expect(self, src: int, tag: Tag, nbytes: int) -> None:
+        self._side(src).expect(src, tag, nbytes)
+
+    def arrived(self, src: int, tag: Tag) -> bool:
+        return self._side(src).arrived(src, tag)
+
+    def receive(self, src: int, tag: Tag, where: Where = NOWHERE) -> torch.Tensor:
+        side = self._side(src)
+        if not side.arrived(src, tag):
+            self.wait_until(lambda: side.arrived(src, tag), peer=src, where=where, doing=f"to send {tag}")
+        return side.receive(src, tag, where)
+
+    def release(self, src: int, tag: Tag, *, more: bool = False) -> None:
+        self._side(src).release(src, tag, more=more)
+
+    def push(self) -> None:
+        self._inner.push()
+        self._outer.push()
+
+    @property
+    def held(self) -> int:
+        return self._inner.held + self._outer.held
+
+    # ---- progress and end --------------------------------------------------------------------------------------------
+    def progress(self, timeout_s: float = 0.0) -> None:
+        self._outer.progress()
+        seen = self._inner.activity + self._outer.activity
+        if seen != self.activity:  # taken in since the last call, by whomever: the caller should look before it sleeps
+            timeout_s = 0.0
+        elif timeout_s:
+            self._outer.push()
+        self._inner.progress(timeout_s)
+        self.activity = self._inner.activity + self._outer.activity
+
+    def wait_until(self, ready: Callable[[], bool], *, peer: int, where: Where, doing: str) -> None:
+        side = self._side(peer) if peer >= 0 else self._outer
+
+        def ready_or_gone() -> bool:
+            if ready():
+                return True
+            side.check_departed(peer, ready, where, doing)
+            return False
+
+        with side.waiting_for(peer, where, doing):
+            super().wait_until(ready_or_gone, peer=peer, where=where, doing=doing)
+
+    def abort(self, reason: str) -> None:
+        """Tell all peers that this rank has failed."""
+        self._inner.abort(reason)
+        self._outer.abort(reason)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._outer.close()  # serves the rail until it has what it wants
+        finally:
+            self._inner.close()

@@ -1,0 +1,604 @@
+"""The one-sided protocol, once for all transports that speak it: `inproc`, `shm` and `tcp`.
+
+What differs between them stands behind two abstractions (parts.py):
+
+* `Channel`: small control messages (messages.py), first in first out per pair of ranks, never blocking, never lost.
+* `Memory`: how the bytes of a peer become readable and writable. Directly mapped (`in_place`: inproc, shm), a pull is a
+  view of the owner's segment and a message is written straight into its inbox. Not mapped (tcp), `outgoing` is a staging
+  ring of the same size and layout as the inbox ring it feeds; DEPOSIT carries the bytes along, and a pull is a PULL
+  request answered by DATA. Offsets, credits and lifetimes are the same in both cases.
+
+State of one rank
+-----------------
+* Windows: the latest epoch that each owner has published per key. A pull of a later epoch waits; a pull of an earlier one
+  is an error, for its bytes are gone. FINISH(epoch) of all peers allows the owner to write its segments again.
+* Inbox: one byte ring per (owner, source), filled by the source, which also runs its allocator (ring.py). A message is
+  known to the owner as (source, tag) -> (offset, bytes). Releasing it sends the offset back: the credit.
+* Peers: `departed` said goodbye (they will send nothing more: only a wait for one of them is an error), `lost` ended
+  without (the program has failed: every operation raises PeerLostError). The first survivor to see a loss tells all
+  others who it was, so that they name the dead rank and not the first survivor that gave up because of it.
+
+[Note: Threads]
+`Receiver` is called by the channel, either from `Channel.poll` in the user's thread (shm, inproc) or from an I/O thread
+(tcp). All shared state, counters too, is therefore changed and looked at under one lock, which does not
+count on that of the interpreter (free-threaded Python); `changed` is notified after every message, so that a channel
+with an I/O thread can wait on it in `poll`. `Channel.post` is called with the lock held and must not take it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
+
+import torch
+
+from commfuse_dp.device.base import Event, Word
+from commfuse_dp.errors import PeerLostError, TransportError, Where
+from commfuse_dp.probe import Probe
+from commfuse_dp.transport.base import NOWHERE, WHOLE, Left, Outcome, Tag, Transfer, Transport
+from commfuse_dp.transport.closing import close_at_exit
+from commfuse_dp.transport.one_sided import messages as msg
+from commfuse_dp.transport.one_sided.accounts import count_message, pull_bytes, window_bytes
+from commfuse_dp.transport.one_sided.parts import Channel, Memory, Receiver
+from commfuse_dp.transport.one_sided.pulls import Fetch, OwnCopy, View
+from commfuse_dp.transport.one_sided.ring import Ring
+from commfuse_dp.transport.one_sided.rounds import Rounds
+
+CLOSE_FLUSH_S = 5.0  # longest time that close() serves late readers, and then hands over what is queued
+
+
+class OneSidedTransport(Transport, Receiver):
+    """See the module. Subclasses only build the channel and the memory.
+
+    members: the ranks that it connects, if not all: the others take part in its collective calls only, and numbers stay theirs.
+    """
+
+    recovers: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        channel: Channel,
+        memory: Memory,
+        inbox_bytes: int,
+        deadline_s: float,
+        probe: Probe | None = None,
+        members: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(rank, world_size, deadline_s=deadline_s, probe=probe)
+        self._channel = channel
+        self._memory = memory
+        self._message_limit = inbox_bytes
+        self._peers = [peer for peer in (range(world_size) if members is None else members) if peer != rank]
+        self._around = sorted(self._peers, key=lambda peer: (peer - rank) % world_size)
+        self._lock = threading.RLock()
+        self.changed = threading.Condition(self._lock)
+        self._sizes: list[tuple[int, ...]] | None = None
+        self._published: list[dict[int, int]] = [{} for _ in range(world_size)]  # [owner][key] -> epoch
+        self._finished = dict.fromkeys(self._peers, 0)
+        self._own_finished = 0
+        self._outbox = {dst: Ring(memory.outgoing(dst).numel()) for dst in self._peers}
+        self._inbox: dict[tuple[int, Tag], tuple[int, int]] = {}
+        self._pulls_waiting: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}  # (key, epoch) -> requests
+        self._fetches: dict[int, Fetch] = {}
+        self._last_request = 0
+        self._rounds = Rounds(self._peers)
+        self._departed: set[int] = set()
+        self._failure: tuple[int, str] | None = None  # (culprit or -1, reason)
+        self._closed = False
+        self._handlers = (
+            self._on_publish,
+            self._on_finish,
+            self._on_deposit,
+            self._on_credit,
+            self._on_pull,
+            self._on_data,
+        )
+        self._pid = os.getpid()
+        self._views: dict[tuple[int, int, int, int], torch.Tensor] = {}  # made once: pulls are the same in every step
+        self.on_news: Callable[[], None] | None = None  # in whichever thread, when something was taken in or lost
+        channel.start(self)
+        close_at_exit(self)
+
+    # ---- windows -----------------------------------------------------------------------------------------------------
+    def expose(self, sizes: Sequence[Sequence[int]]) -> None:
+        self._check_open()
+        if self._sizes is not None:
+            raise TransportError("expose() was called twice: a transport exposes its windows once; open another for others")
+        table = [tuple(int(n) for n in row) for row in sizes]
+        for key, row in enumerate(table):
+            if len(row) != self.world_size or min(row) < 0:
+                raise ValueError(f"expose: sizes[{key}] = {row}: one size >= 0 for each of {self.world_size} ranks is needed")
+        self._memory.expose(table)
+        self._sizes = table
+
+    def segment(self, key: int) -> torch.Tensor:
+        self._size(self.rank, key)
+        return self._memory.segment(self.rank, key)
+
+    def publish(self, key: int, epoch: int, *, more: bool = False) -> None:
+        self._check_open()
+        self._size(self.rank, key)
+        with self._lock:
+            before = self._published[self.rank].get(key, 0)
+            if epoch != before + 1:
+                raise ValueError(f"publish(key {key}, epoch {epoch}): epochs rise by one and {before} was the last")
+            reading = [p for p in self._peers if self._finished[p] < epoch - 1 and p not in self._departed]
+            if reading:
+                raise TransportError(
+                    f"publish(key {key}, epoch {epoch}): ranks {reading} may still read epoch {epoch - 1}; "
+                    f"call wait_finished({epoch - 1}) before writing the segment"
+                )
+            self._published[self.rank][key] = epoch
+            for src, request, start, nbytes in self._pulls_waiting.pop((key, epoch), ()):
+                self._answer(src, key, request, start, nbytes)
+        if self._memory.in_place:  # otherwise peers ask, and are answered when the time has come
+            self._post_all(msg.pack(msg.PUBLISH, key, epoch), hold=more)
+
+    def pull(
+        self,
+        owner: int,
+        key: int,
+        epoch: int,
+        *,
+        start: int = 0,
+        nbytes: int | None = None,
+        out: torch.Tensor | None = None,
+        after: Event | None = None,
+    ) -> Transfer:
+        self._check_open()
+        size = self._size(owner, key)
+        nbytes = pull_bytes(owner, key, epoch, start=start, nbytes=nbytes, published=size, finished=self._own_finished)
+        if self._memory.in_place:
+            if out is not None:
+                raise ValueError(f"pull: transport {self.name} reads in place: out must be None")
+            return View(self, owner, key, epoch, start, nbytes)
+        if out is None or out.dtype != torch.uint8 or out.dim() != 1 or out.numel() != nbytes or not out.is_contiguous():
+            given = "None" if out is None else f"{out.dtype} of shape {tuple(out.shape)}"
+            raise ValueError(f"pull: transport {self.name} needs out = contiguous uint8 of {nbytes} bytes; {given} was given")
+        if owner == self.rank:
+            return OwnCopy(self, owner, key, epoch, start, nbytes, out)
+        return self.fetch(owner, key, epoch, out, start=start)
+
+    def fetch(
+        self, owner: int, key: int, epoch: int, out: torch.Tensor, *, start: int = 0, then: Callable[[], None] | None = None
+    ) -> Fetch:
+        """A `pull` over the wire. then: called when the bytes are in `out`, in the thread that took them in; must not block."""
+        fetch = Fetch(self, owner, key, epoch, out, then)
+        with self._lock:
+            self._last_request = request = (self._last_request + 1) % (1 << 32)
+            self._fetches[request] = fetch
+            self._channel.post(owner, msg.pack(msg.PULL, key, epoch, request, x=start, y=out.numel()))
+        return fetch
+
+    def read_again(self, owner: int, key: int, epoch: int, nbytes: int) -> bool:
+        if not self._memory.in_place:
+            return False
+        with self._lock:
+            if self._published[owner].get(key) != epoch:
+                return False
+        self.probe.counters.param_bytes_received += nbytes
+        return True
+
+    def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
+        self._check_open()
+        if epoch <= self._own_finished:
+            raise ValueError(f"finish({epoch}): epoch {self._own_finished} is finished already; epochs rise")
+        self._own_finished = epoch
+        with self._lock:
+            for peer in self._around:
+                if peer not in self._departed:
+                    self._channel.post(peer, self._rounds.finish(peer, epoch, outcome))
+
+    def wait_finished(self, epoch: int, where: Where = NOWHERE, *, meanwhile: Callable[[], object] | None = None) -> None:
+        self._check_open()
+        if epoch <= 0:
+            return
+        for peer in self._peers:
+            if not self.has_finished(peer, epoch):
+                doing = f"to finish reading epoch {epoch}"
+
+                def finished(peer: int = peer) -> bool:
+                    if meanwhile is not None:
+                        meanwhile()
+                    return self.has_finished(peer, epoch)
+
+                self.wait_until(finished, peer=peer, where=where, doing=doing)
+
+    def has_finished(self, peer: int, epoch: int) -> bool:
+        """The peer reads nothing of `epoch` any more."""
+        with self._lock:
+            return self._finished[peer] >= epoch or peer in self._departed
+
+    # ---- broken steps ------------------------------------------------------------------------------------------------
+    def tell_broken(self, epoch: int, reason: str, *, final: bool = False) -> None:
+        if self._closed or self._failure is not None:
+            return
+        with self._lock:
+            for peer in self._around:
+                if peer not in self._departed:
+                    self._channel.post(peer, self._rounds.broken(peer, epoch, reason, final=final))
+
+    def left(self, peer: int) -> Left | None:
+        return self._rounds.left.get(peer)
+
+    def discard(self, channel: int) -> None:
+        with self._lock:
+            self._rounds.discarded = channel
+            for src, tag in [name for name in self._inbox if name[1].channel == channel]:
+                self.release(src, tag)
+
+    def outcome_of(self, peer: int, epoch: int) -> Outcome | None:
+        return self._rounds.outcomes.get((peer, epoch))
+
+    def all_sent(self, peer: int) -> bool:
+        return self._rounds.all_here(peer)
+
+    def recover(self, epoch: int, where: Where = NOWHERE) -> None:
+        self.end_round(epoch)
+        for peer in self._peers:
+            doing = "messages that it sent before its step was broken off"
+            self.wait_until(lambda p=peer: self.is_quiet(p), peer=peer, where=where, doing=doing)  # type: ignore[misc]
+        self.clean(epoch)
+        for peer in self._peers:
+            doing = "to drop the messages of the step that was broken off"
+            self.wait_until(lambda p=peer: self.is_clean(p), peer=peer, where=where, doing=doing)  # type: ignore[misc]
+
+    def is_quiet(self, peer: int) -> bool:
+        """The peer has ended the round, and nothing of it is on its way."""
+        return self._rounds.is_quiet(peer) or peer in self._departed
+
+    def end_round(self, epoch: int) -> None:
+        """The first part of `recover`. Does nothing the second time."""
+        with self._lock:
+            if self._rounds.end(epoch):
+                for peer in self._peers:
+                    self._channel.post(peer, self._rounds.quiet(peer))
+
+    def clean(self, epoch: int) -> None:
+        """The second part, once all peers are quiet. Does nothing the second time."""
+        with self._lock:
+            if self._rounds.begin(epoch):
+                self._inbox.clear()
+                for ring in self._outbox.values():
+                    ring.reset()
+                self._post_all(msg.pack(msg.ROUND, self._rounds.round, 1))
+
+    def is_clean(self, peer: int) -> bool:
+        """The peer has begun this rank's round."""
+        return self._rounds.is_clean(peer) or peer in self._departed
+
+    # ---- messages ----------------------------------------------------------------------------------------------------
+    @property
+    def message_limit(self) -> int:
+        return self._message_limit
+
+    def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor | None:
+        self._check_open()
+        ring = self._ring(dst)
+        if not 0 <= nbytes <= self._message_limit:
+            raise ValueError(
+                f"a message of {nbytes} bytes to rank {dst}: 0 .. {self._message_limit} fit; "
+                "send smaller slices (more slices_per_rank) or raise inbox_bytes"
+            )
+        with self._lock:
+            offset = ring.reserve(nbytes)
+        if offset is None:
+            self.progress()  # a credit may be waiting to be taken in
+            with self._lock:
+                offset = ring.reserve(nbytes)
+        if dst in self._departed:
+            raise self._gone(dst, f"a message of {nbytes} bytes cannot be sent")
+        return None if offset is None else self._memory.outgoing(dst).narrow(0, offset, nbytes)
+
+    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None, more: bool = False) -> None:
+        self._check_open()
+        ring = self._ring(dst)
+        nbytes = buffer.nbytes
+        base = self._memory.outgoing(dst)
+        # An empty tensor has no address.
+        offset = buffer.data_ptr() - base.data_ptr() if nbytes else int(buffer.storage_offset()) * buffer.element_size()
+        header = msg.pack(msg.DEPOSIT, *tag, max(offset, 0), nbytes)
+        with self._lock:
+            if not ring.send(offset):
+                raise ValueError(
+                    f"send to rank {dst}, {tag}: the buffer was not reserved by try_reserve({dst}, ...), or was sent before"
+                )
+            count_message(self.probe.counters, tag.channel, nbytes, sent=True)
+            self._rounds.sent[dst] += 1  # before it leaves: if an exception comes in between, peers must not go on too early
+            payload = None if self._memory.in_place else base.narrow(0, offset, nbytes)
+            self._channel.post(dst, header, payload, hold=more and payload is None)
+
+    def arrived(self, src: int, tag: Tag) -> bool:
+        with self._lock:
+            if (src, tag) in self._inbox:
+                return True
+        self.progress()
+        with self._lock:
+            here, departed = (src, tag) in self._inbox, src in self._departed
+        if here:
+            return True
+        if departed:
+            raise self._gone(src, f"its message {tag} will not come")
+        self._ring(src)
+        return False
+
+    def receive(self, src: int, tag: Tag, where: Where = NOWHERE) -> torch.Tensor:
+        with self._lock:
+            entry = self._inbox.get((src, tag))
+        if entry is None:
+            self._check_open()
+            self._ring(src)
+            self.wait_until(lambda: self._holds(src, tag), peer=src, where=where, doing=f"to send {tag}")
+            with self._lock:
+                entry = self._inbox[src, tag]
+        return self._memory.incoming(src).narrow(0, *entry)
+
+    def release(self, src: int, tag: Tag, *, more: bool = False) -> None:
+        with self._lock:
+            entry = self._inbox.pop((src, tag), None)
+            if entry is None:
+                raise ValueError(f"release: no message {tag} of rank {src} is here (released twice, or not yet received)")
+            self._channel.post(src, msg.pack(msg.CREDIT, self._rounds.round, x=entry[0]), hold=more)
+
+    def push(self) -> None:
+        with self._lock:
+            self._channel.push()
+
+    @property
+    def held(self) -> int:
+        with self._lock:
+            return len(self._inbox) + sum(ring.live for ring in self._outbox.values())
+
+    # ---- progress and end --------------------------------------------------------------------------------------------
+    def progress(self, timeout_s: float = 0.0) -> None:
+        self._check_open()
+        if self._failure is None:
+            self._channel.poll(timeout_s)
+        if self._failure is not None:
+            raise self._error()
+
+    def wait_until(self, ready: Callable[[], bool], *, peer: int, where: Where, doing: str) -> None:
+        def ready_or_gone() -> bool:
+            if ready():
+                return True
+            self.check_departed(peer, ready, where, doing)
+            return False
+
+        with self.waiting_for(peer, where, doing):
+            super().wait_until(ready_or_gone, peer=peer, where=where, doing=doing)
+
+    def check_departed(self, peer: int, ready: Callable[[], bool], where: Where, doing: str) -> None:
+        """Raise PeerLostError if `peer` has said goodbye, or that it is broken for good: what is waited for will not come."""
+        left = self._rounds.left.get(peer)
+        if left is not None and left.final and self._rounds.all_here(peer) and not ready():
+            raise PeerLostError(
+                f"rank {self.rank} waited for {self._channel.describe(peer)} {doing} ({where}; transport {self.name}), which "
+                f"cannot go on: {left.reason}",
+                rank=self.rank,
+                peer=peer,
+                where=where,
+            )
+        if peer in self._departed and not ready():  # asked again: an I/O thread may have come in between
+            raise self._gone(peer, f"it was waited for {doing} ({where})", where)
+
+    @contextlib.contextmanager
+    def waiting_for(self, peer: int, where: Where, doing: str) -> Iterator[None]:
+        """A loss that is heard of in here says what was waited for."""
+        try:
+            yield
+        except PeerLostError as error:
+            if error.where is None:
+                who = f"rank {peer}" if peer >= 0 else "its peers"
+                text = f"{error} Rank {self.rank} was waiting for {who}: {doing} ({where})."
+                raise PeerLostError(text, rank=self.rank, peer=error.peer, where=where) from None
+            raise
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def wake(self) -> None:
+        """Let a `progress` that sleeps in the user's thread return soon. From any thread."""
+        self._channel.wake()
+
+    def abort(self, reason: str) -> None:
+        """Tell all peers that this rank has failed: their waits end at once with a PeerLostError that gives `reason`."""
+        if not self._closed:
+            self._post_all(msg.pack_abort(self.rank, reason))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        if not self._memory.in_place and os.getpid() == self._pid and sys.exc_info()[0] is None:
+            self._serve_readers()
+        self._closed = True
+        try:
+            if os.getpid() == self._pid:  # a copy made by fork has no right to speak for its parent
+                with self._lock:
+                    for peer in self._around:
+                        if self._channel.awaits_goodbyes or peer not in self._departed:
+                            self._channel.post(peer, msg.pack(msg.GOODBYE))
+                self._channel.flush(min(CLOSE_FLUSH_S, self.deadline_s))
+        finally:
+            self._channel.close()
+            self._memory.close()
+            self._views.clear()
+            with self._lock:
+                self._fetches.clear()  # of what a lost peer did not send
+
+    def _serve_readers(self) -> None:
+        """Stay until all peers have finished the last epoch published here: their pulls are answered by this rank only."""
+        limit = time.monotonic() + min(CLOSE_FLUSH_S, self.deadline_s)
+        last = max(self._published[self.rank].values(), default=0)
+        while self._failure is None and any(self._finished[p] < last and p not in self._departed for p in self._peers):
+            left = limit - time.monotonic()
+            if left <= 0:
+                return
+            self._channel.poll(left)
+
+    # ---- receiver ----------------------------------------------------------------------------------------------------
+    def handle(self, src: int, message: bytes) -> None:
+        with self._lock:
+            self._take_in(src, message)
+            self.changed.notify_all()
+        if self.on_news is not None:
+            self.on_news()
+
+    def handle_all(self, src: int, messages: Sequence[bytes]) -> None:
+        with self._lock:
+            for message in messages:
+                self._take_in(src, message)
+            self.changed.notify_all()
+        if self.on_news is not None:
+            self.on_news()
+
+    def _take_in(self, src: int, message: bytes) -> None:
+        kind, a, b, c, d, x, y = msg.HEADER.unpack_from(message)
+        self.activity += 1
+        if kind < len(self._handlers):
+            self._handlers[kind](src, a, b, c, d, x, y)
+        elif kind == msg.GOODBYE:
+            self._departed.add(src)
+        elif kind == msg.BROKEN:
+            self._rounds.on_broken(src, a, b, x, bytes(message[msg.HEADER_BYTES :]).decode(errors="replace"))
+        elif kind == msg.ROUND:
+            self._rounds.on_round(src, a, b, x)
+        elif kind == msg.ABORT:
+            reason = bytes(message[msg.HEADER_BYTES :]).decode(errors="replace")
+            culprit = a if a != self.rank else src
+            self._fail(culprit, reason if a == src else f"rank {src} reports: {reason}")
+        else:
+            self._fail(-1, f"rank {src} sent a message of unknown kind {kind}: do all ranks run the same version?")
+
+    def landing(self, src: int, header: bytes) -> torch.Tensor | None:
+        kind, _, _, request, _, x, y = msg.HEADER.unpack_from(header)
+        if kind == msg.DEPOSIT:
+            return self._memory.incoming(src).narrow(0, x, y)
+        with self._lock:
+            fetch = self._fetches.get(request)
+        return None if fetch is None else fetch.out
+
+    def lost(self, src: int, reason: str) -> None:
+        with self._lock:
+            if src in self._departed or self._closed:
+                return
+            if self._failure is None:
+                self._tell_others(src, reason)
+            self._fail(src, reason)
+            self.changed.notify_all()
+        if self.on_news is not None:
+            self.on_news()
+
+    def _on_publish(self, src: int, key: int, epoch: int, *_: int) -> None:
+        published = self._published[src]
+        published[key] = max(epoch, published.get(key, 0))
+
+    def _on_finish(self, src: int, broken: int, epoch: int, scatters: int, calls: int, sent: int, _y: int) -> None:
+        self._rounds.on_finish(src, broken, epoch, scatters, calls, sent)
+        self._finished[src] = max(epoch, self._finished[src])
+
+    def _on_deposit(self, src: int, channel: int, key: int, seq: int, part: int, offset: int, nbytes: int) -> None:
+        name = (src, Tag(channel, key, seq, part))
+        if name in self._inbox:
+            self._fail(-1, f"rank {src} sent two messages {name[1]}: tags must be unique among messages in flight")
+            return
+        if channel == self._rounds.discarded:
+            self._channel.post(src, msg.pack(msg.CREDIT, self._rounds.round, x=offset))
+        else:
+            self._inbox[name] = (offset, nbytes)
+        self._rounds.taken[src] += 1
+        count_message(self.probe.counters, channel, nbytes, sent=False)
+
+    def _on_credit(self, src: int, round_: int, _b: int, _c: int, _d: int, offset: int, _y: int) -> None:
+        if round_ != self._rounds.round:
+            return  # of before a recovery, which has freed all places
+        try:
+            self._outbox[src].free(offset)
+        except KeyError:
+            self._fail(-1, f"rank {src} gave back offset {offset} of its inbox, where no message of rank {self.rank} is")
+
+    def _on_pull(self, src: int, key: int, epoch: int, request: int, _d: int, start: int, nbytes: int) -> None:
+        published = self._published[self.rank].get(key, 0)
+        if published == epoch:
+            self._answer(src, key, request, start, nbytes)
+        elif published < epoch:
+            self._pulls_waiting.setdefault((key, epoch), []).append((src, request, start, nbytes))
+        else:
+            self._fail(-1, f"rank {src} pulled epoch {epoch} of key {key} after it was replaced by epoch {published}")
+
+    def _on_data(self, _src: int, _a: int, _b: int, request: int, *_: int) -> None:
+        fetch = self._fetches.pop(request, None)
+        if fetch is not None:
+            fetch.complete = True
+            self.probe.counters.param_bytes_received += fetch.out.numel()
+            if fetch.then is not None:
+                fetch.then()
+
+    def _answer(self, src: int, key: int, request: int, start: int, nbytes: int) -> None:
+        payload = self._memory.segment(self.rank, key).narrow(0, start, nbytes)
+        self.probe.counters.param_bytes_sent += nbytes
+        self._channel.post(src, msg.pack(msg.DATA, c=request, y=nbytes), payload)
+
+    # ---- helpers -----------------------------------------------------------------------------------------------------
+    def _holds(self, src: int, tag: Tag) -> bool:
+        with self._lock:
+            return (src, tag) in self._inbox
+
+    def _post_all(self, message: bytes, *, hold: bool = False) -> None:
+        """To every peer, beginning after this rank, so that not all ranks turn to rank 0 first."""
+        with self._lock:
+            for peer in self._around:
+                if peer not in self._departed:
+                    self._channel.post(peer, message, hold=hold)
+
+    def _size(self, owner: int, key: int) -> int:
+        return window_bytes(self._sizes, owner, key, self.world_size)
+
+    def _ring(self, peer: int) -> Ring:
+        ring = self._outbox.get(peer)
+        if ring is None:
+            raise ValueError(
+                f"rank {peer} is no peer of rank {self.rank} in a group of {self.world_size}: peers are {self._peers}"
+            )
+        return ring
+
+    def _fail(self, culprit: int, reason: str) -> None:
+        if self._failure is None:
+            self._failure = (culprit, reason)
+
+    def _error(self) -> TransportError:
+        assert self._failure is not None
+        culprit, reason = self._failure
+        if culprit < 0:
+            return TransportError(f"rank {self.rank}, transport {self.name}: {reason}")
+        who = self._channel.describe(culprit)
+        return PeerLostError(f"rank {self.rank} lost {who} (transport {self.name}): {reason}.", rank=self.rank, peer=culprit)
+
+    def _gone(self, peer: int, what: str, where: Where | None = None) -> TransportError:
+        """The error of a wait for a peer that has said goodbye. The program has failed: the other peers are told, too."""
+        text = f"{self._channel.describe(peer)} has closed its transport {self.name}; {what}. It ended early: look at its log"
+        with self._lock:
+            if self._failure is None:
+                self._failure = (peer, text)
+                self._tell_others(peer, text)
+            elif self._failure[0] not in (-1, peer):  # an I/O thread has heard of the first loss since the last progress()
+                return self._error()  # the wait adds what it was for
+        return PeerLostError(f"rank {self.rank}: {text}.", rank=self.rank, peer=peer, where=where)
+
+    def _tell_others(self, culprit: int, reason: str) -> None:
+        notice = msg.pack_abort(culprit, reason)
+        for peer in self._peers:
+            if peer != culprit and peer not in self._departed:
+                self._channel.post(peer, notice)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError(f"transport {self.name} of rank {self.rank} is closed")

@@ -1,0 +1,134 @@
+"""The pulls of a one-sided transport: read in place, copied from this rank's own segment, or fetched over the wire.
+
+They are the transport's own objects and read its state directly (friends of `OneSidedTransport`).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from commfuse_dp.errors import TransportError, Where
+from commfuse_dp.transport.base import NOWHERE, Transfer
+
+if TYPE_CHECKING:
+    from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
+
+
+class _Pull(Transfer):
+    """What the three kinds of pull share."""
+
+    __slots__ = ("_counted", "_epoch", "_key", "_owner", "_transport")
+
+    def __init__(self, transport: OneSidedTransport, owner: int, key: int, epoch: int) -> None:
+        self._transport = transport
+        self._owner = owner
+        self._key = key
+        self._epoch = epoch
+        self._counted = False
+
+    @abstractmethod
+    def _ready(self) -> bool: ...
+
+    @abstractmethod
+    def _bytes(self) -> torch.Tensor: ...
+
+    def _published(self) -> bool:
+        with self._transport._lock:
+            epoch = self._transport._published[self._owner].get(self._key, 0)
+        if epoch > self._epoch:
+            raise TransportError(
+                f"pull of key {self._key} of rank {self._owner}, epoch {self._epoch}: it was replaced by epoch {epoch} "
+                "meanwhile; a rank must wait for its pulls before it calls finish(epoch)"
+            )
+        return epoch == self._epoch
+
+    def done(self) -> bool:
+        if self._ready():
+            return True
+        self._transport.progress()
+        if self._ready():
+            return True
+        if self._owner in self._transport._departed and not self._ready():
+            raise self._transport._gone(self._owner, f"it has not published key {self._key} for epoch {self._epoch}")
+        return False
+
+    def wait(self, where: Where = NOWHERE) -> torch.Tensor:
+        if not self._ready():
+            doing = f"to publish key {self._key} for epoch {self._epoch}"
+            self._transport.wait_until(self._ready, peer=self._owner, where=where, doing=doing)
+        return self._bytes()
+
+
+class View(_Pull):
+    """Read in place, where the owner published."""
+
+    __slots__ = ("_nbytes", "_start")
+
+    def __init__(self, transport: OneSidedTransport, owner: int, key: int, epoch: int, start: int, nbytes: int) -> None:
+        super().__init__(transport, owner, key, epoch)
+        self._start = start
+        self._nbytes = nbytes
+
+    def _ready(self) -> bool:
+        return self._published()
+
+    def _bytes(self) -> torch.Tensor:
+        transport = self._transport
+        if not self._counted and self._owner != transport.rank:
+            self._counted = True
+            transport.probe.counters.param_bytes_received += self._nbytes
+        name = (self._owner, self._key, self._start, self._nbytes)
+        view = transport._views.get(name)
+        if view is None:
+            whole = transport._memory.segment(self._owner, self._key)
+            view = transport._views[name] = whole.narrow(0, self._start, self._nbytes)
+        return view
+
+
+class OwnCopy(View):
+    """This rank's own bytes, copied once into `out` (memory that is not read in place)."""
+
+    __slots__ = ("_copied", "_out")
+
+    def __init__(
+        self, transport: OneSidedTransport, owner: int, key: int, epoch: int, start: int, nbytes: int, out: torch.Tensor
+    ) -> None:
+        super().__init__(transport, owner, key, epoch, start, nbytes)
+        self._out = out
+        self._copied = False
+
+    def _bytes(self) -> torch.Tensor:
+        if not self._copied:
+            self._out.copy_(super()._bytes())
+            self._copied = True
+        return self._out
+
+
+class Fetch(_Pull):
+    """Bytes of a peer that come over the wire into `out`; `complete` is set by the receiver."""
+
+    __slots__ = ("complete", "out", "then")
+
+    def __init__(
+        self,
+        transport: OneSidedTransport,
+        owner: int,
+        key: int,
+        epoch: int,
+        out: torch.Tensor,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(transport, owner, key, epoch)
+        self.out = out
+        self.then = then
+        self.complete = False
+
+    def _ready(self) -> bool:
+        return self.complete
+
+    def _bytes(self) -> torch.Tensor:
+        return self.out

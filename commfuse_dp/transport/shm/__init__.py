@@ -1,0 +1,1 @@
+"""Between processes of one host: shared memory, and UNIX-domain sockets for the notices."""

@@ -1,0 +1,377 @@
+"""A full mesh of UNIX-domain stream sockets between the ranks of one host, and the control channel over it.
+
+[Note: No names]
+The listening sockets live in the abstract namespace (leading NUL): there is no file to leave behind, whatever kills a
+rank. The address carries a random token; a peer is accepted only if the kernel says that it runs under the same user
+(SO_PEERCRED) and if it knows this rank's token, which travels through `exchange` only.
+
+[Note: Death]
+The kernel closes the sockets of a process that dies, by whatever signal, so its peers read end-of-file at once. A child
+made by fork (a DataLoader worker) would keep a copy of the sockets open and hide the death of its parent: the copies are
+closed in the child right after the fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from commfuse_dp.errors import DeadlineError, TransportError
+from commfuse_dp.transport.base import ExchangeFn
+from commfuse_dp.transport.one_sided import messages as msg
+from commfuse_dp.transport.one_sided.parts import Channel, Receiver
+
+_HELLO = struct.Struct("<32sI")  # token of the listener, rank of the caller
+_UCRED = struct.Struct("3i")  # pid, uid, gid
+_HELLO_DEADLINE_S = 5.0  # a stranger of the same user that connects and says nothing is dropped after this
+
+
+class Mesh:
+    """One connected stream socket to every peer. `sockets[peer]`, `pids[peer]`."""
+
+    def __init__(self) -> None:
+        self.sockets: dict[int, socket.socket] = {}
+        self.pids: dict[int, int] = {}
+
+    def close(self) -> None:
+        for sock in self.sockets.values():
+            sock.close()
+        self.sockets.clear()
+
+
+def _credentials(sock: socket.socket) -> tuple[int, int]:
+    """Process id and user id of the other end, as the kernel knows them."""
+    pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return pid, uid
+
+
+def _receive_exactly(sock: socket.socket, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        more = sock.recv(nbytes - len(data))
+        if not more:
+            raise ConnectionError("closed before its hello was complete")
+        data += more
+    return data
+
+
+def connect_mesh(rank: int, members: Sequence[int], exchange: ExchangeFn, deadline_s: float) -> Mesh:
+    """Collective: connect every pair of `members`, the ranks of this one's host, ascending. `exchange` may reach more ranks,
+    which then set up meshes of theirs, and all succeed or fail together.
+
+    Nobody waits for a connection: a rank that dies here is missed, and named, by the next `exchange`.
+
+    Raises TransportError on all ranks if one of them cannot connect.
+    """
+    mesh = Mesh()
+    token = secrets.token_hex(16).encode()
+    error: str | None = None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        address = b"\0commfuse-" + secrets.token_hex(16).encode()
+        try:
+            listener.bind(address)
+            listener.listen(len(members))
+        except OSError as failure:
+            error = f"rank {rank} cannot listen on an abstract UNIX-domain socket: {failure}"
+        cards = exchange((address, token, error))
+        agree([card[2] for card in cards])
+        steps = (
+            # A connection is complete once it stands in the listener's queue: no rank waits for another one's accept.
+            lambda: _connect_all(rank, members, [card[:2] for card in cards], mesh, deadline_s),
+            lambda: _accept_all(rank, members, listener, token, mesh, deadline_s),
+        )
+        for step in steps:
+            try:
+                step()
+            except (OSError, DeadlineError) as failure:
+                error = f"rank {rank} cannot connect to its peers on this host: {failure}"
+            try:
+                agree(exchange(error))
+            except BaseException:
+                mesh.close()
+                raise
+    return mesh
+
+
+def _connect_all(
+    rank: int, members: Sequence[int], cards: Sequence[tuple[bytes, bytes]], mesh: Mesh, deadline_s: float
+) -> None:
+    """To all lower ranks. cards: address and token of every rank."""
+    for peer in (other for other in members if other < rank):
+        address, token = cards[peer]
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        mesh.sockets[peer] = sock
+        sock.settimeout(deadline_s)
+        sock.connect(address)
+        mesh.pids[peer], uid = _credentials(sock)
+        if uid != os.getuid():
+            raise PermissionError(f"the listener of rank {peer} runs under user {uid}, this rank under {os.getuid()}")
+        sock.sendall(_HELLO.pack(token, rank))
+
+
+def _accept_all(
+    rank: int, members: Sequence[int], listener: socket.socket, token: bytes, mesh: Mesh, deadline_s: float
+) -> None:
+    limit = time.monotonic() + deadline_s
+    while missing := {peer for peer in members if peer > rank} - set(mesh.sockets):
+        listener.settimeout(max(limit - time.monotonic(), 0.001))
+        try:
+            sock, _ = listener.accept()
+        except TimeoutError:
+            raise DeadlineError(
+                f"rank {rank} waited {deadline_s:g} s for ranks {sorted(missing)} to connect to it on this host; "
+                "look at their logs",
+                rank=rank,
+                peer=min(missing),
+            ) from None
+        try:
+            pid, uid = _credentials(sock)
+            if uid != os.getuid():
+                raise ConnectionError("another user")
+            sock.settimeout(_HELLO_DEADLINE_S)
+            given, peer = _HELLO.unpack(_receive_exactly(sock, _HELLO.size))
+            if not hmac.compare_digest(given, token) or peer not in missing:
+                raise ConnectionError("not a rank of this group")
+        except OSError:  # a stranger: it does not hinder the ranks
+            sock.close()
+            continue
+        mesh.sockets[peer], mesh.pids[peer] = sock, pid
+
+
+def agree(errors: list[str | None]) -> None:
+    """Raise TransportError if any rank reports an error; called with the same list on all ranks."""
+    reported = [error for error in errors if error is not None]
+    if reported:
+        raise TransportError("; ".join(reported))
+
+
+def pass_descriptor(rank: int, members: Sequence[int], exchange: ExchangeFn, fd: int, deadline_s: float) -> dict[int, int]:
+    """Collective: give `fd` to every other of `members`; returns the peers' descriptors, which the caller must close.
+
+    Over sockets of its own, so that descriptors never mix with control messages already under way.
+    """
+    received: dict[int, int] = {}
+    error: str | None = None
+    mesh = connect_mesh(rank, members, exchange, deadline_s)
+    try:
+        for sock in mesh.sockets.values():
+            sock.settimeout(deadline_s)
+            socket.send_fds(sock, [b"f"], [fd])
+        for peer, sock in mesh.sockets.items():
+            _, fds, _, _ = socket.recv_fds(sock, 1, 1)
+            if len(fds) != 1:
+                raise OSError(f"nothing came from rank {peer}; is the limit of open files (ulimit -n) reached?")
+            received[peer] = fds[0]
+    except OSError as failure:
+        error = f"rank {rank} cannot exchange shared memory with its peers: {failure}"
+    finally:
+        mesh.close()
+    try:
+        agree(exchange(error))
+    except BaseException:
+        for got in received.values():
+            os.close(got)
+        raise
+    return received
+
+
+HELD_BYTES = 16384  # held messages are sent at the latest when there are so many: the peer may have use for them
+
+_open_channels: weakref.WeakSet[SocketChannel] = weakref.WeakSet()
+
+
+class SocketChannel(Channel):
+    """Control messages over a mesh. There is no thread: the user's does everything, inside `post` and `poll`.
+
+    Sockets are non-blocking; what does not fit is queued per peer and sent by later calls, in order. A waiting rank
+    sleeps in epoll: no core is spun. Another thread may `post` and `wake` meanwhile (transport hierarchical does).
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._receiver: Receiver | None = None
+        self._queued: dict[int, bytearray] = {}
+        self._held: set[int] = set()  # peers whose queue was not tried to be sent yet
+        self._partial: dict[int, bytes] = {}
+        self._peer_of: dict[int, int] = {}
+        self._closed = False
+        self._sending = threading.Lock()  # the queues, and what the kernel is asked to report
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._bell, select.EPOLLIN)
+        for peer, sock in mesh.sockets.items():
+            sock.setblocking(False)
+            self._queued[peer] = bytearray()
+            self._partial[peer] = b""
+            self._peer_of[sock.fileno()] = peer
+            self._epoll.register(sock.fileno(), select.EPOLLIN)
+        _open_channels.add(self)
+
+    def start(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+
+    def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None, *, hold: bool = False) -> None:
+        with self._sending:
+            sock = self._mesh.sockets.get(dst)
+            if sock is None:  # lost, which poll has reported, or closed
+                return
+            queue = self._queued[dst]
+            if hold and (not queue or dst in self._held) and len(queue) < HELD_BYTES:
+                queue += message
+                self._held.add(dst)
+                return
+            if queue:
+                queue += message
+                if dst in self._held:
+                    self._send_held(dst)
+                return
+            sent = self._try_send(sock, message)
+            if sent < len(message):
+                queue += message[sent:]
+                self._epoll.modify(sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
+
+    def push(self) -> None:
+        with self._sending:
+            for peer in tuple(self._held):
+                self._send_held(peer)
+
+    def wake(self) -> None:
+        with self._sending:
+            if not self._closed:
+                os.eventfd_write(self._bell, 1)
+
+    def _send_held(self, peer: int) -> None:
+        self._held.discard(peer)
+        sock = self._mesh.sockets.get(peer)
+        if sock is None:
+            return
+        queue = self._queued[peer]
+        del queue[: self._try_send(sock, queue)]
+        if queue:
+            self._epoll.modify(sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
+
+    def poll(self, timeout_s: float) -> None:
+        if self._closed:
+            return
+        if self._held and timeout_s > 0:
+            self.push()
+        for fd, events in self._epoll.poll(timeout_s):
+            peer = self._peer_of.get(fd)
+            if peer is None:
+                if fd == self._bell:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(self._bell)
+                continue
+            if events & select.EPOLLOUT:
+                self._send_queued(peer)
+            if events & ~select.EPOLLOUT:
+                self._take_in(peer)
+
+    def flush(self, timeout_s: float) -> bool:
+        limit = time.monotonic() + timeout_s
+        while any(self._queued.values()):
+            left = limit - time.monotonic()
+            if left <= 0:
+                return False
+            self.poll(left)
+        return True
+
+    def close(self) -> None:
+        with self._sending:
+            if not self._closed:
+                self._closed = True
+                self._epoll.close()
+                self._mesh.close()
+                os.close(self._bell)
+
+    def describe(self, peer: int) -> str:
+        return f"rank {peer} (pid {self._mesh.pids.get(peer, '?')})"
+
+    @staticmethod
+    def _try_send(sock: socket.socket, data: bytes | bytearray) -> int:
+        """Bytes taken over. All of them if the peer is gone: nothing is to be sent again, and reading reports the end."""
+        try:
+            return sock.send(data)
+        except BlockingIOError:
+            return 0
+        except (BrokenPipeError, ConnectionResetError):
+            return len(data)
+
+    def _send_queued(self, peer: int) -> None:
+        with self._sending:
+            queue = self._queued[peer]
+            sock = self._mesh.sockets[peer]
+            if queue:
+                del queue[: self._try_send(sock, queue)]
+            if not queue:
+                self._epoll.modify(sock.fileno(), select.EPOLLIN)
+
+    def _take_in(self, peer: int) -> None:
+        assert self._receiver is not None
+        try:
+            data = self._mesh.sockets[peer].recv(1 << 16)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self._end(peer)
+            return
+        if self._partial[peer]:
+            data = self._partial[peer] + data
+        if len(data) == msg.HEADER_BYTES and not msg.text_bytes(data):
+            self._partial[peer] = b""
+            self._receiver.handle(peer, data)
+            return
+        at, messages = 0, []
+        while len(data) - at >= msg.HEADER_BYTES:
+            end = at + msg.HEADER_BYTES
+            header = data[at:end]
+            end += msg.text_bytes(header)
+            if end > len(data):
+                break
+            messages.append(header if end - at == msg.HEADER_BYTES else data[at:end])
+            at = end
+        self._partial[peer] = data[at:]
+        self._receiver.handle_all(peer, messages)
+
+    def _end(self, peer: int) -> None:
+        assert self._receiver is not None
+        with self._sending:
+            sock = self._mesh.sockets.pop(peer)
+            self._epoll.unregister(sock.fileno())
+            del self._peer_of[sock.fileno()]
+            self._queued[peer].clear()
+            sock.close()
+        self._receiver.lost(
+            peer,
+            "its connection ended without a goodbye, so the process died or left in the middle of a step (killed, out of "
+            "memory, crashed): look at its log and at the kernel's (dmesg)",
+        )
+
+    def drop_copies(self) -> None:
+        """In a child made by fork: close the copies of the sockets without a word to the peers."""
+        self._closed = True
+        self._mesh.close()
+        self._epoll.close()  # the set itself belongs to the parent, which keeps it: only these descriptors go
+        os.close(self._bell)
+
+
+def _after_fork_in_child() -> None:
+    for channel in list(_open_channels):
+        if not channel._closed:
+            channel.drop_copies()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,248 @@
+"""One-sided transport between processes of one host: shared memory for the bytes, UNIX-domain sockets for the signals.
+
+[Note: Nothing to leave behind]
+The memory has no name at any time: `memfd_create`, or an O_TMPFILE of mode 0600 in /dev/shm (`backing="dev_shm"`). Its
+descriptor is handed to the peers over a socket; the kernel frees the pages when the last rank that maps them is gone, by
+a normal end, an exception or kill -9. A named segment would need somebody left alive to unlink it.
+`memfd` is the default because it is not bounded by the size of /dev/shm, which containers often set to 64 MiB.
+
+[Note: Memory is had at once or refused]
+Pages are allocated by `posix_fallocate` at set-up. Without it, lack of memory would show as SIGBUS at the first write to
+a page, in the middle of a step. As a memfd is bounded by nothing but the machine, what all ranks of the host ask for is
+first compared with what is available (MemAvailable and the limit of the control group).
+
+[Note: Ordering]
+A plain store from Python is no fence, and PyTorch's kernels write from many threads. The order is made by the kernel:
+publishing or sending is (1) write the bytes, (2) send a message on a socket; reading is (3) receive that message, (4) read
+the bytes. The socket's queue is protected by a lock inside the kernel, which (2) releases and (3) acquires, on x86 and Arm
+alike; so (1) happens before (4). (1) has ended when (2) starts, as PyTorch's CPU operators return after their threads have
+been joined. The way back, freeing a slot (credit) or a segment (finish) for writing again, is ordered in the same way.
+No atomic operation from Python is needed, and a waiting rank sleeps in the kernel until the message comes.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from commfuse_dp.errors import TransportError
+from commfuse_dp.probe import Probe
+from commfuse_dp.transport.base import ExchangeFn
+from commfuse_dp.transport.one_sided.parts import Closed, Memory, check_same_sizes
+from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
+from commfuse_dp.transport.one_sided.ring import align
+from commfuse_dp.transport.shm.sockets import SocketChannel, agree, connect_mesh, pass_descriptor
+
+Backing = Literal["memfd", "dev_shm"]
+SHM_DIR = "/dev/shm"
+_KEEP_FREE = 64 << 20  # bytes of available memory that shared memory must leave to the rest of the machine
+
+
+def _page(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def available_memory() -> int | None:
+    """Bytes that could still be allocated: the lesser of MemAvailable and what the control group leaves; None if unknown."""
+    found: list[int] = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+        group = next(line.split("::", 1)[1] for line in Path("/proc/self/cgroup").read_text().splitlines() if "::" in line)
+        folder = Path("/sys/fs/cgroup") / group.strip("/")
+        limit = (folder / "memory.max").read_text().strip()
+        if limit != "max":
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            used = int((folder / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+            found.append(max(int(limit) - used, 0))
+    except (OSError, ValueError, StopIteration):
+        pass  # other control group versions: the machine's figure alone
+    return min(found, default=None)
+
+
+def _free_in_shm() -> int:
+    figures = os.statvfs(SHM_DIR)
+    return figures.f_bavail * figures.f_frsize
+
+
+def _allocate(nbytes: int, backing: Backing) -> int:
+    """Descriptor of nbytes (> 0) of zeroed anonymous shared memory, every page of it allocated."""
+    if backing == "memfd":
+        fd = os.memfd_create("commfuse", os.MFD_CLOEXEC)
+    else:
+        fd = os.open(SHM_DIR, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+# mmap objects keep a copy of the descriptor unless told not to, which they can be from Python 3.13 on.
+_UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+
+
+def _map(fd: int, offset: int, nbytes: int) -> torch.Tensor:
+    """uint8 view of a shared mapping. The tensor's storage refers to the mapping, which ends with the last tensor on it."""
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    mapping = mmap.mmap(fd, _page(nbytes), flags=flags, offset=offset, **_UNTRACKED)
+    return torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class _SharedBlocks:
+    """One object per rank, cut into blocks (block `i` of rank `owner`: bytes and place), mapped as far as it is used."""
+
+    def __init__(self, rank: int, members: Sequence[int], exchange: ExchangeFn, backing: Backing, deadline_s: float) -> None:
+        self.rank, self.members, self.exchange = rank, members, exchange
+        self.backing, self.deadline_s = backing, deadline_s
+
+    def make(self, nbytes: int, purpose: str) -> dict[int, int]:
+        """Collective: allocate nbytes on this rank; returns all ranks' descriptors. Raises the same error on all ranks."""
+        everyone = self.exchange((nbytes, available_memory()))
+        wanted = [everyone[rank] for rank in self.members]
+        total = sum(asked for asked, _ in wanted)
+        known = [free for _, free in wanted if free is not None]
+        if known and self.backing == "memfd" and total > min(known) - _KEEP_FREE:
+            raise TransportError(
+                f"not enough memory for {purpose}: the {len(self.members)} ranks of this host ask for {total} bytes of shared "
+                f"memory together (this one {nbytes}), {min(known)} are available, {_KEEP_FREE} of which are left to the "
+                "machine. Use fewer ranks per host, a smaller inbox_bytes, or more memory (also of the container)."
+            )
+        fd, error = -1, None
+        try:
+            fd = _allocate(_page(max(nbytes, 1)), self.backing)
+        except OSError as failure:
+            error = self._explain(nbytes, purpose, failure)
+        try:
+            agree(self.exchange(error))
+            fds = pass_descriptor(self.rank, self.members, self.exchange, fd, self.deadline_s)
+        except BaseException:
+            if fd >= 0:
+                os.close(fd)
+            raise
+        fds[self.rank] = fd
+        return fds
+
+    def _explain(self, nbytes: int, purpose: str, failure: OSError) -> str:
+        text = f"rank {self.rank} cannot get {nbytes} bytes of shared memory for {purpose} ({failure.strerror})"
+        if self.backing == "dev_shm" and failure.errno == errno.ENOSPC:
+            return (
+                f"{text}: {_free_in_shm()} bytes are free in {SHM_DIR}. Make it larger (docker run --shm-size, "
+                f"mount -o remount,size=... {SHM_DIR}) or use backing='memfd', which does not depend on it"
+            )
+        return f"{text}: {available_memory()} bytes of memory are available"
+
+
+class SharedMemory(Memory):
+    """Inbox rings (made at once) and segments (made by `expose`) in two anonymous objects per rank."""
+
+    in_place: ClassVar[bool] = True
+
+    def __init__(self, blocks: _SharedBlocks, inbox_bytes: int) -> None:
+        self._blocks = blocks
+        rank, members = blocks.rank, blocks.members
+        ring = align(inbox_bytes)
+        slot = _page(ring)  # every ring starts on a page, so that a rank maps only the ring that it fills
+        self._outgoing: dict[int, torch.Tensor] = {}
+        self._incoming: dict[int, torch.Tensor] = {}
+        self._segments: dict[int, list[torch.Tensor]] = {member: [] for member in members}
+        peers = len(members) - 1
+        fds = blocks.make(slot * peers, f"inboxes (inbox_bytes = {inbox_bytes} for each of {peers} peers)")
+        try:
+            inbox = _map(fds[rank], 0, slot * peers) if peers else _NOTHING
+            own = members.index(rank)
+            for place, peer in enumerate(members):
+                if peer != rank:
+                    # The ring of source s is block s of its owner's object; the owner itself is left out of the count.
+                    self._incoming[peer] = inbox.narrow(0, slot * (place - (place > own)), ring)
+                    self._outgoing[peer] = _map(fds[peer], slot * (own - (own > place)), ring)
+        finally:
+            for fd in fds.values():
+                os.close(fd)
+
+    def expose(self, sizes: Sequence[Sequence[int]]) -> None:
+        blocks = self._blocks
+        check_same_sizes(sizes, blocks.exchange(sizes))
+        totals = {owner: sum(align(row[owner]) for row in sizes) for owner in blocks.members}
+        fds = blocks.make(totals[blocks.rank], f"the published shards ({len(sizes)} windows)")
+        try:
+            for owner, fd in fds.items():
+                whole = _map(fd, 0, totals[owner]) if totals[owner] else _NOTHING
+                start = 0
+                for row in sizes:
+                    self._segments[owner].append(whole.narrow(0, start, row[owner]) if row[owner] else _NOTHING)
+                    start += align(row[owner])
+        finally:
+            for fd in fds.values():
+                os.close(fd)
+
+    def segment(self, owner: int, key: int) -> torch.Tensor:
+        return self._segments[owner][key]
+
+    def outgoing(self, dst: int) -> torch.Tensor:
+        return self._outgoing[dst]
+
+    def incoming(self, src: int) -> torch.Tensor:
+        return self._incoming[src]
+
+    def close(self) -> None:
+        # No unmapping by hand: a tensor that outlives the transport must stay readable. Without one, this unmaps.
+        self._outgoing = self._incoming = self._segments = Closed()  # type: ignore[assignment]
+
+
+class ShmTransport(OneSidedTransport):
+    """Shared memory between the processes of one host. Collective constructor; Linux only.
+
+    `inbox_bytes`: room for messages from each peer. `backing`: where the memory comes from, see the module. `members`: the
+    ranks of this one's host, ascending, if there are others; these set up transports of theirs in the same calls.
+    Raises TransportError on all ranks, with the reason, if one of them cannot be set up.
+    """
+
+    name: ClassVar[str] = "shm"
+    in_place: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        exchange: ExchangeFn,
+        *,
+        inbox_bytes: int,
+        deadline_s: float,
+        probe: Probe | None = None,
+        backing: Backing = "memfd",
+        members: Sequence[int] | None = None,
+    ) -> None:
+        if backing not in ("memfd", "dev_shm"):
+            raise ValueError(f"backing={backing!r}: 'memfd' or 'dev_shm' are allowed")
+        if not hasattr(os, "memfd_create"):
+            raise TransportError("transport 'shm' needs Linux (memfd_create, abstract UNIX-domain sockets); use 'tcp' or 'p2p'")
+        members = tuple(range(world_size)) if members is None else tuple(members)
+        mesh = connect_mesh(rank, members, exchange, deadline_s)
+        try:
+            memory = SharedMemory(_SharedBlocks(rank, members, exchange, backing, deadline_s), inbox_bytes)
+        except BaseException:
+            mesh.close()
+            raise
+        super().__init__(
+            rank,
+            world_size,
+            channel=SocketChannel(mesh),
+            memory=memory,
+            inbox_bytes=inbox_bytes,
+            deadline_s=deadline_s,
+            probe=probe,
+            members=members,
+        )

@@ -1,0 +1,1 @@
+"""GPUs of one host: copies ordered by streams and words."""

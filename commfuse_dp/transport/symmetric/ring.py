@@ -1,0 +1,226 @@
+"""Where messages lie in rings of symmetric memory: computed alike by sender and owner, so that nothing about it is told.
+
+    sender     staging (its own memory)     try_reserve: a place; the current stream stands until its last message has left
+                    |  copy, stream "scatter", behind a wait for credit
+    owner      inbox ring of (sender, channel)     place and arrival word follow from the number and size of the message
+                    |  the reader's stream stands until the arrival word is there
+    sender     credit word of (owner, channel)     all messages up to this number have been read
+
+[Note: Mirrored rings]
+Messages of one pair and channel are numbered from 1 in the order of `send` at the one end and of `expect` at the other.
+`PlaceRing` gives each number the same place at both ends. A message of another size, or another message, would be looked for in
+the wrong place: so its arrival word is a fingerprint of number, tag and size, for which the owner waits exactly. Ranks that run
+in different orders stand still, are found by the watchdog, and never read each other's bytes as something that they are not.
+
+[Note: Steps begin at the start]
+In a program of a steady order every step computes the same partials. So that they also come to lie where they lay, and what
+knows an address knows it for good (engine/whole.py), the staging starts anew when an epoch is finished. That is going round
+early: the places that are skipped are waited for as any others. Inboxes do not: both ends would have to see it in the same
+message, and a sender would wait for room where there is some.
+
+[Note: Words are used again]
+A ring has `ARRIVAL_WORDS` arrival words, taken in turn. The sender writes that of message n only when the owner has released
+message n - ARRIVAL_WORDS, and so has seen it. Two fingerprints that follow each other in a word are never equal.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections import deque
+from typing import NamedTuple
+
+from commfuse_dp.device.base import Event, as_int32
+from commfuse_dp.errors import TransportError
+from commfuse_dp.transport.base import Tag
+from commfuse_dp.transport.one_sided.ring import ALIGNMENT, align
+
+ARRIVAL_WORDS = 256  # per pair and channel: the most messages that can be under way there
+
+_IDENTITY = struct.Struct("<q4qq")
+
+
+class Place(NamedTuple):
+    number: int  # of the message, from 1
+    offset: int  # bytes from the start of the ring
+    behind: int  # the latest earlier message that must be gone before this one is written; 0: none
+
+
+class PlaceRing:
+    """Places of messages that are written in the order of their numbers. Deterministic: it is asked at both ends."""
+
+    __slots__ = ("_head", "_live", "_number", "_words", "capacity")
+
+    def __init__(self, capacity: int, words: int = ARRIVAL_WORDS) -> None:
+        if capacity < ALIGNMENT or capacity % ALIGNMENT:
+            raise ValueError(f"ring capacity {capacity}: a positive multiple of {ALIGNMENT} is needed")
+        self.capacity = capacity
+        self._words = words
+        self._head = 0
+        self._number = 0
+        self._live: deque[tuple[int, int, int]] = deque()  # number, first byte, end; oldest first, which is ring order
+
+    def place(self, nbytes: int) -> Place:
+        """The next message's place. nbytes <= capacity. A message never wraps."""
+        size = align(nbytes) or ALIGNMENT
+        assert size <= self.capacity
+        self._number = number = self._number + 1
+        behind = max(0, number - self._words)
+        start = self._head
+        if start + size > self.capacity:
+            behind = max(behind, self._take(start, self.capacity))  # lost, but whoever lies there comes first in the ring
+            start = 0
+        stop = self._head = start + size
+        live = self._live
+        if live and live[0][1] < stop and start < live[0][2]:
+            behind = max(behind, self._take(start, stop))
+        live.append((number, start, stop))
+        return Place(number, start, behind)
+
+    def rewind(self) -> None:
+        """The next message goes to the start of the ring, as if it did not fit into the rest.
+
+        It lies where a message lies that came after all in the rest, so it is behind them, too."""
+        if self._head:
+            self._take(self._head, self.capacity)
+            self._head = 0
+
+    def _take(self, start: int, stop: int) -> int:
+        """Forget the oldest messages as far as they lie in [start, stop); the number of the last one, or 0."""
+        last = 0
+        live = self._live
+        while live and live[0][1] < stop and start < live[0][2]:
+            last = live.popleft()[0]
+        return last
+
+
+class Fingerprints:
+    """Arrival words of one ring, in the order of their messages. Both ends compute them alike."""
+
+    __slots__ = ("_last",)
+
+    def __init__(self) -> None:
+        self._last = [0] * ARRIVAL_WORDS
+
+    def next(self, number: int, tag: Tag, nbytes: int) -> tuple[int, int, int]:
+        """(index of the word, its value, the value that it has before) for a message."""
+        index = number % ARRIVAL_WORDS
+        before = self._last[index]
+        value = as_int32(zlib.crc32(_IDENTITY.pack(number, *tag, nbytes)))
+        if value == before:
+            value = as_int32(value + 1)
+        self._last[index] = value
+        return index, value, before
+
+
+class Reservation:
+    """A place in the staging ring, from `try_reserve` to the end of the copy out of it."""
+
+    __slots__ = ("left", "nbytes", "offset", "order")
+
+    def __init__(self, offset: int, nbytes: int) -> None:
+        self.offset = offset
+        self.nbytes = nbytes
+        self.left: Event | None = None  # passed when the bytes have left; None: not sent yet
+        self.order = 0  # of the sends, which are copied in this order by one stream
+
+
+class StagingRing:
+    """Where a rank computes what it sends to one peer. Places are used again in the order in which they were given out."""
+
+    def __init__(self, capacity: int, dst: int) -> None:
+        self._places = PlaceRing(capacity, words=capacity // ALIGNMENT + 1)
+        self._live: dict[int, Reservation] = {}  # number -> reservation, oldest first
+        self._open: dict[int, Reservation] = {}  # offset -> reserved, not sent
+        self._dst = dst
+        self._number = 0
+        self._sends = 0
+
+    def reserve(self, nbytes: int) -> tuple[Reservation, Event | None]:
+        """A place, and what its writer must be ordered behind."""
+        offset, behind = self._places.place(nbytes)[1:]
+        latest: Reservation | None = None
+        while self._live and (number := next(iter(self._live))) <= behind:  # they are in order
+            earlier = self._live.pop(number)
+            if earlier.left is None:
+                raise TransportError(
+                    f"{self._places.capacity} bytes are too few for what is reserved for rank {self._dst} and not sent: the "
+                    f"place of {nbytes} bytes would overwrite {earlier.nbytes} of them. Send before reserving more, or raise "
+                    "inbox_bytes."
+                )
+            if latest is None or earlier.order > latest.order:
+                latest = earlier
+        self._number += 1
+        reservation = Reservation(offset, nbytes)
+        self._live[self._number] = self._open[offset] = reservation
+        return reservation, latest.left if latest is not None else None
+
+    def rewind(self) -> None:
+        """As in PlaceRing; not while something that is reserved has not been sent."""
+        if not self._open:
+            self._places.rewind()
+
+    def find(self, offset: int, nbytes: int) -> Reservation | None:
+        """The open reservation that starts at `offset` and has room for nbytes."""
+        reservation = self._open.get(offset)
+        return reservation if reservation is not None and nbytes <= reservation.nbytes else None
+
+    def sent(self, reservation: Reservation, left: Event) -> None:
+        self._sends += 1
+        reservation.left, reservation.order = left, self._sends
+        del self._open[reservation.offset]
+
+
+class Outbox:
+    """The sender's side of one inbox ring."""
+
+    __slots__ = ("credited", "fingerprints", "places")
+
+    def __init__(self, capacity: int) -> None:
+        self.places = PlaceRing(capacity)
+        self.fingerprints = Fingerprints()
+        self.credited = 0  # the copies enqueued from now on run behind the release of all messages up to this one
+
+
+class Arrival(NamedTuple):
+    """A message that is expected, or here."""
+
+    number: int
+    offset: int
+    nbytes: int
+    word: int
+    value: int
+    before: int  # what the word holds until the message comes
+
+
+class Inbox:
+    """The owner's side: what is expected, and how far it has been released."""
+
+    def __init__(self, capacity: int) -> None:
+        self.places = PlaceRing(capacity)
+        self.fingerprints = Fingerprints()
+        self.expected: dict[Tag, Arrival] = {}
+        self.received: set[Tag] = set()  # of those: a stream waits for them, or has
+        self._released = 0  # all messages up to this number
+        self._early: dict[int, Event] = {}  # released before an earlier one: behind the event the bytes are not read
+
+    def expect(self, tag: Tag, nbytes: int) -> None:
+        place = self.places.place(nbytes)
+        word, value, before = self.fingerprints.next(place.number, tag, nbytes)
+        self.expected[tag] = Arrival(place.number, place.offset, nbytes, word, value, before)
+
+    def is_next(self, number: int) -> bool:
+        """No earlier message is still held."""
+        return number == self._released + 1
+
+    def release_early(self, number: int, event: Event) -> None:
+        self._early[number] = event
+
+    def release(self, number: int) -> tuple[int, list[Event]]:
+        """The message after the last: (the credit to give, what the giver must be ordered behind)."""
+        assert self.is_next(number)
+        self._released, events = number, []
+        while (event := self._early.pop(self._released + 1, None)) is not None:
+            self._released += 1
+            events.append(event)
+        return self._released, events

@@ -1,0 +1,298 @@
+"""Transport `symmetric`: GPUs of one host copy from and to each other's memory, ordered by streams and words alone.
+
+Bytes are moved by copy engines, order is made by stream memory operations: no multiprocessor is used and no thread waits, see
+[Note: Device-ordered transports] in base.py. **Not yet run on a GPU**; its order is proved over a simulated device.
+
+[Note: Timelines] (r = reader or receiver, o = owner; | stands for a wait)
+
+  parameters, one epoch
+    o current   |finished(r) >= e-1   copy shards -> segment   write published[o, key] = e  to every rank
+    r gather    |after (last reader of the buffer)   |published[o, key] >= e   copy segment of o -> buffer   write arrival
+    r current                                                                 |arrival (or the kernel)  GEMM reads the buffer
+    r gather    ... all copies of e ...   write finished[r] = e  to every rank
+  So: a segment is written only after the copies of all readers; a buffer only after its last GEMM; nothing is read early.
+
+  Once all is published, o writes complete[o] = e, and r, which has published all, too, waits for that instead of each key.
+
+  gradients, one message
+    r' current  |event: the last bytes at this place of the staging have left    GEMM -> staging
+    r' scatter       |event of current   |credit >= the message whose place is taken   copy staging -> inbox   write arrival
+    o  current or reduce                                                        |arrival == fingerprint   sum   write credit
+  So: staging and inbox are overwritten only when what was there has been read; a sum starts only when the bytes are there.
+
+[Note: Words for pulls]
+A slice has an arrival word of its own, whose value is the number of its pulls: it is known when the pull is enqueued, it only
+rises, and in a program of a steady order all slices of a layer have the same. The write follows its copy in stream "gather",
+slice by slice, so a kernel's tile may start while the next slice is still coming. Nothing is written between the copies of one
+`copy_all`, which run in any order: it serves where there are no words (see [Note: Kernels that wait]), and one event tells that
+all are there. Waits for an own word are enqueued behind the write that they wait for, so the two cannot stand in a circle,
+whatever channels the streams are mapped to.
+
+[Note: Where credit is waited for]
+In the stream "scatter", not in the stream that computes: the staging gives compute another inbox's length of slack. Messages
+leave in the order of `send`, to whichever peer: one that is slow to give credit holds up those behind it. There is no circle:
+take the first message in program order that has not left. Everything before it has, so its receiver can sum what fills its
+inbox, once its own compute has come there; and that stands only for messages that come later. But all that one call owes to
+one owner before the owner's own partial exists must fit into the inbox, or the owner must copy arrivals out of it without
+waiting for that partial (as the engine does).
+
+[Note: Out of the allocator's hands]
+A fresh buffer from torch's allocator may have been used by the current stream a moment ago. Another stream may write to it only
+behind that: a `pull` without `after` therefore runs behind everything in the current stream. Window buffers and staging live
+as long as the transport or the caller's pool, so nothing is ever freed under a copy.
+
+[Note: Kernels that wait]
+A kernel that waits for an arrival word holds its multiprocessors. That is harmless while the copy that it waits for is made by
+a copy engine, as between two GPUs. Inside one GPU CUDA may copy by a kernel (NCCL's ce_coll.cc asks CUDA 13.1 for copy engines
+there, as that is not the default), for which a persistent kernel that waits on every multiprocessor leaves no room: both would
+stand for ever. So if any two ranks share a GPU, pulls have no arrival word, and kernels are launched behind `Transfer.wait`.
+
+[Note: The end]
+`close` waits (host, bounded) until this rank's streams have done what it enqueued, since the peers wait for some of it, then
+says goodbye. Memory of a peer that has gone stays mapped. If a stream cannot be freed, the memory is kept until the process
+ends: freeing it would wait for the stream for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import torch
+
+from commfuse_dp.device.base import Device, Event, Word
+from commfuse_dp.device.timing import EventTimer
+from commfuse_dp.errors import CommFuseError, Where
+from commfuse_dp.probe import Probe
+from commfuse_dp.transport.base import NOWHERE, WHOLE, ExchangeFn, Outcome, PullRequest, Sending, Tag, Transport
+from commfuse_dp.transport.closing import CLOSE_S, close_at_exit
+from commfuse_dp.transport.one_sided import messages as msg
+from commfuse_dp.transport.one_sided.accounts import window_bytes
+from commfuse_dp.transport.one_sided.parts import Channel
+from commfuse_dp.transport.symmetric.core import Core, Layout
+from commfuse_dp.transport.symmetric.memory import SymmetricMemory
+from commfuse_dp.transport.symmetric.messages import Messages
+from commfuse_dp.transport.symmetric.watch import Watchdog
+from commfuse_dp.transport.symmetric.windows import Pull, Windows
+
+_log = logging.getLogger("commfuse_dp")
+_never_freed: list[object] = []  # see [Note: The end]
+
+
+class SymmetricTransport(Transport):
+    """See the module. Collective constructor.
+
+    Args:
+        device, memory: the GPU and the memory shared with the peers' ones; both may be simulated.
+        channel: control messages: goodbyes, deaths, failures. Owned from now on.
+        inbox_bytes: room for messages from each peer, once per channel; once more for what is computed for each peer. Memory
+            in all: 4 * inbox_bytes * (world_size - 1), and a little.
+        kernels_may_wait: see [Note: Kernels that wait]. False: pulls have no `arrival`.
+    """
+
+    name: ClassVar[str] = "symmetric"
+    in_place: ClassVar[bool] = False
+    device_ordered: ClassVar[bool] = True
+    device: Device
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        exchange: ExchangeFn,
+        *,
+        device: Device,
+        memory: SymmetricMemory,
+        channel: Channel,
+        inbox_bytes: int,
+        deadline_s: float,
+        probe: Probe | None = None,
+        kernels_may_wait: bool = True,
+    ) -> None:
+        super().__init__(rank, world_size, deadline_s=deadline_s, probe=probe)
+        self.device = device
+        self.probe.measure_by(EventTimer(device, self.probe))
+        self._channel = channel
+        layout = Layout(world_size, inbox_bytes)
+        purpose = f"inboxes (inbox_bytes = {inbox_bytes} for each of {world_size - 1} peers)"
+        try:
+            with torch.inference_mode(False):
+                blocks = memory.allocate(layout.nbytes, purpose)
+        except BaseException:
+            channel.close()
+            raise
+        self._watch = Watchdog(rank, world_size, device, channel, deadline_s=deadline_s, name=self.name)
+        self._core = Core(
+            rank,
+            world_size,
+            exchange,
+            name=self.name,
+            device=device,
+            memory=memory,
+            layout=layout,
+            blocks=blocks,
+            watch=self._watch,
+            probe=self.probe,
+        )
+        self._windows = Windows(self._core, kernels_may_wait=kernels_may_wait)
+        self._messages = Messages(self._core, layout, inbox_bytes)
+        self._watch.own_memory = lambda: (*self._windows.memory_of(rank), *self._messages.memory())
+        self._watch.memory_of = self._windows.memory_of
+        self._pid = os.getpid()
+        close_at_exit(self)
+
+    # ---- windows -----------------------------------------------------------------------------------------------------
+    def expose(self, sizes: Sequence[Sequence[int]]) -> None:
+        self._windows.expose(sizes)
+
+    def segment(self, key: int) -> torch.Tensor:
+        return self._windows.segment(key)
+
+    def publish(self, key: int, epoch: int, *, more: bool = False) -> None:
+        self._windows.publish(key, epoch, more=more)
+
+    def pull(
+        self,
+        owner: int,
+        key: int,
+        epoch: int,
+        *,
+        start: int = 0,
+        nbytes: int | None = None,
+        out: torch.Tensor | None = None,
+        after: Event | None = None,
+    ) -> Pull:
+        """`after` None: `out` may be fresh from the allocator, so the copy runs behind all that is in the current stream."""
+        size = window_bytes(self._windows.sizes, owner, key, self.world_size)
+        if out is None:
+            raise ValueError(
+                f"pull: transport {self.name} needs out = contiguous uint8 of the bytes to be pulled; None was given"
+            )
+        request = PullRequest(owner, key, start, size - start if nbytes is None else nbytes, out, after)
+        return self._windows.pull(epoch, (request,))[0]
+
+    def pull_all(self, epoch: int, requests: Sequence[PullRequest]) -> list[Pull]:
+        return self._windows.pull(epoch, requests)
+
+    def publish_complete(self, epoch: int) -> None:
+        self._windows.publish_complete(epoch)
+
+    def describe_pulls(self, describe: Callable[[int, int, int, int, int], Where]) -> None:
+        self._windows.describe = describe
+
+    def direct(self, owner: int, key: int, epoch: int, where: Where = NOWHERE) -> torch.Tensor:
+        """The owner's segment itself, for kernels that read a peer's memory: the current stream waits for `epoch`.
+
+        Valid until `finish(epoch)`, which must be called on the stream that reads, or behind it.
+        """
+        return self._windows.direct(owner, key, epoch, where)
+
+    def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
+        self._windows.finish(epoch)
+        self._messages.rewind()
+
+    def wait_finished(self, epoch: int, where: Where = NOWHERE, *, meanwhile: Callable[[], object] | None = None) -> None:
+        self._windows.wait_finished(epoch, where)
+
+    # ---- messages ----------------------------------------------------------------------------------------------------
+    @property
+    def message_limit(self) -> int:
+        return self._messages.limit
+
+    def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor:
+        """Never None. What one call reserves for one peer before it sends must fit into inbox_bytes."""
+        return self._messages.try_reserve(dst, nbytes)
+
+    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None, more: bool = False) -> None:
+        """`when`: written by a kernel that is in the current stream already, once the buffer is complete."""
+        self._messages.send((Sending(dst, tag, buffer, when),))
+
+    def send_all(self, sendings: Sequence[Sending]) -> None:
+        self._messages.send(sendings)
+
+    def expect(self, src: int, tag: Tag, nbytes: int) -> None:
+        self._messages.expect(src, tag, nbytes)
+
+    def arrived(self, src: int, tag: Tag) -> bool:
+        return self._messages.arrived(src, tag)
+
+    def receive(self, src: int, tag: Tag, where: Where = NOWHERE) -> torch.Tensor:
+        return self._messages.receive((src,), tag, where)[0]
+
+    def receive_all(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE) -> list[torch.Tensor]:
+        return self._messages.receive(srcs, tag, where)
+
+    def release(self, src: int, tag: Tag, *, more: bool = False) -> None:
+        self._messages.release((src,), tag, more=more)
+
+    def release_all(self, srcs: Sequence[int], tag: Tag, *, more: bool = False) -> None:
+        self._messages.release(srcs, tag, more=more)
+
+    def push(self) -> None:
+        self._core.enter()
+
+    # ---- progress and end --------------------------------------------------------------------------------------------
+    def progress(self, timeout_s: float = 0.0) -> None:
+        self._core.check()
+        if timeout_s > 0:
+            self._watch.news.wait(min(timeout_s, 0.05))
+            self._watch.news.clear()
+            self._core.check()
+
+    def abort(self, reason: str) -> None:
+        """Tell all peers that this rank has failed: their streams are released and their next calls raise."""
+        if not self._core.closed:
+            self._watch.tell(msg.pack_abort(self.rank, reason))
+
+    def close(self) -> None:
+        core = self._core
+        if core.closed:
+            return
+        core.closed = True
+        if os.getpid() != self._pid:  # a copy made by fork: neither the thread nor the device is its own
+            return
+        idle = False
+        try:
+            with contextlib.suppress(CommFuseError):
+                idle = self._settle()
+        finally:
+            self._watch.tell(msg.pack(msg.GOODBYE))
+            self._watch.stop()
+            self._channel.flush(min(CLOSE_S, self.deadline_s))
+            self._channel.close()
+            if idle:
+                core.blocks.clear()
+                self._windows.forget()
+                self._messages.forget()
+                core.memory.close()
+            else:
+                _never_freed.append((core, self._windows, self._messages))
+                _log.warning("rank %d: transport %s: a stream still stands; its memory is kept", self.rank, self.name)
+
+    def _settle(self) -> bool:
+        """Wait until the own streams have done what was enqueued; True if they have."""
+        device = self.device
+        if self._watch.failure is None:
+            self._core.flush()
+            self._windows.leave()
+        streams = {device.side_stream("gather"), device.side_stream("scatter"), device.current_stream()}
+        events = [device.record(stream) for stream in streams]
+        limit = time.monotonic() + min(CLOSE_S, self.deadline_s)
+        while not all(event.done() for event in events):
+            if time.monotonic() > limit:
+                return self._release(events)
+            time.sleep(0.0005)
+        return True
+
+    def _release(self, events: list[Event]) -> bool:
+        limit = time.monotonic() + CLOSE_S
+        while not all(event.done() for event in events):
+            self._watch.release()
+            if time.monotonic() > limit:
+                return False
+            time.sleep(0.002)
+        return True

@@ -1,0 +1,312 @@
+"""Windows of transport `symmetric`: published parameters that peers copy. Timelines and hazards: see transport.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from commfuse_dp.device.base import Event, Span, Word
+from commfuse_dp.errors import TransportError, Where
+from commfuse_dp.probe import RECEIVE
+from commfuse_dp.transport.base import NOWHERE, PullRequest, Transfer
+from commfuse_dp.transport.one_sided.accounts import pull_bytes, window_bytes
+from commfuse_dp.transport.one_sided.parts import check_same_sizes
+from commfuse_dp.transport.one_sided.ring import align
+from commfuse_dp.transport.symmetric.core import Core
+from commfuse_dp.transport.symmetric.watch import Condition, Wait
+
+SIGNAL_WORDS = 1024  # arrival words of slices come in pads of so many
+NEVER = 1 << 30  # epochs ahead: words are compared cyclically
+
+
+class Pull(Transfer):
+    """A copy that is enqueued. With `arrival` it is known by its word, else by `landed`, an event that several may share."""
+
+    __slots__ = ("_out", "_place", "_wait", "_windows", "arrival", "landed")
+
+    def __init__(self, windows: Windows, out: torch.Tensor, arrival: Word | None) -> None:
+        self._windows, self._out, self.arrival = windows, out, arrival
+        self.landed: Event | None = None
+        self._wait: Wait | None = None  # for the owner to publish
+        self._place = 0  # in it
+
+    def concerns(self, where: Where) -> None:
+        if self._wait is not None:
+            self._wait.places[self._place] = where
+
+    def done(self) -> bool:
+        self._windows.core.check()
+        return True
+
+    def wait(self, where: Where = NOWHERE) -> torch.Tensor:
+        if where is not NOWHERE:
+            self.concerns(where)
+        self._windows.await_pull(self)
+        return self._out
+
+
+class _Source:
+    """A slice of a peer, which is pulled again and again."""
+
+    __slots__ = ("nbytes", "owner", "pad", "place", "pulls", "segment", "start")
+
+    def __init__(self, owner: int, segment: torch.Tensor, start: int, nbytes: int) -> None:
+        self.owner, self.segment, self.start, self.nbytes = owner, segment, start, nbytes
+        self.pad: torch.Tensor | None = None  # of its arrival word, whose value is the number of its pulls
+        self.place = 0
+        self.pulls = 0
+
+
+class Windows:
+    """Segments of all ranks, and this rank's pulls from them."""
+
+    def __init__(self, core: Core, *, kernels_may_wait: bool) -> None:
+        self.core = core
+        self.describe: Callable[[int, int, int, int, int], Where] = _where
+        self._kernels_may_wait = kernels_may_wait
+        self._gather = core.device.side_stream("gather")
+        self.sizes: list[tuple[int, ...]] | None = None  # as exposed
+        self._segments: list[list[torch.Tensor]] = []  # [owner][key]
+        self._shards: list[torch.Tensor] = []  # [owner]: all segments
+        self._pads: list[
+            torch.Tensor
+        ] = []  # of every rank: published[owner * keys + key] = epoch, then complete[owner] = epoch
+        self._published: dict[int, int] = {}  # key -> epoch, of this rank
+        self._awaited: dict[tuple[int, int], int] = {}  # (owner, key), -1 for all -> epoch that "gather" stands behind
+        self._complete = 0  # this rank has published all of this epoch
+        self._sources: dict[tuple[int, int, int, int], _Source] = {}  # (owner, key, start, nbytes)
+        self._signals: list[torch.Tensor] = []
+        self._behind: Event | None = None  # the event that "gather" was made to wait for last
+        self._landed: tuple[object, Event] | None = None  # (stream, event) of the last wait for a copy
+        self._free_to_write = 0  # peers have finished this epoch, in the order of the stream that asked
+        self._own_finished = 0
+        self._direct = False
+
+    def expose(self, sizes: Sequence[Sequence[int]]) -> None:
+        core = self.core
+        core.enter()
+        if self.sizes is not None:
+            raise TransportError("expose() was called twice: a transport exposes its windows once; open another for others")
+        table = [tuple(int(n) for n in row) for row in sizes]
+        for key, row in enumerate(table):
+            if len(row) != core.world_size or min(row) < 0:
+                raise ValueError(f"expose: sizes[{key}] = {row}: one size >= 0 for each of {core.world_size} ranks is needed")
+        check_same_sizes(table, core.exchange(table))
+        words = align(4 * core.world_size * (len(table) + 1))
+        totals = [sum(align(row[owner]) for row in table) for owner in range(core.world_size)]
+        blocks = core.memory.allocate(words + totals[core.rank], f"the published shards ({len(table)} windows)")
+        for owner, block in enumerate(blocks):
+            self._pads.append(block.narrow(0, 0, words).view(torch.int32))
+            start, segments = words, []
+            for row in table:
+                segments.append(block.narrow(0, start, row[owner]))
+                start += align(row[owner])
+            self._segments.append(segments)
+            self._shards.append(block.narrow(0, words, start - words))
+        self.sizes = table
+
+    def segment(self, key: int) -> torch.Tensor:
+        self._size(self.core.rank, key)
+        return self._segments[self.core.rank][key]
+
+    def publish(self, key: int, epoch: int, *, more: bool) -> None:
+        core = self.core
+        stream = core.enter(flush=False)
+        self._size(core.rank, key)
+        before = self._published.get(key, 0)
+        if epoch != before + 1:
+            raise ValueError(f"publish(key {key}, epoch {epoch}): epochs rise by one and {before} was the last")
+        if core.peers and self._free_to_write < epoch - 1:
+            raise TransportError(
+                f"publish(key {key}, epoch {epoch}): ranks {sorted(core.peers)} may still read epoch {epoch - 1}; "
+                f"call wait_finished({epoch - 1}) before writing the segment"
+            )
+        self._published[key] = epoch
+        place = self._place(core.rank, key)
+        core.hold(stream, [Word(pad, place, epoch) for pad in self._pads], more=more)
+
+    def publish_complete(self, epoch: int) -> None:
+        """All of this rank's keys that are published in `epoch` are: one word says so for all of them."""
+        core = self.core
+        stream = core.enter(flush=False)
+        self._complete = epoch
+        place = self._place(core.rank, -1)
+        core.hold(stream, [Word(pad, place, epoch) for pad in self._pads], more=False)
+
+    def pull(self, epoch: int, requests: Sequence[PullRequest]) -> list[Pull]:
+        """In the order of the requests, each with its own word; see [Note: Words for pulls]."""
+        core = self.core
+        stream = core.enter()
+        device, gather = core.device, self._gather
+        sources = [self._source(epoch, request) for request in requests]  # before anything is enqueued
+        conditions: list[Condition] = []
+        pulls: list[Pull] = []
+        spans: list[Span] = []
+        wait = Wait(conditions, (), "to publish a parameter slice")
+        fresh: Event | None = None
+        received = 0
+        timing, begun = core.probe.timing, None
+        batch = device.batch(gather)
+        try:
+            for request, source in zip(requests, sources, strict=True):
+                after = request.after
+                if after is None:  # see [Note: Out of the allocator's hands]
+                    after = fresh = fresh if fresh is not None else device.record(stream)
+                if after is not self._behind:
+                    batch.submit()
+                    device.wait_event(gather, after)
+                    self._behind = after
+                arrival = None
+                if self._kernels_may_wait:
+                    source.pulls += 1
+                    assert source.pad is not None
+                    arrival = Word(source.pad, source.place, source.pulls)
+                pull = Pull(self, request.out, arrival)
+                pulls.append(pull)
+                condition = self._publication(source.owner, request.key, epoch)
+                if condition is not None:
+                    pull._wait, pull._place = wait, len(conditions)
+                    place = (request.owner, request.key, epoch, request.start, request.nbytes)
+                    wait.places.append(partial(self.describe, *place))
+                    conditions.append(condition)
+                    if len(conditions) == 1:
+                        core.watch.note(gather, wait)
+                    batch.wait(condition.pad, condition.place, condition.value)
+                if timing is not None and core.probe.sink is not None:
+                    batch.submit()
+                    begun = timing.mark(gather)
+                if arrival is None and timing is None:
+                    spans.append((request.out, 0, source.segment, source.start, source.nbytes))
+                else:
+                    batch.copy(request.out, 0, source.segment, source.start, source.nbytes)
+                    if arrival is not None:
+                        batch.write(*arrival)
+                if timing is not None:  # somebody looks: every slice has an event of its own, which keeps the time
+                    batch.submit()
+                    pull.landed = core.record(gather)
+                    if begun is not None:
+                        timing.span(RECEIVE, "slice", begun, pull.landed, {"nbytes": source.nbytes, "peer": source.owner})
+                if source.owner != core.rank:
+                    received += source.nbytes
+            if spans:
+                batch.copy_all(spans)
+        finally:
+            batch.submit()
+        core.probe.counters.param_bytes_received += received
+        if conditions or spans:
+            landed = core.behind(gather, (wait,))
+            for pull in pulls if timing is None else ():
+                pull.landed = landed
+        return pulls
+
+    def await_pull(self, pull: Pull) -> None:
+        """The current stream stands until the bytes are there."""
+        core = self.core
+        stream = core.enter()
+        if pull.arrival is not None:
+            core.device.wait_value(stream, *pull.arrival)
+        elif self._landed is None or self._landed[0] != stream or self._landed[1] is not pull.landed:
+            assert pull.landed is not None
+            self._landed = stream, pull.landed
+            core.device.wait_event(stream, pull.landed)
+        core.check()  # as in Core.behind
+
+    def direct(self, owner: int, key: int, epoch: int, where: Where) -> torch.Tensor:
+        core = self.core
+        stream = core.enter()
+        self._size(owner, key)
+        self._direct = True
+        condition = Condition(owner, self._pads[core.rank], self._place(owner, key), epoch)
+        core.behind(stream, [core.stand(stream, (condition,), (where,), "to publish a window")])
+        return self._segments[owner][key]
+
+    def finish(self, epoch: int) -> None:
+        core = self.core
+        stream = core.enter()
+        if epoch <= self._own_finished:
+            raise ValueError(f"finish({epoch}): epoch {self._own_finished} is finished already; epochs rise")
+        if self._direct:  # copies run in "gather"; what the current stream has read itself must be over, too
+            self._direct = False
+            core.device.wait_event(self._gather, core.device.record(stream))
+        self._tell_finished(epoch)
+
+    def _tell_finished(self, epoch: int) -> None:
+        core = self.core
+        self._own_finished = epoch
+        core.device.write_values(self._gather, [Word(core.blocks[peer].finished, core.rank, epoch) for peer in core.peers])
+
+    def wait_finished(self, epoch: int, where: Where) -> None:
+        core, device = self.core, self.core.device
+        stream = core.enter()
+        if epoch <= 0:
+            return
+        self._free_to_write = max(self._free_to_write, epoch)
+        device.wait_event(stream, device.record(self._gather))  # this rank's copies of its own segments
+        conditions = tuple(Condition(peer, core.own.finished, peer, epoch) for peer in core.peers)
+        if conditions:
+            core.behind(stream, [core.stand(stream, conditions, (where,), "to finish reading epoch", about=epoch)])
+
+    def leave(self) -> None:
+        """At the end: nothing is read from now on, whatever epoch the peers may still come to."""
+        self._tell_finished(self._own_finished + NEVER)
+
+    def memory_of(self, owner: int) -> Sequence[torch.Tensor]:
+        """What is copied from a rank."""
+        return self._shards[owner : owner + 1]
+
+    def forget(self) -> None:
+        """Let go of all memory."""
+        self._segments, self._pads, self._signals, self._shards = [], [], [], []
+        self._sources.clear()
+
+    # ---- helpers -----------------------------------------------------------------------------------------------------
+    def _place(self, owner: int, key: int) -> int:
+        """Of the word that says that a key is published; -1: that all are."""
+        keys = len(self._segments[owner])
+        return owner * keys + key if key >= 0 else self.core.world_size * keys + owner
+
+    def _publication(self, owner: int, key: int, epoch: int) -> Condition | None:
+        """What "gather" must wait for before it reads; None: it stands behind that already, and is in order."""
+        if self._complete == epoch:
+            key = -1 if self._awaited.get((owner, key)) != epoch else key
+        if self._awaited.get((owner, key)) == epoch:
+            return None
+        self._awaited[owner, key] = epoch
+        return Condition(owner, self._pads[self.core.rank], self._place(owner, key), epoch)
+
+    def _source(self, epoch: int, request: PullRequest) -> _Source:
+        owner, key, start, nbytes, out = request[:5]
+        source = self._sources.get((owner, key, start, nbytes))
+        if source is None:
+            size = self._size(owner, key)
+            pull_bytes(owner, key, epoch, start=start, nbytes=nbytes, published=size, finished=self._own_finished)
+            source = self._sources[owner, key, start, nbytes] = _Source(owner, self._segments[owner][key], start, nbytes)
+            if self._kernels_may_wait:
+                source.pad, source.place = self._signal(len(self._sources) - 1)
+        if epoch <= self._own_finished:
+            raise ValueError(f"pull: epoch {epoch} is over: this rank has finished epoch {self._own_finished}")
+        if out.dtype != torch.uint8 or out.dim() != 1 or out.numel() != nbytes or not out.is_contiguous():
+            raise ValueError(
+                f"pull: transport {self.core.name} needs out = contiguous uint8 of {nbytes} bytes; {out.dtype} of shape "
+                f"{tuple(out.shape)} was given"
+            )
+        return source
+
+    def _signal(self, number: int) -> tuple[torch.Tensor, int]:
+        """The arrival word of a source: (pad, place). Its values only rise: whoever waits for an older one is not held up."""
+        pad, place = divmod(number, SIGNAL_WORDS)
+        if pad == len(self._signals):
+            device = self.core.device
+            with torch.inference_mode(False):
+                self._signals.append(torch.zeros(SIGNAL_WORDS, dtype=torch.int32, device=device.torch_device))
+            device.wait_event(self._gather, device.record(device.current_stream()))
+        return self._signals[pad], place
+
+    def _size(self, owner: int, key: int) -> int:
+        return window_bytes(self.sizes, owner, key, self.core.world_size)
+
+
+def _where(owner: int, key: int, epoch: int, start: int, nbytes: int) -> Where:
+    return Where(f"(window {key})", epoch, f"bytes {start} to {start + nbytes}", nbytes)

@@ -1,0 +1,1 @@
+"""Between hosts: plain TCP with one I/O thread a rank."""

@@ -1,0 +1,476 @@
+"""The wire engine of the TCP transport: framed, prioritised, chunked transfer, one I/O thread a rank.
+
+What it knows: frames, lanes, chunks, sockets. What it does not know: epochs, credits, what a message means (see `tcp`).
+
+A frame is a 16-byte prefix (magic, lane, payload bytes, offset), the 40-byte message it belongs to (one_sided/messages.py) and a payload.
+Every peer has two connections. Control messages have one to themselves: a request must not queue behind megabytes of payload in
+the kernel's send buffer (measured at 2 Gbit/s: 9 of 30 ms of an exchange of 5 MB). On the other, data are cut into chunks, each
+a frame of its own, so that a slice of parameters waits for at most one chunk of gradients. Within a lane the order is kept;
+between lanes it is not.
+
+[Note: Few wake-ups]
+The cores that move the bytes are those that compute, so CPU seconds per GB is the figure that counts here. A receiver woken for
+every segment spends most of its time in wake-ups: SO_RCVLOWAT holds the wake-up back until (nearly) the whole chunk is there.
+The mark never exceeds what is still due of the chunk under way, so the kernel never waits for bytes that do not come; the end
+of a connection is reported whatever the mark. One `recvmsg` takes the rest of a chunk and the next header together.
+
+[Note: Priority is only worth what the kernel's queue allows]
+What is in the kernel's send queue cannot be overtaken. TCP_NOTSENT_LOWAT bounds the unsent part of it; bytes that are sent and
+wait for their acknowledgement are not limited by it, so throughput does not suffer. Smaller values, like smaller chunks, cost
+wake-ups: per GB 2500 of the sender's thread with 512 KB, 900 with 2 MB.
+
+[Note: Sending without a copy]
+`sendfile` from a memfd attaches the pages themselves to the socket: the bytes are read when the network card (or, on one host,
+the receiving process) takes them, not at the call. The memory must therefore rest until the peer *process* has read the bytes.
+It does: a published segment is rewritten only after every peer's FINISH of that epoch, a staging slot only after its CREDIT,
+and a peer sends those after it has taken the payload from its socket. What may still linger on our side then (a segment whose
+acknowledgement is on its way) or in the network (a spurious retransmission) lies below the receiver's window: TCP drops it by
+its sequence number, whatever it contains, or by its checksum; bytes beyond it belong to memory that still rests.
+It is off by default: it saves the sender's copy, but on a virtual link the receiver then copies from the sender's memory, in
+pages of 4 KB that nobody has just written. Alternating runs over a shaped link cost as much or more (docs: benchmarks/results).
+A real card reads the pages by DMA; measure there with benchmarks/micro_transport.py before switching it on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import selectors
+import socket
+import struct
+import termios
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from commfuse_dp.probe import now_ns
+from commfuse_dp.transport.one_sided.messages import HEADER_BYTES
+
+MAGIC = 0xCF
+HEADER = struct.Struct(f"<BBxxIQ{HEADER_BYTES}s")  # magic, lane, payload bytes of this frame, offset, message
+CHUNK_BYTES = 2 << 20
+NOTSENT_BYTES = 2 << 20
+LOWAT_FLOOR = 32 << 10  # below this much still due, a receive low-water mark costs more calls than it saves wake-ups
+READ_BUDGET = 4 << 20  # bytes read from one peer before the others get their turn
+CONTROL_JOIN_BYTES = 32 << 10
+CONTROL_LANE, PARAM_LANE, GRAD_LANE = 0, 1, 2  # by falling priority
+CONTROL_ROLE, DATA_ROLE = 0, 1  # of a connection
+
+
+class Frame(NamedTuple):
+    """A header as it was received."""
+
+    lane: int
+    nbytes: int  # payload bytes that follow this header
+    offset: int  # the chunk's place in its transfer
+    message: bytes
+
+
+class Source(NamedTuple):
+    """Bytes to send: `view` holds them; if `fd` >= 0 they also are [position, position + len(view)) of that file."""
+
+    view: memoryview
+    fd: int = -1
+    position: int = 0
+
+
+class Handler(ABC):
+    """What the I/O thread calls. Every method must be quick and must not block."""
+
+    @abstractmethod
+    def sink(self, peer: int, frame: Frame) -> memoryview:
+        """Where the chunk's payload (frame.nbytes bytes) goes."""
+
+    @abstractmethod
+    def deliver(self, peer: int, frame: Frame) -> None:
+        """A frame has been received with all of its payload."""
+
+    @abstractmethod
+    def sent(self, peer: int, item: Outgoing) -> None:
+        """The last byte of `item` has been handed to the kernel."""
+
+    @abstractmethod
+    def lost(self, peer: int, reason: str) -> None:
+        """The connection ended (EOF included: whether that was in order is the handler's to know)."""
+
+    @abstractmethod
+    def broken(self, error: BaseException) -> None:
+        """The I/O thread itself failed; nothing will be sent or received any more."""
+
+
+@dataclass
+class Outgoing:
+    """One transfer in a data lane."""
+
+    lane: int
+    message: bytes
+    source: Source
+    done: int = 0
+    start_ns: int = 0
+
+
+@dataclass
+class _Link:
+    """One connection. The control connection uses `control` only, the other one `lanes` only."""
+
+    peer: int
+    sock: socket.socket
+    control: deque[bytes] = field(default_factory=deque)
+    lanes: tuple[deque[Outgoing], ...] = field(default_factory=lambda: (deque(), deque()))  # parameters, gradients
+    pending: memoryview | None = None  # header and control bytes under way
+    chunk: Outgoing | None = None  # whose payload follows `pending`
+    chunk_left: int = 0
+    writing: bool = False  # registered for EVENT_WRITE
+    head: bytearray = field(default_factory=lambda: bytearray(HEADER.size))
+    head_got: int = 0
+    frame: Frame | None = None  # payload of this frame is being received
+    sink: memoryview | None = None
+    sink_got: int = 0
+    lowat: int = 1
+    open: bool = True
+
+    def idle(self) -> bool:
+        return not (self.pending or self.chunk or self.control or self.lanes[0] or self.lanes[1])
+
+
+class Wire:
+    """Sockets to all peers and the thread that serves them. `control` and `data` may be called from any thread.
+
+    Args:
+        sockets: by peer and role (CONTROL_ROLE, DATA_ROLE); connected stream sockets, which the wire owns from now on.
+        zero_copy: send with sendfile where the source has a file descriptor.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        sockets: Mapping[tuple[int, int], socket.socket],
+        handler: Handler,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        notsent_bytes: int = NOTSENT_BYTES,
+        zero_copy: bool = False,
+    ) -> None:
+        self.bytes_sent = 0  # headers included; written by the I/O thread only
+        self.bytes_received = 0
+        self._handler = handler
+        self._chunk_bytes = chunk_bytes
+        self._zero_copy = zero_copy and hasattr(os, "sendfile")
+        self._links = {(peer, role): _Link(peer, sock) for (peer, role), sock in sockets.items()}
+        self._selector = selectors.DefaultSelector()
+        self._bell_in, self._bell_out = socket.socketpair()
+        self._sleeping = False
+        self._announcing = threading.Lock()
+        self._stop = False
+        self._started = False
+        self._drain_until = 0.0
+        for end in (self._bell_in, self._bell_out):
+            end.setblocking(False)
+        self._selector.register(self._bell_out, selectors.EVENT_READ, None)
+        for link in self._links.values():
+            _tune(link.sock, notsent_bytes)
+            self._selector.register(link.sock, selectors.EVENT_READ, link)
+        _WIRES.add(self)
+        self._thread = threading.Thread(target=self._run, name=f"commfuse-tcp-{rank}", daemon=True)
+
+    # ---- called by users ---------------------------------------------------------------------------------------------
+    def start(self) -> None:
+        if self._links:
+            self._started = True
+            self._thread.start()
+
+    def control(self, peer: int, message: bytes, *, wake: bool = True) -> None:
+        """Queue a message of the highest priority; what exceeds the 40 bytes of a header is sent as its payload.
+
+        wake: False leaves it to the thread's next turn, or to `push`."""
+        text = message[HEADER_BYTES:]
+        self._links[peer, CONTROL_ROLE].control.append(
+            HEADER.pack(MAGIC, CONTROL_LANE, len(text), 0, message[:HEADER_BYTES]) + text
+        )
+        if wake:
+            self.push()
+
+    def data(self, peer: int, item: Outgoing) -> None:
+        self._links[peer, DATA_ROLE].lanes[item.lane - PARAM_LANE].append(item)
+        self.push()
+
+    def push(self) -> None:
+        """Wake the I/O thread if it sleeps."""
+        # The thread announces that it will sleep, then looks at the queues, then sleeps; callers append, then look at the
+        # announcement. Either's look is ordered behind the other's step by the lock, with or without the interpreter's.
+        with self._announcing:
+            sleeping = self._sleeping
+        if sleeping:
+            with contextlib.suppress(BlockingIOError, OSError):
+                self._bell_in.send(b"\0")
+
+    def idle(self) -> bool:
+        """True if everything queued has been handed to the kernel."""
+        return all(not link.open or link.idle() for link in self._links.values())
+
+    def close(self, linger_s: float) -> None:
+        """Send what is queued and let the peers acknowledge it, both for at most `linger_s`; then close all sockets."""
+        self._drain_until = time.monotonic() + linger_s
+        self._stop = True
+        if self._started:
+            with contextlib.suppress(OSError):
+                self._bell_in.send(b"\0")
+            self._thread.join(linger_s + 5.0)
+        else:
+            self._free()
+
+    # ---- the I/O thread ----------------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:
+            self._handler.broken(error)
+        finally:
+            self._free()
+
+    def _loop(self) -> None:
+        while not (self._stop and self._drained()):
+            with self._announcing:
+                self._sleeping = True
+            for link in self._links.values():
+                if link.open and not link.writing and not link.idle():
+                    self._write(link)
+            events = self._selector.select(0.005 if self._stop else None)
+            with self._announcing:
+                self._sleeping = False
+            for key, mask in events:
+                link = key.data
+                if link is None:
+                    with contextlib.suppress(BlockingIOError):
+                        self._bell_out.recv(4096)
+                    continue
+                if mask & selectors.EVENT_READ and link.open:
+                    self._read(link)
+                if mask & selectors.EVENT_WRITE and link.open:
+                    self._write(link)
+
+    def _drained(self) -> bool:
+        if time.monotonic() >= self._drain_until:
+            return True
+        return all(not link.open or (link.idle() and not _unacknowledged(link.sock)) for link in self._links.values())
+
+    def leave_to_parent(self) -> None:
+        """In a process made by fork: close our copies of the descriptors, or the peers would not see the parent's death.
+
+        Nothing is unregistered: the epoll instance is shared with the parent, whose registrations would go.
+        """
+        self._started = False
+        for link in self._links.values():
+            link.open = False
+            link.sock.close()
+        self._selector.close()
+        self._bell_in.close()
+        self._bell_out.close()
+
+    def _free(self) -> None:
+        for link in self._links.values():
+            self._shut(link)
+        self._selector.close()
+        self._bell_in.close()
+        self._bell_out.close()
+
+    def _shut(self, link: _Link) -> None:
+        if link.open:
+            link.open = False
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(link.sock)
+            link.sock.close()
+        link.control.clear()
+        link.lanes[0].clear()
+        link.lanes[1].clear()
+        link.pending = link.chunk = link.sink = None
+
+    def _lose(self, link: _Link, reason: str) -> None:
+        """The peer is lost when both of its connections have ended: the other one may still bring its last messages."""
+        self._shut(link)
+        others = [other for other in self._links.values() if other.peer == link.peer and other.open]
+        for other in others:
+            with contextlib.suppress(OSError):
+                other.sock.shutdown(socket.SHUT_WR)  # if only this connection broke, the peer must learn that we gave up
+        if not others:
+            self._handler.lost(link.peer, reason)
+
+    # ---- sending -----------------------------------------------------------------------------------------------------
+    def _write(self, link: _Link) -> None:
+        try:
+            while self._next(link):
+                if link.pending is not None:
+                    count = link.sock.send(link.pending, socket.MSG_MORE if link.chunk else 0)
+                    self.bytes_sent += count
+                    link.pending = link.pending[count:] if count < len(link.pending) else None
+                elif not self._write_payload(link):
+                    self._want_write(link, True)  # the queue is full now; another call would only tell us so
+                    return
+        except BlockingIOError:
+            self._want_write(link, True)
+        except OSError as error:
+            self._read_last(link, str(error))
+        else:
+            self._want_write(link, False)
+
+    def _next(self, link: _Link) -> bool:
+        """Choose the next frame if none is under way; False when there is nothing to send."""
+        if link.pending is not None or link.chunk is not None:
+            return True
+        if link.control:
+            joined, count = bytearray(), 0
+            while count < len(link.control) and len(joined) < CONTROL_JOIN_BYTES:
+                joined += link.control[count]
+                count += 1
+            link.pending = memoryview(joined)
+            for _ in range(count):  # not before: `idle` is asked by other threads
+                link.control.popleft()
+            return True
+        for lane in link.lanes:
+            if lane:
+                item = lane[0]
+                if not item.done:
+                    item.start_ns = now_ns()
+                nbytes = min(self._chunk_bytes, len(item.source.view) - item.done)
+                link.pending = memoryview(HEADER.pack(MAGIC, item.lane, nbytes, item.done, item.message))
+                if nbytes:
+                    link.chunk, link.chunk_left = item, nbytes
+                if item.done + nbytes == len(item.source.view):
+                    lane.popleft()
+                return True
+        return False
+
+    def _write_payload(self, link: _Link) -> bool:
+        """True if the kernel took all of what was offered."""
+        item = link.chunk
+        assert item is not None
+        source = item.source
+        if self._zero_copy and source.fd >= 0:
+            count = os.sendfile(link.sock.fileno(), source.fd, source.position + item.done, link.chunk_left)
+            if count == 0:
+                raise OSError("the published memory ended early")
+        else:
+            count = link.sock.send(source.view[item.done : item.done + link.chunk_left])
+        self.bytes_sent += count
+        item.done += count
+        link.chunk_left -= count
+        if not link.chunk_left:
+            link.chunk = None
+            if item.done == len(source.view):
+                self._handler.sent(link.peer, item)
+            return True
+        return False
+
+    def _want_write(self, link: _Link, wanted: bool) -> None:
+        if link.open and link.writing != wanted:
+            link.writing = wanted
+            self._selector.modify(link.sock, selectors.EVENT_READ | (selectors.EVENT_WRITE if wanted else 0), link)
+
+    def _read_last(self, link: _Link, reason: str) -> None:
+        """The peer takes nothing any more; but what it had sent before (a goodbye, say) is still in our queue."""
+        while link.open:
+            before = self.bytes_received
+            self._read(link)
+            if self.bytes_received == before:
+                break
+        if link.open:
+            self._lose(link, reason)
+
+    # ---- receiving ---------------------------------------------------------------------------------------------------
+    def _read(self, link: _Link) -> None:
+        budget = READ_BUDGET
+        try:
+            while budget > 0:
+                head = memoryview(link.head)[link.head_got :]
+                if link.sink is None:
+                    asked = len(head)
+                    count = link.sock.recv_into(head)
+                else:
+                    rest = link.sink[link.sink_got :]
+                    asked = len(rest) + len(head)
+                    count = link.sock.recvmsg_into([rest, head])[0]
+                if count == 0:
+                    self._lose(link, "the connection was closed")
+                    return
+                self.bytes_received += count
+                budget -= count
+                self._take(link, count)
+                if not link.open:
+                    return
+                if count < asked:  # the queue is empty now; another call would only tell us so
+                    break
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._lose(link, str(error))
+            return
+        self._set_lowat(link)
+
+    def _take(self, link: _Link, count: int) -> None:
+        """Account for `count` bytes that went into the sink and, beyond it, into the header."""
+        if link.sink is not None:
+            rest = len(link.sink) - link.sink_got
+            if count < rest:
+                link.sink_got += count
+                return
+            count -= rest
+            frame = link.frame
+            link.sink = link.frame = None
+            assert frame is not None
+            self._handler.deliver(link.peer, frame)
+        link.head_got += count
+        if link.head_got < HEADER.size:
+            return
+        link.head_got = 0
+        magic, lane, nbytes, offset, message = HEADER.unpack(link.head)
+        if magic != MAGIC:
+            raise OSError(f"the byte stream is out of step (0x{magic:02x} where a frame should start)")
+        frame = Frame(lane, nbytes, offset, message)
+        if nbytes:
+            link.frame, link.sink, link.sink_got = frame, self._handler.sink(link.peer, frame), 0
+            if len(link.sink) != nbytes:
+                raise OSError(f"a frame of {nbytes} bytes came where {len(link.sink)} were due")
+        else:
+            self._handler.deliver(link.peer, frame)
+
+    def _set_lowat(self, link: _Link) -> None:
+        due = len(link.sink) - link.sink_got if link.sink is not None else 0
+        wanted = due if due >= LOWAT_FLOOR else 1
+        if wanted != link.lowat:
+            link.lowat = wanted
+            link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
+
+
+_WIRES: weakref.WeakSet[Wire] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for wire in list(_WIRES):
+        wire.leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _tune(sock: socket.socket, notsent_bytes: int) -> None:
+    # SO_SNDBUF and SO_RCVBUF stay untouched: setting them switches the kernel's own tuning off and caps them at
+    # net.core.{w,r}mem_max, which is 208 KiB on many systems; measured, the kernel's tuning reaches the rate of the link.
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, notsent_bytes)
+
+
+def _unacknowledged(sock: socket.socket) -> int:
+    try:
+        return int(struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0\0\0\0"))[0])
+    except OSError:
+        return 0

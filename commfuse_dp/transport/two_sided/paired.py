@@ -1,0 +1,328 @@
+"""A two-sided transport behind the one-sided interface: every pull is paired with a send that its owner makes.
+
+`OneSidedTransport` brings the protocol (epochs, inbox ring, credits, peers); this file its `Channel` over sends and receives:
+
+| message | control lane | with a payload on | tag | the receive is posted |
+|---|---|---|---|---|
+| PULL, FINISH, CREDIT, ABORT, GOODBYE | 40 bytes (+ text) | | | always one ahead, by the reader |
+| DATA (answer to a PULL) | 40 bytes | parameter lane | request | by `pull`, before the request leaves |
+| DEPOSIT | 40 bytes | gradient lane | n-th deposit of the pair | when its announcement comes |
+
+[Note: Requests, not mirrored sends]
+In a program that is the same on all ranks, pull number n of a key from rank r+k could be paired with an unasked send to rank
+r-k: no requests would be needed. But ranks with uneven shards fill their windows at different times, so that one keeps a slice
+over the turn to backward that another fetches twice: the counts differ, and one rank waits for ever for a send that its peer
+sees no reason for. With a request, a changed order is slower, never wrong. The request is sent as early as the pull (a window
+ahead of the compute), and a thread answers it, so its time is hidden and the owner's compute takes no part.
+Where waits stand in streams (grouped/transport.py) no thread could answer in time: there the engine's window walks alike on all ranks.
+
+[Note: Threads]
+A handle's wait is the only call that finishes a transfer for sure (gloo), so threads wait and tell the receiver. One for each
+peer reads its control messages and the payloads that they announce, in the order of the announcements; one waits for all sends,
+only to keep their memory until they are done. A payload is sent right behind its announcement, so a reader waits for bytes that
+are under way. None of them has a deadline of its own: a peer may be silent for hours between two steps. Deadlines belong to the
+waits of the user's thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from commfuse_dp.errors import TransportError
+from commfuse_dp.probe import RECEIVE, SEND, Probe, now_ns
+from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, PARAM_LANE, ExchangeFn, Handle, TwoSidedTransport
+from commfuse_dp.transport.exchange import exchange_of
+from commfuse_dp.transport.one_sided import messages as msg
+from commfuse_dp.transport.one_sided.news import News
+from commfuse_dp.transport.one_sided.parts import Channel, Memory, Receiver, check_same_sizes
+from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
+from commfuse_dp.transport.one_sided.ring import align
+from commfuse_dp.transport.two_sided.p2p import TorchP2PTransport, open_lanes
+
+FOREVER_S = 30 * 24 * 3600.0  # patience of the threads that wait for peers; finite, for timeouts are added to a clock
+LINGER_S = 5.0  # longest wait of close() for the peers' goodbyes
+EXIT_LINGER_S = 60.0  # the same at the end of the process: see [Note: Threads at exit]
+
+# [Note: Threads at exit]
+# A thread that waits inside gloo or MPI cannot be called back. If a peer's end wakes it while the interpreter is being torn
+# down, Python ends the thread in the middle of C++, which aborts the process. So a clean end waits for the peers to end, too.
+_left_behind: list[threading.Thread] = []
+
+
+def _await_left_behind() -> None:
+    if hasattr(sys, "last_type"):  # an uncaught exception: whoever started this process should know at once
+        return
+    limit = time.monotonic() + EXIT_LINGER_S
+    for thread in _left_behind:
+        thread.join(max(0.0, limit - time.monotonic()))
+
+
+atexit.register(_await_left_behind)  # registered first, so it runs after the transports have been closed
+
+_HEADER_TAG, _TEXT_TAG = 0, 1
+_TAG_MASK = (1 << 31) - 1
+
+
+class OwnMemory(Memory):
+    """Segments, staging and inbox rings as ordinary CPU tensors."""
+
+    in_place: ClassVar[bool] = False
+
+    def __init__(self, rank: int, world_size: int, exchange: ExchangeFn, inbox_bytes: int) -> None:
+        self._rank = rank
+        self._exchange = exchange
+        self._segments: list[torch.Tensor] = []
+        peers = [peer for peer in range(world_size) if peer != rank]
+        self._outgoing = {peer: self._bytes(align(inbox_bytes)) for peer in peers}
+        self._incoming = {peer: self._bytes(align(inbox_bytes)) for peer in peers}
+
+    def expose(self, sizes: Sequence[Sequence[int]]) -> None:
+        failure = None
+        try:
+            self._segments = [self._bytes(row[self._rank]).zero_() for row in sizes]
+        except RuntimeError as error:  # what torch raises when an allocation fails
+            failure = f"no memory for {sum(row[self._rank] for row in sizes)} published bytes ({error})"
+        answers = self._exchange(([tuple(row) for row in sizes], failure))
+        check_same_sizes(sizes, [theirs for theirs, _ in answers])
+        failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
+        if failures:
+            raise TransportError("; ".join(failures) + ". Use more ranks, or lower inbox_bytes or prefetch_bytes.")
+
+    def segment(self, owner: int, key: int) -> torch.Tensor:
+        assert owner == self._rank, "peers' segments are fetched, not mapped"
+        return self._segments[key]
+
+    def outgoing(self, dst: int) -> torch.Tensor:
+        return self._outgoing[dst]
+
+    def incoming(self, src: int) -> torch.Tensor:
+        return self._incoming[src]
+
+    def close(self) -> None:
+        """Nothing to give back: the tensors go when the last reference does."""
+
+    def _bytes(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+class TwoSidedChannel(Channel):
+    """See the module."""
+
+    awaits_goodbyes: ClassVar[bool] = True
+
+    def __init__(self, two_sided: TwoSidedTransport) -> None:
+        self._two_sided = two_sided
+        self._peers = [peer for peer in range(two_sided.world_size) if peer != two_sided.rank]
+        self._probe = two_sided.probe
+        self._receiver: Receiver | None = None
+        self._news = News()
+        self._deposits_sent: dict[int, int] = defaultdict(int)
+        self._deposits_due: dict[int, int] = defaultdict(int)
+        self._asked: dict[tuple[int, int], _Due] = {}  # (owner, request) -> the receive of its answer
+        self._sends: queue.SimpleQueue[_Sent | None] = queue.SimpleQueue()
+        self._sends_queued = self._sends_done = 0
+        self._threads: list[threading.Thread] = []
+        self._reaper = threading.Thread(target=self._reap, name="commfuse-p2p-sends", daemon=True)
+        self._closed = False
+        self._parted: set[int] = set()  # said goodbye
+
+    # ---- the user's side ---------------------------------------------------------------------------------------------
+    def start(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        for peer in self._peers:
+            thread = threading.Thread(target=self._read, args=(peer,), name=f"commfuse-p2p-{peer}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._reaper.start()
+
+    def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None, *, hold: bool = False) -> None:
+        try:
+            self._post(dst, message, payload)
+        except TransportError as error:
+            if dst not in self._parted and not self._closed:
+                assert self._receiver is not None
+                self._receiver.lost(dst, str(error))
+                self._news.ring()
+
+    def poll(self, timeout_s: float) -> None:
+        if timeout_s > 0:
+            self._news.wait(timeout_s)
+
+    def flush(self, timeout_s: float) -> bool:
+        limit = time.monotonic() + timeout_s
+        while self._sends_done < self._sends_queued:
+            if time.monotonic() >= limit:
+                return False
+            time.sleep(0.001)
+        return True
+
+    def close(self) -> None:
+        """Wait for the peers' goodbyes: a communicator that is destroyed earlier takes with it what they still receive."""
+        if self._closed:
+            return
+        self._closed = True
+        self._sends.put(None)
+        limit = time.monotonic() + LINGER_S
+        for thread in (*self._threads, self._reaper):
+            thread.join(max(0.0, limit - time.monotonic()))
+        waiting = [thread for thread in self._threads if thread.is_alive()]
+        if waiting:  # inside the communicator, which must then stay
+            _left_behind.extend(waiting)
+        else:
+            self._two_sided.close()
+
+    # ---- sending -----------------------------------------------------------------------------------------------------
+    def _post(self, dst: int, message: bytes, payload: torch.Tensor | None) -> None:
+        kind, _, _, request, _, _, nbytes = msg.HEADER.unpack_from(message)
+        if kind == msg.PULL and nbytes:
+            answer = msg.pack(msg.DATA, c=request, y=nbytes)
+            self._asked[dst, request] = self._irecv(dst, PARAM_LANE, request & _TAG_MASK, answer)
+        text = message[msg.HEADER_BYTES :]
+        self._isend(_tensor(message[: msg.HEADER_BYTES]), dst, CONTROL_LANE, _HEADER_TAG)
+        if text:
+            self._isend(_tensor(text), dst, CONTROL_LANE, _TEXT_TAG)
+        if payload is None or not payload.numel():
+            return
+        if kind == msg.DATA:
+            self._isend(payload, dst, PARAM_LANE, request & _TAG_MASK, message)
+        else:
+            number = self._deposits_sent[dst] = (self._deposits_sent[dst] + 1) & _TAG_MASK
+            self._isend(payload, dst, GRAD_LANE, number, message)
+
+    def _isend(self, buffer: torch.Tensor, dst: int, lane: int, tag: int, message: bytes | None = None) -> None:
+        handle = self._two_sided.isend(buffer, dst, lane=lane, tag=tag)
+        self._sends_queued += 1  # only ever changed under the transport's lock, which `post` is called with
+        self._sends.put(_Sent(handle, dst, message, now_ns()))
+
+    def _reap(self) -> None:
+        while (item := self._sends.get()) is not None:
+            try:
+                item.handle.wait()
+                if item.message is not None:
+                    self._span(SEND, item.message, item.dst, item.start_ns)
+            except TransportError:
+                pass  # the reader of that peer meets the same loss and reports it
+            self._sends_done += 1
+
+    # ---- receiving ---------------------------------------------------------------------------------------------------
+    def _irecv(self, src: int, lane: int, tag: int, message: bytes) -> _Due:
+        assert self._receiver is not None
+        landing = self._receiver.landing(src, message)
+        if landing is None:  # nobody wants it any more, but the send must find its receive
+            landing = torch.empty(msg.payload_bytes(message), dtype=torch.uint8)
+        return _Due(self._two_sided.irecv(landing, src, lane=lane, tag=tag), now_ns())
+
+    def _read(self, src: int) -> None:
+        """Messages of one peer, until its goodbye or its end."""
+        assert self._receiver is not None
+        header = torch.empty(msg.HEADER_BYTES, dtype=torch.uint8)
+        try:
+            while src not in self._parted:
+                self._two_sided.irecv(header, src, lane=CONTROL_LANE, tag=_HEADER_TAG).wait()
+                message = header.numpy().tobytes()
+                kind = msg.kind_of(message)
+                payload = self._payload(src, kind, message)
+                if payload is not None:
+                    payload.handle.wait()
+                if text_bytes := msg.text_bytes(message):
+                    text = torch.empty(text_bytes, dtype=torch.uint8)
+                    self._two_sided.irecv(text, src, lane=CONTROL_LANE, tag=_TEXT_TAG).wait()
+                    message += text.numpy().tobytes()
+                if kind == msg.GOODBYE:
+                    self._parted.add(src)
+                self._receiver.handle(src, message)
+                self._news.ring()
+                if payload is not None:
+                    self._span(RECEIVE, message, src, payload.start_ns)
+        except TransportError as error:
+            if src not in self._parted and not self._closed:
+                self._receiver.lost(src, str(error))
+                self._news.ring()
+
+    def _payload(self, src: int, kind: int, message: bytes) -> _Due | None:
+        """The receive of what a message announces, if anything."""
+        if kind not in (msg.DATA, msg.DEPOSIT) or not msg.payload_bytes(message):
+            return None
+        if kind == msg.DATA:
+            return self._asked.pop((src, msg.HEADER.unpack_from(message)[3]))
+        number = self._deposits_due[src] = (self._deposits_due[src] + 1) & _TAG_MASK
+        return self._irecv(src, GRAD_LANE, number, message)
+
+    def _span(self, lane: str, message: bytes, peer: int, start_ns: int) -> None:
+        if self._probe.sink is not None:
+            kind, _, key, seq, part, _, nbytes = msg.HEADER.unpack(message)
+            name, place = ("message", {"key": key, "seq": seq, "part": part}) if kind == msg.DEPOSIT else ("slice", {})
+            self._probe.span(lane, name, start_ns, now_ns(), nbytes=nbytes, peer=peer, **place)
+
+
+class _Due(NamedTuple):
+    handle: Handle
+    start_ns: int
+
+
+class _Sent(NamedTuple):
+    handle: Handle
+    dst: int
+    message: bytes | None  # None: control
+    start_ns: int
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+class PairedTransport(OneSidedTransport):
+    """A `TwoSidedTransport` as a one-sided one: see the module.
+
+    Args:
+        two_sided: owned from now on. Its handles must be patient (deadline FOREVER_S): they are waited for by threads.
+        exchange: the group's collective object exchange, used in `expose`.
+        inbox_bytes: room for unreleased messages, per pair and direction; the same amount again is used for staging.
+        deadline_s: longest single wait of the user's thread, in seconds.
+    """
+
+    in_place: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        two_sided: TwoSidedTransport,
+        exchange: ExchangeFn,
+        *,
+        inbox_bytes: int,
+        deadline_s: float,
+        probe: Probe | None = None,
+    ) -> None:
+        self.name = two_sided.name  # type: ignore[misc]
+        rank, world_size = two_sided.rank, two_sided.world_size
+        super().__init__(
+            rank,
+            world_size,
+            channel=TwoSidedChannel(two_sided),
+            memory=OwnMemory(rank, world_size, exchange, inbox_bytes),
+            inbox_bytes=inbox_bytes,
+            deadline_s=deadline_s,
+            probe=probe if probe is not None else two_sided.probe,
+        )
+
+
+def open_p2p(
+    group: dist.ProcessGroup | None, *, inbox_bytes: int, deadline_s: float, probe: Probe | None = None
+) -> PairedTransport:
+    """Collective over `group` (None: the default group): transport `p2p`, for CPU tensors, on communicators of its own.
+
+    Raises TransportError if torch.distributed is not initialised or the communicators cannot be made.
+    """
+    probe = probe if probe is not None else Probe()
+    lanes = open_lanes(group, setup_s=deadline_s)
+    two_sided = TorchP2PTransport(lanes.groups, deadline_s=FOREVER_S, probe=probe, keep=lanes.keep)
+    return PairedTransport(two_sided, exchange_of(group), inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe)
