@@ -268,7 +268,8 @@ def _open_nccl(
 ) -> Transport:
     """The transport whose waits stand in streams. Raises TransportError on all ranks alike if some rank cannot have it."""
     cuda = importlib.import_module("commfuse_dp.device.cuda")
-    grouped, nccl = (importlib.import_module(f"commfuse_dp.transport.{name}") for name in ("grouped", "nccl"))
+    grouped = importlib.import_module("commfuse_dp.transport.grouped.exchange")
+    nccl = importlib.import_module("commfuse_dp.transport.grouped.transport")
     own, problem = None, grouped.wrong_device(device)
     try:
         own = cuda.CudaDevice(device)
