@@ -84,6 +84,7 @@ class Routes:
                 self._ordering,
                 self._turn,
                 scatter.geometry,
+                scatter.program,
                 sums,
                 unit=unit.index,
                 seq=scatter.seq,
@@ -94,10 +95,10 @@ class Routes:
             )
         return TwoLevel(
             transport,
-            transport.hosts,
             self._pool,
             self.outbox,
             scatter.geometry,
+            scatter.program,
             sums,
             unit=unit.index,
             seq=scatter.seq,

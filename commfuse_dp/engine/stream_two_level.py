@@ -29,6 +29,8 @@ from commfuse_dp.engine.ordering import Ordering
 from commfuse_dp.engine.plan import Geometry, UnitSlice
 from commfuse_dp.engine.route import Route
 from commfuse_dp.errors import Where
+from commfuse_dp.program.operations import Program
+from commfuse_dp.program.scatter import SUMS
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag
 from commfuse_dp.transport.hierarchical.device import StreamHierarchicalTransport
 
@@ -58,6 +60,7 @@ class StreamTwoLevel(Route):
         ordering: Ordering,
         turn: Turn,
         partials: Geometry,
+        program: Program,
         sums: torch.dtype,
         *,
         unit: int,
@@ -80,15 +83,15 @@ class StreamTwoLevel(Route):
         hosts, rank = transport.hosts, transport.rank
         self._rank = rank
         self._siblings, self._rail = hosts.siblings(rank), hosts.rail(rank)
-        self._gateways: dict[tuple[int, int], int] = {}
+        self._gateways = program.partials_to
         self._tags: dict[tuple[int, int], Tag] = {}
         self._own: dict[tuple[int, int], torch.Tensor] = {}  # partials for this rank's rail
         items = [item for own in partials.slices for item in own]
         for number, item in enumerate(items):
             key = item.owner, item.index
             self._tags[key] = Tag(CHANNEL_GRAD, unit, seq, number)
-            self._gateways[key] = hosts.gateway(rank, item.owner)
-        self._duties = [item for owner in hosts.rail_from_next(rank) for item in partials.slices[owner]]
+        sums_of = program.reduce_lanes.get(SUMS, ())
+        self._duties = [partials.slices[reduce.slice.owner][reduce.slice.index] for reduce in sums_of]
         for item in self._duties:
             for peer in self._siblings:
                 if peer != rank:
@@ -103,16 +106,17 @@ class StreamTwoLevel(Route):
     def reserve(self, item: UnitSlice, own: torch.Tensor) -> torch.Tensor:
         if item.owner == self._rank:
             return own
-        gateway = self._gateways[item.owner, item.index]
-        return self._pool.take(item.nbytes) if gateway == self._rank else self._transport.try_reserve(gateway, item.nbytes)
+        gateway = self._gateways.get((item.owner, item.index))
+        return self._pool.take(item.nbytes) if gateway is None else self._transport.try_reserve(gateway, item.nbytes)
 
     def produced(self, item: UnitSlice, buffer: torch.Tensor, when: Word | None = None) -> None:
         key = item.owner, item.index
         del self._uncomputed[key]
-        if self._gateways[key] == self._rank:
+        gateway = self._gateways.get(key)
+        if gateway is None:
             self._own[key] = buffer
         else:
-            self._transport.send(self._gateways[key], self._tags[key], buffer, when=when)
+            self._transport.send(gateway, self._tags[key], buffer, when=when)
 
     # ---- summing -----------------------------------------------------------------------------------------------------
     def advance(self) -> bool:

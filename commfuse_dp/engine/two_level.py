@@ -3,8 +3,9 @@
     rank 0..3 of host 0   partial of rank 5's rows   -> rank 1, the gateway: adds up four partials, in rank order
     rank 1                the host's sum             -> rank 5, the owner: adds up one sum per host, in the order of hosts
 
-Which rank does what is program/hosts.py's affair. A rank is the owner of its own rows and the gateway of those of its *rail*,
-the ranks at its place on other hosts; both are *duties* here: partials of all ranks of the host come in and are added up.
+Which rank does what is said by the unit's program (program/scatter.py). A rank is the owner of its own rows and the gateway of
+those of its *rail*, the ranks at its place on other hosts; both are *duties* here: partials of all ranks of the host come in
+and are added up.
 
 The sum is nested (over a host's ranks, then over hosts), which does not depend on who owns a row: the same bits in every run.
 Each of the two sums is made in the wide type and rounded once; what crosses hosts does so in the dtype that the user reduces in
@@ -37,7 +38,8 @@ from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.plan import Geometry, UnitSlice
 from commfuse_dp.engine.reserver import Reserver
 from commfuse_dp.engine.route import Route
-from commfuse_dp.program.hosts import Hosts
+from commfuse_dp.program.operations import Program, partial_sum
+from commfuse_dp.program.scatter import HOST_SUMS, SUMS
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
 
 Scratch = Callable[[torch.dtype], torch.Tensor]
@@ -100,12 +102,14 @@ class _Passing:
 class _Duty:
     """A slice whose partials this rank adds up, of its own host, and if it is the owner, of all hosts."""
 
-    __slots__ = ("item", "numel", "own", "sums", "tag")
+    __slots__ = ("hosts", "item", "numel", "own", "ranks", "sums", "tag")
 
-    def __init__(self, item: UnitSlice, tag: Tag, numel: int) -> None:
+    def __init__(self, item: UnitSlice, tag: Tag, numel: int, ranks: tuple[int, ...]) -> None:
         self.item = item
         self.tag = tag
         self.numel = numel
+        self.ranks = ranks  # of the host, in the order in which their partials are added up
+        self.hosts: tuple[int, ...] = ()  # likewise the ranks that have the hosts' sums, if this rank is the owner
         self.own: torch.Tensor | None = None  # bytes of the own partial
         self.sums: torch.Tensor | None = None  # bytes of the host's sum, if this rank is the owner
 
@@ -115,6 +119,7 @@ class TwoLevel(Route):
 
     Args:
         partials: geometry of what the ranks of a host send each other.
+        program: says who adds up what, and who sends it whom.
         sums: dtype of what hosts send each other: the same elements, in the same order.
         outbox: one for all units.
         out_dtype, divisor: of the result, which is divided if that is not None.
@@ -124,10 +129,10 @@ class TwoLevel(Route):
     def __init__(
         self,
         transport: Transport,
-        hosts: Hosts,
         pool: BufferPool,
         outbox: Outbox,
         partials: Geometry,
+        program: Program,
         sums: torch.dtype,
         *,
         unit: int,
@@ -144,35 +149,31 @@ class TwoLevel(Route):
         self._divisor = divisor
         self._scratch = scratch
         rank = self._rank = transport.rank
-        self._siblings = hosts.siblings(rank)
-        self._rail = hosts.rail(rank)
         self._outbox = outbox
+        tags, items = {}, {}
+        for number, item in enumerate(item for own in partials.slices for item in own):
+            key = item.owner, item.index
+            tags[key], items[key] = Tag(CHANNEL_GRAD, unit, seq, number), item
+        self._passing = {key: _Passing(to, tags[key]) for key, to in program.partials_to.items()}  # for other gateways
         self._duties: dict[tuple[int, int], _Duty] = {}
-        self._passing: dict[tuple[int, int], _Passing] = {}  # partials for the host's other gateways
-        number = 0
-        for owner, own in enumerate(partials.slices):
-            for item in own:
-                tag = Tag(CHANNEL_GRAD, unit, seq, number)
-                number += 1
-                gateway = hosts.gateway(rank, owner)
-                if gateway != rank:
-                    self._passing[owner, item.index] = _Passing(gateway, tag)
-                    continue
-                duty = self._duties[owner, item.index] = _Duty(item, tag, item.nbytes // partials.dtype.itemsize)
-                for peer in self._siblings:
-                    if peer != rank:
-                        transport.expect(peer, tag, item.nbytes)
-                if owner == rank:
-                    for peer in self._rail:
-                        if peer != rank:
-                            transport.expect(peer, tag, self._sum_bytes(duty))
-        self._to_add = deque(duty for owner in hosts.rail_from_next(rank) for duty in self._of(owner))
-        self._to_finish = deque(self._of(rank))
+        for reduce in program.reduce_lanes.get(SUMS, ()):
+            key = reduce.slice.owner, reduce.slice.index
+            duty = _Duty(items[key], tags[key], items[key].nbytes // partials.dtype.itemsize, reduce.inputs)
+            self._duties[key] = duty
+            for peer in duty.ranks:
+                if peer != rank:
+                    transport.expect(peer, duty.tag, duty.item.nbytes)
+        self._to_add = deque(self._duties.values())
+        self._to_finish: deque[_Duty] = deque()
+        for reduce in program.reduce_lanes.get(HOST_SUMS, ()):
+            duty = self._duties[reduce.slice.owner, reduce.slice.index]
+            duty.hosts = tuple(map(partial_sum, reduce.inputs))
+            self._to_finish.append(duty)
+            for peer in duty.hosts:
+                if peer != rank:
+                    transport.expect(peer, duty.tag, self._sum_bytes(duty))
         self._own_bytes = partials.segment_bytes[rank]
         self._out: torch.Tensor | None = None
-
-    def _of(self, owner: int) -> list[_Duty]:
-        return [self._duties[owner, item.index] for item in self._partials.slices[owner]]
 
     def _sum_bytes(self, duty: _Duty) -> int:
         return duty.numel * self._sums.itemsize
@@ -202,10 +203,10 @@ class TwoLevel(Route):
     # ---- passing on --------------------------------------------------------------------------------------------------
     def advance(self) -> bool:
         worked = self._outbox.flush()
-        while self._to_add and self._to_add[0].own is not None and self._all_here(self._to_add[0], self._siblings):
+        while self._to_add and (duty := self._to_add[0]).own is not None and self._all_here(duty, duty.ranks):
             self._add(self._to_add.popleft())
             worked = True
-        while self._to_finish and self._to_finish[0].sums is not None and self._all_here(self._to_finish[0], self._rail):
+        while self._to_finish and (duty := self._to_finish[0]).sums is not None and self._all_here(duty, duty.hosts):
             self._finish(self._to_finish.popleft())
             worked = True
         return worked
@@ -223,11 +224,11 @@ class TwoLevel(Route):
         assert own is not None
         if owner == self._rank:
             duty.sums = own if self._sums == self._partials.dtype else self._pool.take(self._sum_bytes(duty))
-            self._fold(duty, self._siblings, own, self._partials.dtype, duty.sums.view(self._sums), None)
+            self._fold(duty, duty.ranks, own, self._partials.dtype, duty.sums.view(self._sums), None)
             return
         slot = self._outbox.slot(owner, self._sum_bytes(duty))
         target = slot if slot is not None else self._pool.take(self._sum_bytes(duty))
-        self._fold(duty, self._siblings, own, self._partials.dtype, target.view(self._sums), None)
+        self._fold(duty, duty.ranks, own, self._partials.dtype, target.view(self._sums), None)
         self._pool.give(own)
         if slot is not None:
             self._transport.send(owner, duty.tag, slot)
@@ -268,7 +269,7 @@ class TwoLevel(Route):
             if self._out is None:
                 self._out = torch.empty(self._own_bytes // dtype.itemsize, dtype=self._out_dtype, device=sums.device)
             out = self._out[start : start + duty.numel]
-        self._fold(duty, self._rail, sums, self._sums, out, self._divisor)
+        self._fold(duty, duty.hosts, sums, self._sums, out, self._divisor)
         if sums is not duty.own:
             self._pool.give(sums)
 
@@ -288,11 +289,11 @@ class TwoLevel(Route):
     def _missing(self) -> Iterator[tuple[UnitSlice, int, str]]:
         for duty in self._to_add:
             if duty.own is not None:
-                for peer in self._siblings:
+                for peer in duty.ranks:
                     if peer != self._rank and not self._transport.arrived(peer, duty.tag):
                         yield duty.item, peer, "its partial gradient"
         for duty in self._to_finish:
-            for peer in self._rail:
+            for peer in duty.hosts:
                 if peer != self._rank and not self._transport.arrived(peer, duty.tag):
                     yield duty.item, peer, "its host's sum of partial gradients"
 

@@ -259,6 +259,12 @@ class Program:
         return {link: tuple(lane) for link, lane in lanes.items()}
 
     @cached_property
+    def partials_to(self) -> dict[tuple[int, int], int]:
+        """Of a program with one problem: (owner, index) of a slice -> the rank that this rank's own partial is sent to."""
+        sends = (op for op in self.operations if isinstance(op, Send) and op.piece.origin == self.rank)
+        return {(op.piece.slice.owner, op.piece.slice.index): op.to for op in sends}
+
+    @cached_property
     def ways(self) -> dict[tuple[int, int], tuple[int | None, int | None]]:
         """Of a program with one problem: (owner, index) of a slice -> the rank that it comes from, the one that it goes to."""
         found: dict[tuple[int, int], tuple[int | None, int | None]] = {

@@ -49,7 +49,7 @@ what will not come. Where `recovers` is True the ranks find out and begin the ne
 
 [Note: Mirrored transports]
 Where `mirrored` is True nothing is asked for: whatever a rank does with the peer t places further on, in the order of the ring,
-its peer t places back does with it at the same moment. Both directions of such a step are one grouped exchange (grouped/exchange.py).
+its peer t places back does with it at the same moment. Both directions of such a step are one grouped exchange (`grouped`).
 So all ranks must take the same steps, also where shards are uneven and a step has nothing to bring or to give:
 * `pull_all` takes the place of `pull`. Each request brings a slice of its owner, and gives one of the own segment (`give`) to
   the peer that mirrors the owner. The own window must have been published.

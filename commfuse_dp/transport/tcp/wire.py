@@ -2,7 +2,7 @@
 
 What it knows: frames, lanes, chunks, sockets. What it does not know: epochs, credits, what a message means (see `tcp`).
 
-A frame is a 16-byte prefix (magic, lane, payload bytes, offset), the 40-byte message it belongs to (one_sided/messages.py) and a payload.
+A frame is a 16-byte prefix (magic, lane, payload bytes, offset), the 40-byte message it belongs to (messages.py) and a payload.
 Every peer has two connections. Control messages have one to themselves: a request must not queue behind megabytes of payload in
 the kernel's send buffer (measured at 2 Gbit/s: 9 of 30 ms of an exchange of 5 MB). On the other, data are cut into chunks, each
 a frame of its own, so that a slice of parameters waits for at most one chunk of gradients. Within a lane the order is kept;
