@@ -37,7 +37,7 @@ def body_broken_registration(rank: int, world_size: int, kind: str, broken: tupl
         REGISTER[kind](model, config())
     assert rank in broken or "rank 1 could not attach" in str(caught.value)
     del caught
-    assert not [thread for thread in set(threading.enumerate()) - running if thread.name.startswith("commfuse")]
+    assert not started_since(running)
     found = train(model)
     assert worst(found[0], wanted[0]) == 0.0 and worst(found[1], wanted[1]) == 0.0
     if kind == "fsdp1":  # which forgets a hook; DDP keeps the one it has
@@ -47,7 +47,7 @@ def body_broken_registration(rank: int, world_size: int, kind: str, broken: tupl
 
 
 def body_broken_opening(rank: int, world_size: int, kind: str, broken: tuple[int, ...]) -> None:
-    model = wrapped(kind)
+    model, running = wrapped(kind), set(threading.enumerate())
     opened = comm_hooks.open_transport
 
     def open_and_fail(*args: Any, **kwargs: Any) -> Any:
@@ -63,27 +63,31 @@ def body_broken_opening(rank: int, world_size: int, kind: str, broken: tuple[int
             REGISTER[kind](model, config())
     finally:
         comm_hooks.open_transport = opened
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("commfuse")]
+    assert not started_since(running)
     REGISTER[kind](model, config())  # nothing is in the way of a second try
     train(model)
 
 
-def held() -> tuple[int, int]:
+def started_since(running: set[threading.Thread]) -> list[threading.Thread]:
+    """Threads of CommFuse that are not among those: models of other tests in this process may have theirs."""
+    return [thread for thread in threading.enumerate() if thread not in running and thread.name.startswith("commfuse")]
+
+
+def held(running: set[threading.Thread]) -> tuple[int, int]:
     gc.collect()
-    for thread in threading.enumerate():  # it is not waited for where its own job held the last reference to the state
-        if thread.name.startswith("commfuse"):
-            thread.join(60)
-    return len(os.listdir("/proc/self/fd")), sum(thread.name.startswith("commfuse") for thread in threading.enumerate())
+    for thread in started_since(running):  # it is not waited for where its own job held the last reference to the state
+        thread.join(60)
+    return len(os.listdir("/proc/self/fd")), len(started_since(running))
 
 
 def body_rounds(rank: int, world_size: int, kind: str) -> list[tuple[int, int]]:
-    counts = []
+    counts, running = [], set(threading.enumerate())
     for _ in range(4):
         model = wrapped(kind)
         REGISTER[kind](model, config())
         train(model)
         del model
-        counts.append(held())
+        counts.append(held(running))
     return counts
 
 
@@ -101,4 +105,4 @@ def test_an_opening_that_fails_leaves_nothing(workers, kind):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp1"])
 def test_a_dropped_model_takes_its_hook_along(workers, kind):
     for counts in workers(2).run(body_rounds, kind):
-        assert counts[-1][0] == counts[0][0] and {threads for _, threads in counts} == {0}, counts
+        assert counts[-1][0] <= counts[0][0] and {threads for _, threads in counts} == {0}, counts
