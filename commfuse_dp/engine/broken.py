@@ -7,7 +7,8 @@
                             did; if they do not agree, or one was broken off, all recover
 
 A rank that went through with a step which others lost raises once, at the start of the next: its optimizer may have moved on
-alone. Transports that do not recover (streams) go another way, see `GradientStream.abandon`.
+alone. Where the lost backward added to gradients of earlier ones, no rank goes on before they are cleared: see `Gradients`.
+Transports that do not recover (streams) go another way, see `GradientStream.abandon`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,19 @@ from commfuse_dp.errors import BrokenStepError, CommFuseError, Where
 from commfuse_dp.transport.base import Outcome, Transport
 
 ROOM = "a free slot in its gradient inbox"  # what a rank waits for that has no credit
+
+
+class Gradients:
+    """What the framework accumulates over several backwards, of served layers and of all others. This one: nothing."""
+
+    fix = ""  # the call that clears it
+
+    def present(self, *, closely: bool = False) -> bool:
+        """Whether gradients of earlier backwards are there. closely: zeros do not count, and the answer may take its time."""
+        return False
+
+    def drop(self) -> None:
+        """A backward was broken off: all is to be as after an optimizer step."""
 
 
 class Breakage:
@@ -33,20 +47,30 @@ class Breakage:
         self.layer = "?"  # whose backward was begun last
         self.scatters = 0  # reduce-scatters begun in this step
         self.complete = False  # a backward of this step came to its end
+        self.backward = False  # one was begun in this step
+        self.gradients = Gradients()
+        self.onto = False  # it was begun with gradients of earlier ones present
+        self._mixed = ""  # what has happened, as long as gradients have to be cleared
         self._told: Outcome | None = None  # how this step ended
-        self._agreed = False  # its end has been agreed upon
+        self._agreed = False  # that this step is lost
 
     def begin(self, step: int) -> None:
         """A new step."""
         self._forward = ""
         self.step, self.cause, self.layer, self.scatters, self.complete = step, "", "?", 0, False
         self._told, self._agreed = None, False
+        self.backward = self.onto = False
 
     # ---- inside a step -----------------------------------------------------------------------------------------------
     def by(self, layer: str, error: BaseException) -> None:
         """An exception has come out of what the engine did for a layer. The first one counts."""
         if not self.cause:
             self._tell(self._describe(layer, error))
+
+    def begin_backward(self) -> None:
+        """Before it has added to any gradient."""
+        self.onto = self.onto or self.complete or self.gradients.present()
+        self.backward = True
 
     def in_forward(self, layer: str, error: BaseException) -> None:
         """An exception has come out of a layer's forward. That alone breaks nothing off: whoever caught it may go on."""
@@ -104,7 +128,8 @@ class Breakage:
     def outcome(self, calls: int) -> Outcome:
         """How the step has ended here. Asked again, it says the same."""
         if self._told is None:
-            self._told = Outcome(bool(self.cause) or calls < 0, self.scatters, calls)
+            broken = bool(self.cause) or calls < 0
+            self._told = Outcome(broken, self.scatters, calls, self.onto and self.gradients.present(closely=broken))
         return self._told
 
     def agree(self) -> list[int] | None:
@@ -118,7 +143,7 @@ class Breakage:
         broken = [peer for peer, outcome in known.items() if outcome.broken]
         if self._told.broken:
             broken.append(self._transport.rank)
-        if broken or any(outcome != self._told for outcome in known.values()):
+        if broken or not all(outcome.alike(self._told) for outcome in known.values()):
             return sorted(broken)
         return None
 
@@ -128,9 +153,53 @@ class Breakage:
         others = [self._transport.outcome_of(peer, self.step) for peer in self._peers]
         return self._told.calls >= 0 and all(other is not None and other.calls == self._told.calls for other in others)
 
+    def lose_gradients(self) -> bool:
+        """All ranks know that the step is lost, and nothing of it is under way any more. True, on all ranks if on one: it has
+        added to gradients of earlier ones. Otherwise what it has left is dropped."""
+        self._agreed = True
+        outcomes = [self._told, *(self._transport.outcome_of(peer, self.step) for peer in self._peers)]
+        if any(outcome is not None and outcome.mixed for outcome in outcomes):
+            self._mixed = self.cause or "it was broken off on another rank"
+        elif self.backward:
+            self.gradients.drop()
+        return bool(self._mixed)
+
+    @property
+    def unsettled(self) -> bool:
+        """The step is lost here, and `lose_gradients` has not been called."""
+        return bool(self.cause) and not self._agreed
+
+    def refuse(self) -> None:
+        """Raises BrokenStepError as long as gradients lost here are not cleared."""
+        if self._mixed and not self.gradients.present(closely=True):
+            self.clear(unfinished=False)  # the user has, by another call
+        if self._mixed:
+            raise self.refusal()
+
+    def refusal(self) -> BrokenStepError:
+        rank, cause = self._transport.rank, self._mixed or self.cause or "an exception in its backward"
+        fix = f", call {self.gradients.fix}" if self.gradients.fix else " clear them"
+        return BrokenStepError(
+            f"rank {rank}: the backward of step {self.step} was broken off: {cause}. What has been accumulated, gradients of "
+            "earlier microbatches too, may have a part of it or lack a part: it is lost, the parameters are not. On all ranks"
+            f"{fix} and begin the accumulation again with its first microbatch, or resume from a checkpoint.",
+            rank=rank,
+            peer=rank,
+        )
+
+    @property
+    def spoilt(self) -> bool:
+        """Gradients of this step are known to be incomplete here."""
+        return bool(self._mixed or (self.backward and self.cause))
+
+    def clear(self, *, unfinished: bool) -> None:
+        """The user has asked the framework to clear its gradients. unfinished: as for `leave`."""
+        if self._mixed or self.cause or unfinished:
+            self._mixed = ""
+            self.gradients.drop()
+
     def recovered(self, broken: list[int]) -> None:
         """All is clean again. Raises BrokenStepError, once, on a rank that had gone through with the step."""
-        self._agreed = True
         if self.cause or not self.complete:
             return  # this rank has had its exception
         peer = next((rank for rank in broken if rank != self._transport.rank), -1)

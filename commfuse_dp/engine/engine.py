@@ -130,16 +130,17 @@ class Engine:
         """Leave the step before. An exception may come in between: it can be called again."""
         self.ensure_exposed()
         where = Where("(start of step)", self.step, "all")
-        self.breakage.leave(unfinished=self._armed is not None or not self.gradients.idle)
+        self.breakage.leave(unfinished=self.unfinished)
         if not self.transport.recovers and not self.gradients.idle:
             self.gradients.abandon()
         for index in self._accumulating:  # the last backward was broken off between two calls of a layer
-            self.units[index].accumulated = None
+            if not self.breakage.onto:  # else it is refused to go on with what is there
+                self.units[index].accumulated = None
         self._accumulating.clear()
         record = self.parameters.stop(where, self._outcome())
         if record:
             self._sequences[self._mode] = record
-        if self.breakage.cause:  # peers that wait for room here come to know of it, too
+        if self.breakage.unsettled:  # peers that wait for room here come to know of it, too
             self.transport.discard(CHANNEL_GRAD)
         begun = self.probe.mark()
         start = now_ns()
@@ -154,6 +155,23 @@ class Engine:
             self._recover(broken, where)
         elif self.step:
             self.gradients.ended()
+        if not self.transport.recovers and self.breakage.unsettled and self.breakage.lose_gradients():
+            raise self.breakage.refusal()
+        self.breakage.refuse()
+
+    @property
+    def unfinished(self) -> bool:
+        """A backward was begun that did not come to its end."""
+        return self._armed is not None or not self.gradients.idle
+
+    def clear_gradients(self) -> None:
+        """The user has asked the framework to clear its gradients: after a broken step, what such a call leaves goes, too."""
+        self.breakage.clear(unfinished=self.unfinished)
+
+    def check_gradients(self) -> None:
+        """The optimizer is about to use what has been accumulated. Raises BrokenStepError if that is known to be incomplete."""
+        if self.breakage.spoilt or self.unfinished:
+            raise self.breakage.refusal()
 
     def _move_on(self) -> None:
         for port in self.ports:  # a peer may need their room in this rank's inbox
@@ -162,7 +180,7 @@ class Engine:
     @contextlib.contextmanager
     def resetting(self) -> Iterator[None]:
         """In here the framework forgets an iteration that was broken off: its collectives are waited for, but not wanted."""
-        if self._armed is not None or not self.gradients.idle or any(port.under_way for port in self.ports):
+        if self.unfinished or any(port.under_way for port in self.ports):
             self.breakage.by("(reset of the iteration)", CommFuseError("the iteration was given up"))
         for port in self.ports:
             port.giving_up = True
@@ -192,7 +210,10 @@ class Engine:
         for unit in self.units:
             unit.scatters = 0
         self._armed = None
+        mixed = self.breakage.lose_gradients()
         self.breakage.recovered(broken)
+        if mixed:
+            raise self.breakage.refusal()
 
     @contextlib.contextmanager
     def _for_good(self) -> Iterator[None]:
@@ -411,6 +432,7 @@ class Engine:
         if self._armed is None or self._armed() is None:
             finish = _Finish(self)
             self._armed = weakref.ref(finish)
+            self.breakage.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(finish)
 
     def finish_backward(self) -> None:
@@ -445,6 +467,11 @@ class Engine:
     def has_accumulated(self) -> bool:
         """Gradients of earlier microbatches wait here unreduced."""
         return any(unit.accumulated is not None for unit in self.units)
+
+    def drop_accumulated(self) -> None:
+        """Forget them, and what replicas have not been told of."""
+        for unit in self.units:
+            unit.accumulated = unit.replica_partial = None
 
     def reduce_accumulated(self) -> None:
         """Reduce whatever was accumulated without being reduced, and finish all sums. Collective; outside a backward."""

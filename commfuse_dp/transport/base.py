@@ -119,6 +119,11 @@ class Outcome(NamedTuple):
     broken: bool = False  # an exception came out of something that sends to peers, or takes in
     scatters: int = 0  # reduce-scatters begun in the step
     calls: int = 0  # plain collectives begun so far; -1: one of them was broken off between two messages
+    mixed: bool = False  # its backward added to gradients of earlier ones, and they are still there
+
+    def alike(self, other: Outcome) -> bool:
+        """Both ranks have done the same."""
+        return (self.broken, self.scatters, self.calls) == (other.broken, other.scatters, other.calls)
 
 
 WHOLE = Outcome()

@@ -21,7 +21,7 @@ from commfuse_dp.integrations.attach.rules import check_exclude, original_type
 from commfuse_dp.integrations.deepspeed import backend, compat
 from commfuse_dp.integrations.deepspeed.deferred import DeferredGather, FlatGroup, unwatch, watch
 from commfuse_dp.integrations.deepspeed.select import Layer, Selection, numel, select
-from commfuse_dp.integrations.deepspeed.weights import PartitionedWeight, ReplicatedWeight, ZeroPolicy
+from commfuse_dp.integrations.deepspeed.weights import PartitionedWeight, ReplicatedWeight, ZeroGradients, ZeroPolicy
 from torch import nn
 
 from commfuse_dp.config import CommFuseConfig
@@ -194,6 +194,7 @@ def _install(
         for module in zero.module.modules():
             transaction.on_undo(functools.partial(unwatch, module))
         watch(zero.module, gather, compat.flat_ranges(zero.optimizer))
+    _hook_gradients(attachment, zero)
     _hook_destroy(attachment, zero)
     stage = int(zero.zero_optimization_stage())
     return attachment.finish(
@@ -331,6 +332,29 @@ def collect(engine: Engine, optimizer: Any, stage: int, replicated: list[Replica
     for slot in replicated:
         slot.hand_over()
     compat.after_current(optimizer)
+
+
+def _hook_gradients(attachment: Attachment, zero: Any) -> None:
+    """After a backward that was broken off: no step of the optimizer, and `zero_grad` clears all that it has left."""
+    if compat.engine_obstacle(zero) is not None:
+        return
+    engine, transaction = attachment.engine, attachment.transaction
+    engine.breakage.gradients = ZeroGradients(zero, engine)
+    zero_grad, step = zero.zero_grad, zero.step
+
+    @functools.wraps(zero_grad)
+    def cleared(*args: Any, **kwargs: Any) -> Any:
+        zero_grad(*args, **kwargs)
+        engine.clear_gradients()
+
+    @functools.wraps(step)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if zero.is_gradient_accumulation_boundary():
+            engine.check_gradients()
+        return step(*args, **kwargs)
+
+    transaction.set(vars(zero), "zero_grad", cleared)
+    transaction.set(vars(zero), "step", checked)
 
 
 def _hook_destroy(attachment: Attachment, zero: Any) -> None:

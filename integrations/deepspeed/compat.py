@@ -21,7 +21,7 @@ from torch import nn
 _UNFETCHED = "_commfuse_unfetched"
 _FETCHERS = ("deepspeed.runtime.zero.partitioned_param_coordinator", "deepspeed.runtime.zero.parameter_offload")
 
-_ENGINE_NAMES = ("_backward_epilogue", "zero_optimization_stage", "gradient_accumulation_steps")
+_ENGINE_NAMES = ("_backward_epilogue", "zero_optimization_stage", "gradient_accumulation_steps", "micro_steps")
 _OPTIMIZER_NAMES = {
     3: (
         "partition_grads",
@@ -30,6 +30,9 @@ _OPTIMIZER_NAMES = {
         "gradient_accumulation_dtype",
         "get_param_comm_dtype",
         "ipg_buckets",
+        "averaged_gradients",
+        "params_already_reduced",
+        "grad_partitions_flat_buffer",
     ),
     2: (
         "independent_gradient_partition_epilogue",
@@ -46,6 +49,13 @@ _OPTIMIZER_NAMES = {
         "reduce_ipg_grads",
         "is_gradient_accumulation_boundary",
         "get_param_comm_dtype",
+        "micro_step_id",
+        "averaged_gradients",
+        "all_grad_tensors",
+        "params_already_reduced",
+        "ipg_buckets",
+        "extra_large_param_to_reduce",
+        "_release_ipg_buffers",
     ),
 }
 _PARAM_NAMES = ("ds_id", "ds_tensor", "ds_shape", "ds_numel", "ds_status", "ds_persist", "partition")
@@ -176,6 +186,42 @@ def before_epilogue(transaction: Transaction, optimizer: Any, action: Callable[[
 def coalescing(optimizer: Any) -> bool:
     """Inside engine.coalesce_grad_reduction(): gradients stay local until its end."""
     return bool(getattr(optimizer, "_coalesce_grad_reduction", False))
+
+
+# ---- gradients over several microbatches ------------------------------------------------------------------------------
+def holds_gradients(engine: Any) -> bool:
+    """Whether the optimizer has gradients of earlier microbatches. Asked between a forward and its backward, or later."""
+    optimizer = engine.optimizer
+    if coalescing(optimizer) and any(param.grad is not None for param in engine.module.parameters()):
+        return True
+    first = 0 if int(engine.zero_optimization_stage()) == 3 else -1
+    return int(optimizer.micro_step_id) > first
+
+
+def forget_gradients(engine: Any) -> None:
+    """Between steps: as after an optimizer step, with a new accumulation to begin. `engine.zero_grad` alone clears param.grad,
+    neither what ZeRO has reduced nor its counters."""
+    optimizer = engine.optimizer
+    engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
+    optimizer.zero_grad()
+    for flag in ("_backward_active_depth", "_epilogue_ran_this_backward"):  # newer versions
+        if hasattr(optimizer, flag):
+            setattr(optimizer, flag, 0)
+    reduced = optimizer.params_already_reduced
+    for key in reduced if isinstance(reduced, dict) else range(len(reduced)):
+        reduced[key] = False
+    optimizer.averaged_gradients = {}
+    if int(engine.zero_optimization_stage()) == 3:
+        forget_broken_backward(optimizer)
+        if optimizer.grad_partitions_flat_buffer is not None:
+            optimizer.grad_partitions_flat_buffer.zero_()
+        return
+    optimizer.all_grad_tensors = {}
+    optimizer.micro_step_id = -1
+    optimizer.extra_large_param_to_reduce.clear()
+    for bucket in optimizer.ipg_buckets.values():
+        bucket.clear()
+    optimizer._release_ipg_buffers()
 
 
 # ---- streams of an accelerator ---------------------------------------------------------------------------------------

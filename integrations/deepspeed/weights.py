@@ -13,6 +13,8 @@ from commfuse_dp.integrations.attach.slots import ModuleSlot
 from commfuse_dp.integrations.deepspeed import compat
 from torch import nn
 
+from commfuse_dp.engine.broken import Gradients
+from commfuse_dp.engine.engine import Engine
 from commfuse_dp.errors import CommFuseError
 
 Bounds = tuple[tuple[int, int], ...]
@@ -101,6 +103,31 @@ class ReplicatedWeight(_ZeroSlot):
     def forget(self) -> None:
         """Drop what was delivered in a backward that was broken off before the optimizer collected its gradients."""
         self._ready = []
+
+
+class ZeroGradients(Gradients):
+    """What a DeepSpeed engine accumulates over microbatches, the layers served here included."""
+
+    fix = "engine.zero_grad() of DeepSpeed's engine"
+
+    def __init__(self, zero: Any, engine: Engine) -> None:
+        self._zero = weakref.ref(zero)
+        self._engine = weakref.ref(engine)
+
+    def present(self, *, closely: bool = False) -> bool:
+        zero, engine = self._zero(), self._engine()
+        return zero is not None and engine is not None and (engine.has_accumulated or compat.holds_gradients(zero))
+
+    def drop(self) -> None:
+        zero, engine = self._zero(), self._engine()
+        if zero is None or engine is None:
+            return
+        engine.drop_accumulated()
+        for unit in engine.units:
+            for slot in unit.slots:
+                if isinstance(slot, ReplicatedWeight):
+                    slot.forget()
+        compat.forget_gradients(zero)
 
 
 class ZeroPolicy:

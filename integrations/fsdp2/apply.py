@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from commfuse_dp.integrations.attach.rules import check_exclude, form_of, origin
 from commfuse_dp.integrations.fsdp2 import compat
 from commfuse_dp.integrations.fsdp2.claim import ClaimPolicy, follow, read_whole
 from commfuse_dp.integrations.fsdp2.hooks import StockAllGather, StockReduceScatter, StreamAllGather, StreamReduceScatter
-from commfuse_dp.integrations.fsdp2.layers import GroupPolicy, ModuleParameter
+from commfuse_dp.integrations.fsdp2.layers import GroupPolicy, ModuleParameter, ShardedGradients
 from commfuse_dp.integrations.fsdp2.select import Left, Selection, select
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -204,6 +205,7 @@ def _install(attachment: Attachment, model: nn.Module, selection: Selection, con
         after=functools.partial(_prefetch, prefetch, False),
     )
     _hook_reset(attachment, model, engine)
+    _hook_zero_grad(attachment, model, [] if selection.missing else [group for _, group in selection.groups])
     return attachment.finish(
         rows + more,
         config,
@@ -309,8 +311,7 @@ def _hook_reset(attachment: Attachment, model: nn.Module, engine: Engine) -> Non
     """FSDPModule.reset_iter_state, of newer versions: what an iteration broken off has accumulated is dropped here, too."""
 
     def reset(ref: weakref.ref[FSDPModule]) -> None:
-        for unit in engine.units:
-            unit.accumulated = unit.replica_partial = None
+        engine.drop_accumulated()
         module = ref()
         if module is not None:
             with engine.resetting():
@@ -333,6 +334,20 @@ def _hook_reset(attachment: Attachment, model: nn.Module, engine: Engine) -> Non
                 type(module).reset_iter_state(module)  # type: ignore[attr-defined]
 
     engine.on_recovery = reset_roots
+
+
+def _hook_zero_grad(attachment: Attachment, model: nn.Module, groups: Sequence[Any]) -> None:
+    """After a backward that was broken off, `model.zero_grad` drops what has been accumulated without being reduced, too."""
+    engine, ref = attachment.engine, weakref.ref(model)
+    engine.breakage.gradients = ShardedGradients(engine, groups)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        module = ref()
+        if module is not None:
+            type(module).zero_grad(module, set_to_none)
+            engine.clear_gradients()
+
+    attachment.transaction.set(vars(model), "zero_grad", zero_grad)
 
 
 def _minimum_bytes(selection: Selection, rank: int, world_size: int) -> int:

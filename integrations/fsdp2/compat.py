@@ -221,6 +221,23 @@ def set_sharded_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
     run_gradient_hooks(param)
 
 
+def gradients_of(group: Any) -> list[torch.Tensor]:
+    """What the parameters that FSDP2 itself serves have accumulated, reduced or not."""
+    found = []
+    for fsdp_param in group.fsdp_params:
+        found += [fsdp_param.sharded_param.grad, getattr(fsdp_param, "unsharded_accumulated_grad", None)]
+        found.append(getattr(getattr(fsdp_param, "_unsharded_param", None), "grad", None))
+    return [local_tensor(grad) for grad in found if grad is not None]
+
+
+def forget_unreduced(group: Any) -> None:
+    """Drop what they have accumulated without being reduced: `FSDPModule.reset_iter_state` leaves it (torch 2.13)."""
+    for fsdp_param in group.fsdp_params:
+        fsdp_param.unsharded_accumulated_grad = None
+        if hasattr(fsdp_param, "_unsharded_param"):
+            fsdp_param._unsharded_param.grad = None
+
+
 def run_gradient_hooks(param: torch.Tensor) -> None:
     """What autograd does after it has accumulated a gradient. (A name of torch.Tensor; without it, such hooks do not run.)"""
     for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():

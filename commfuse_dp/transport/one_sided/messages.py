@@ -5,7 +5,7 @@ Every message is one fixed little-endian header of 40 bytes: the kind, four 32-b
 | kind    | a       | b     | c       | d    | x      | y      | then follow                                  |
 |---------|---------|-------|---------|------|--------|--------|----------------------------------------------|
 | PUBLISH | key     | epoch |         |      |        |        |                                              |
-| FINISH  | broken  | epoch | scatters| calls| sent   |        |                                              |
+| FINISH  | flags   | epoch | scatters| calls| sent   |        |                                              |
 | DEPOSIT | channel | key   | seq     | part | offset | nbytes | y bytes, unless memory is directly mapped    |
 | CREDIT  | round   |       |         |      | offset |        |                                              |
 | PULL    | key     | epoch | request |      | start  | nbytes |                                              |

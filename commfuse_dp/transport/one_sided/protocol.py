@@ -501,8 +501,8 @@ class OneSidedTransport(Transport, Receiver):
         published = self._published[src]
         published[key] = max(epoch, published.get(key, 0))
 
-    def _on_finish(self, src: int, broken: int, epoch: int, scatters: int, calls: int, sent: int, _y: int) -> None:
-        self._rounds.on_finish(src, broken, epoch, scatters, calls, sent)
+    def _on_finish(self, src: int, flags: int, epoch: int, scatters: int, calls: int, sent: int, _y: int) -> None:
+        self._rounds.on_finish(src, flags, epoch, scatters, calls, sent)
         self._finished[src] = max(epoch, self._finished[src])
 
     def _on_deposit(self, src: int, channel: int, key: int, seq: int, part: int, offset: int, nbytes: int) -> None:

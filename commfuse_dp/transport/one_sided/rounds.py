@@ -42,7 +42,7 @@ class Rounds:
         """The FINISH for one peer."""
         self.outcomes.pop((peer, epoch - 1), None)
         calls = _IN_DOUBT if outcome.calls < 0 else outcome.calls
-        return msg.pack(msg.FINISH, int(outcome.broken), epoch, outcome.scatters, calls, x=self.sent[peer])
+        return msg.pack(msg.FINISH, outcome.broken | outcome.mixed << 1, epoch, outcome.scatters, calls, x=self.sent[peer])
 
     def broken(self, peer: int, epoch: int, reason: str, *, final: bool) -> bytes:
         return msg.pack_broken(epoch, self.sent[peer], reason, final=final)
@@ -68,13 +68,14 @@ class Rounds:
         return True
 
     # ---- hearing -----------------------------------------------------------------------------------------------------
-    def on_finish(self, src: int, broken: int, epoch: int, scatters: int, calls: int, sent: int) -> None:
+    def on_finish(self, src: int, flags: int, epoch: int, scatters: int, calls: int, sent: int) -> None:
         before = self.left.get(src)
         if before is None or before.epoch < epoch:
             self.left[src] = Left(epoch, sent)
         elif before.epoch == epoch:
             self.left[src] = before._replace(sent=max(sent, before.sent))
-        self.outcomes[src, epoch] = Outcome(bool(broken), scatters, -1 if calls == _IN_DOUBT else calls)
+        calls = -1 if calls == _IN_DOUBT else calls
+        self.outcomes[src, epoch] = Outcome(bool(flags & 1), scatters, calls, bool(flags & 2))
 
     def on_broken(self, src: int, final: int, epoch: int, sent: int, reason: str) -> None:
         self.left[src] = Left(epoch, sent, reason, bool(final))
