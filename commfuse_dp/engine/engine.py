@@ -23,11 +23,11 @@ from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.gradients import GradientStream
 from commfuse_dp.engine.ordering import ordering_of
 from commfuse_dp.engine.parameters import Consume, ParameterStream
+from commfuse_dp.engine.partials import PartialGradients, Produce
 from commfuse_dp.engine.plan import Unit, UnitSlice
 from commfuse_dp.engine.programs import Programs
 from commfuse_dp.engine.replicas import ReplicaGroup
-from commfuse_dp.engine.room import Footprint, check_room, footprint
-from commfuse_dp.engine.scatter import Scatter
+from commfuse_dp.engine.room import Footprint, footprint
 from commfuse_dp.engine.whole import Whole, WholeProducts
 from commfuse_dp.engine.window import Key
 from commfuse_dp.errors import BrokenStepError, CommFuseError, Where
@@ -38,9 +38,6 @@ from commfuse_dp.ops.operands import other_parameters
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.probe import COMPUTE, Probe, now_ns
 from commfuse_dp.transport.base import CHANNEL_GRAD, Outcome, Transport
-
-Produce = Callable[[UnitSlice, "list[Piece]"], None]
-
 
 LATE_NS = 20_000  # a shorter wait at the start of a step is the cost of asking, not of waiting
 
@@ -399,25 +396,19 @@ class Engine:
         self._move_on()
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
-    def _open_sink(self, unit: Unit, dtype: torch.dtype, include: tuple[bool, ...]) -> _Sink:
+    def _open_sink(self, unit: Unit, dtype: torch.dtype, include: tuple[bool, ...]) -> PartialGradients:
         reduce = unit.policy.reduce_grads
         if reduce and unit.pending_backwards > 0:
             reduce = False  # the module was called several times: its partials are added up here, and sent with the last
             self._accumulating.add(unit.index)
-        return _Sink(self, unit, dtype, include, reduce=reduce)
-
-    def take_scratch(self, nbytes: int) -> torch.Tensor:
-        return self.buffers.take(nbytes)
-
-    def give_scratch(self, buffer: torch.Tensor) -> None:
-        self.buffers.give(buffer)
+        return PartialGradients(self, unit, dtype, include, reduce=reduce)
 
     def _scatter_accumulated(self, unit: Unit) -> None:
         """Reduce what was accumulated locally, without a new partial: the call that should have brought it did not come."""
         if unit.accumulated is None:
             return
         kept, unit.accumulated = unit.accumulated, None
-        sink = _Sink(self, unit, kept[0].dtype, tuple(slot.requires_grad for slot in unit.slots), reduce=True)
+        sink = PartialGradients(self, unit, kept[0].dtype, tuple(slot.requires_grad for slot in unit.slots), reduce=True)
 
         def produce(item: UnitSlice, pieces: list[Piece]) -> None:
             for piece in pieces:
@@ -503,67 +494,3 @@ class _Finish:
 
     def __call__(self) -> None:
         self._engine.finish_backward()
-
-
-class _Sink:
-    """Where the partial gradients of one backward call go: to their owners, or into the local accumulation."""
-
-    __slots__ = ("_accumulated", "_computed", "_engine", "_include", "_scatter", "_unit", "dtype", "geometry")
-
-    def __init__(self, engine: Engine, unit: Unit, computed: torch.dtype, include: tuple[bool, ...], *, reduce: bool) -> None:
-        self._engine = engine
-        self._unit = unit
-        self._computed = computed  # dtype that `produce` computes in
-        self._include = include
-        if unit.accumulated is not None and unit.accumulated_for is not unit.anchor:
-            raise other_parameters(unit.name)
-        unit.accumulated_for = unit.anchor
-        if not reduce and unit.accumulated is None:
-            wide = unit.policy.reduce_dtype or computed
-            unit.accumulated = [torch.zeros(shape, dtype=wide, device=engine.device) for shape in unit.whole_shapes()]
-        self._accumulated = unit.accumulated
-        self.dtype = computed if self._accumulated is None else self._accumulated[0].dtype  # of what travels or is kept
-        self.geometry = unit.geometry(self.dtype, include)
-        if reduce and self.dtype != unit.dtype:  # others were checked in the first step
-            check_room(unit, self.geometry, engine.transport)
-        self._scatter = engine.gradients.begin(unit, self.dtype, include, engine.step) if reduce else None
-        if reduce:
-            unit.accumulated = None  # it travels with this reduction
-
-    def produce_whole(self, wgrad: Callable[[Scatter, list[UnitSlice]], bool], order: list[UnitSlice]) -> bool:
-        """All partials by one product, if nothing has to be added to them here."""
-        if self._scatter is None or self._accumulated is not None:
-            return False
-        return wgrad(self._scatter, order)
-
-    def fill(self, item: UnitSlice, produce: Produce) -> None:
-        """Have the partial of one slice computed and send it (or add it up)."""
-        gradients = self._engine.gradients
-        if item.absent:
-            if self._scatter is not None:
-                gradients.send_nothing(self._scatter, item)
-            return
-        if self._scatter is None:
-            self._produce_beside(item, produce, lambda earlier, new: earlier.add_(new))
-            return
-        buffer = gradients.reserve(self._scatter, item)
-        start = now_ns() if self._engine.probe.sink is not None else 0
-        target = self.geometry.pieces(item, buffer)
-        if self._accumulated is None:
-            produce(item, target)
-        else:
-            outs = iter(target)
-            self._produce_beside(item, produce, lambda earlier, new: torch.add(earlier, new, out=next(outs).tensor))
-        gradients.send(self._scatter, item, buffer, start)
-
-    def _produce_beside(self, item: UnitSlice, produce: Produce, combine: Callable[..., object]) -> None:
-        """Compute the partial in a buffer of its own, then combine it with what earlier microbatches accumulated."""
-        assert self._accumulated is not None
-        geometry = self._unit.geometry(self._computed, self._include)
-        twin = geometry.slices[item.owner][item.index]
-        scratch = self._engine.take_scratch(twin.nbytes)
-        pieces = geometry.pieces(twin, scratch)
-        produce(twin, pieces)
-        for piece in pieces:
-            combine(piece.of(self._accumulated[piece.part]), piece.tensor)
-        self._engine.give_scratch(scratch)

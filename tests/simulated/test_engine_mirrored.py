@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.buffers import BufferPool
-from commfuse_dp.engine.engine import Engine, _Sink
+from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.parameters import ParameterStream
+from commfuse_dp.engine.partials import PartialGradients
 from commfuse_dp.engine.plan import Unit
 from commfuse_dp.engine.window import Window
 from commfuse_dp.errors import DeadlineError, MismatchError
@@ -119,8 +120,10 @@ def _no_absent_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _no_absent_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    fill = _Sink.fill
-    monkeypatch.setattr(_Sink, "fill", lambda self, item, produce: None if item.absent else fill(self, item, produce))
+    fill = PartialGradients.fill
+    monkeypatch.setattr(
+        PartialGradients, "fill", lambda self, item, produce: None if item.absent else fill(self, item, produce)
+    )
 
 
 def _not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
