@@ -83,7 +83,7 @@ class GradientStream:
         self._queue: deque[Scatter] = deque()
         self._replicating: deque[tuple[Scatter, torch.Tensor, Replicating]] = deque()
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
-        self._released = 0  # bytes in each peer's ring that it may not know to be free yet
+        self._released = 0  # bytes of small messages whose places the peers do not know to be free yet
         self.slots = Reserver(transport)
         self.ports = self.slots.ports
         self._routes = Routes(transport, self.slots, pool, ordering, self._scratch_for)
@@ -233,9 +233,12 @@ class GradientStream:
                 self._breakage.by(head.unit.name, error)
                 raise
         if passed_on or self._released * 16 >= self._inbox_bytes:
-            self._released = 0
-            self._transport.push()  # the credits, before a peer runs out of them
+            self._push()  # the credits, before a peer runs out of them
         return worked
+
+    def _push(self) -> None:
+        self._released = 0
+        self._transport.push()
 
     def _advance_routes(self) -> bool:
         """Others wait for what is to be passed on, also that of later units. True if anything was done."""
@@ -320,7 +323,7 @@ class GradientStream:
         divisor = None if self._replicas is not None else scatter.divisor
         sum_in_rank_order(out, partials, own_rank=self._rank, scale_divisor=divisor, scratch=self._scratch_for(dtype))
         self._transport.release_all(held, tag, more=True)
-        self._released += item.nbytes
+        self._released += item.nbytes if item.nbytes <= SMALL_BYTES else self._inbox_bytes
         if self._probe.sink is not None:
             self._probe.span_since(COMPUTE, f"{scatter.unit.name} sum", start, begun, kind="sum")
 
@@ -382,7 +385,7 @@ class GradientStream:
     # ---- end of backward ---------------------------------------------------------------------------------------------
     def drain(self) -> None:
         """Block until every sum is finished and delivered; what is waited for here is the exposed tail."""
-        self._transport.push()  # the last notices: peers need what they tell of
+        self._push()  # notices of the last partials: peers wait for them
         while self._queue:
             if self.poll():
                 continue
@@ -411,6 +414,8 @@ class GradientStream:
 
             self._transport.wait_until(here, peer=late[0], where=head.where(item), doing=PARTIAL)
             self._probe.exposed(f"{head.unit.name} (tail)", start, now_ns())
+        if self._released:
+            self._push()
         self._send_kept()
         while self._replicating:
             scatter, total, work = self._replicating.popleft()
