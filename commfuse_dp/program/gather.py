@@ -42,14 +42,13 @@ def arrivals(problem: Problem, rank: int, *, own_last: bool = False, total: bool
 
     takers = _takers(problem.world_size, problem.order, problem.way, problem.hosts, rank, own_last)
     published: list[Operation] = [Send(peer, piece(part)) for peer in takers.get(rank, ()) for part in problem.slices(rank)]
-    passes_on_first = own_last and problem.way == "hosts"  # on the links that also carry the own slices
-    yield [] if passes_on_first else published
+    late = own_last and problem.way == "hosts"  # others' slices pass first on the links that carry the own ones, too
+    yield [] if late else published
     for owner in problem.scatter_owners(rank) if own_last else problem.gather_owners(rank):
-        if owner == rank and passes_on_first:
-            yield published
         for part in problem.slices(owner):
             if owner == rank:
-                yield [Consume(piece(part))]
+                yield [*(published if late else ()), Consume(piece(part))]
+                late = False
                 continue
             passed_on = [Send(peer, piece(part)) for peer in takers.get(owner, ())]
             yield [Receive(problem.source(rank, owner), piece(part)), *passed_on, Consume(piece(part))]

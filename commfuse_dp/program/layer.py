@@ -41,9 +41,9 @@ def backward(parameters: Problem | None, gradients: Problem | None, rank: int) -
         if isinstance(step[0], Produce):
             by_owner[step[0].slice.owner][0].append(step)
     for step in consumed[1:]:
-        compute = step[-1] if step else None
-        owner = compute.piece.slice.owner if isinstance(compute, Consume) else rank  # the sends of the own slices
-        by_owner[owner][1].append(step)
+        compute = step[-1]
+        assert isinstance(compute, Consume)
+        by_owner[compute.piece.slice.owner][1].append(step)
     steps = list(head)
     for owner in order:
         for pair in itertools.zip_longest(*by_owner[owner]):
