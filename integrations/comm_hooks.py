@@ -70,6 +70,7 @@ class Job:
             self._work()
         except BaseException as error:
             self.error = error
+            traceback.clear_frames(error.__traceback__)  # which hold memory of the transport; before anybody raises it again
         finally:
             self._work = _nothing  # the tensors it holds are free now
             self._done.set()
@@ -127,11 +128,12 @@ class CollectiveThread:
         while (item := self._jobs.get()) is not None:
             job, then = item
             job.run(self.broken)
-            if self.broken is None and job.error is not None:
-                self.broken = job.error
-                traceback.clear_frames(job.error.__traceback__)  # which hold memory of the transport
-                self.transport.close()  # nothing can follow on it
-            then(job)
+            try:
+                then(job)
+            finally:
+                if self.broken is None and job.error is not None:
+                    self.broken = job.error
+                    self.transport.close()  # nothing can follow on it
             del item, job, then  # do not hold tensors while waiting for the next job
 
 

@@ -27,9 +27,9 @@ from commfuse_dp.device.base import Word
 from commfuse_dp.engine.broken import ROOM
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.plan import Geometry, UnitSlice
+from commfuse_dp.engine.programs import Reduction
 from commfuse_dp.engine.reserver import Reserver
 from commfuse_dp.engine.route import Route
-from commfuse_dp.program.operations import Program
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
 
 
@@ -58,7 +58,7 @@ class Chain(Route):
         slots: Reserver,
         pool: BufferPool,
         geometry: Geometry,
-        program: Program,
+        reduction: Reduction,
         *,
         unit: int,
         seq: int,
@@ -74,7 +74,7 @@ class Chain(Route):
         self._links: dict[tuple[int, int], _Link] = {}
         for part, item in enumerate(item for own in geometry.slices for item in own):
             tag = Tag(CHANNEL_GRAD, unit, seq, part)
-            source, to = program.ways[item.owner, item.index]
+            source, to = reduction.links[item.owner, item.index]
             self._links[item.owner, item.index] = _Link(item, tag, source, to)
             if source is not None:
                 transport.expect(source, tag, item.nbytes)

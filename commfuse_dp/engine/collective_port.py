@@ -190,8 +190,7 @@ class CollectivePort:
     def settle_replicas(self) -> None:
         """Before something blocks until the replicas take part: be sure that they are still with this one."""
         if self._engine.gradients.replicated:
-            self._engine.settle()
-            self._engine.gradients.meet_replicas()
+            self._engine.settle_replicas()
 
     def all_reduce(self, tensor: torch.Tensor, divisor: float | None) -> None:
         """tensor <- sum over ranks, in rank order in a wide type, over `divisor`. In place, any shape, contiguous. Blocks."""

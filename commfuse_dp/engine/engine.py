@@ -150,7 +150,7 @@ class Engine:
         broken = self.breakage.agree() if self.transport.recovers else None
         if broken is not None:
             self._recover(broken, where)
-        elif self.step:
+        elif self.step and not self.breakage.lost:  # asked again after a refusal: the replicas have been told the truth
             self.gradients.ended()
         if not self.transport.recovers and self.breakage.unsettled and self.breakage.lose_gradients():
             raise self.breakage.refusal()
@@ -454,6 +454,12 @@ class Engine:
         with self._guarded("(before the end of backward)"):
             self.gradients.drain()
 
+    def settle_replicas(self) -> None:
+        """`settle`, and be sure that the replicas are still with this rank."""
+        self.settle()
+        with self._guarded("(replicas)"):
+            self.gradients.meet_replicas()
+
     @property
     def has_accumulated(self) -> bool:
         """Gradients of earlier microbatches wait here unreduced."""
@@ -487,10 +493,17 @@ class Engine:
 class _Finish:
     """What autograd calls at the end of a backward, and lets go of if that was broken off."""
 
-    __slots__ = ("__weakref__", "_engine")
+    __slots__ = ("__weakref__", "_called", "_engine")
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._called = False
 
     def __call__(self) -> None:
+        self._called = True
         self._engine.finish_backward()
+
+    def __del__(self) -> None:
+        if not self._called and not self._engine.transport.device_ordered:
+            with contextlib.suppress(CommFuseError):
+                self._engine.transport.push()  # peers may wait for partials whose notices wait for company here

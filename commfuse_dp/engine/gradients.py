@@ -44,9 +44,10 @@ from commfuse_dp.engine.scatter import Scatter
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import COMPUTE, SEND, Probe, now_ns
 from commfuse_dp.transport.base import NOWHERE, Sending, Transport
+from commfuse_dp.transport.one_sided.ring import align
 
-# A notice of fewer bytes waits for company: on layers of microseconds the time is in messages. It leaves with the next larger
-# one, before anything waits, and at the end of the backward.
+# A notice of so many bytes, or fewer, waits for company: on layers of microseconds the time is in messages. It leaves with the
+# next larger one to the same rank, before anything waits, and at the end of the backward.
 SMALL_BYTES = 1 << 14
 
 PARTIAL = "its partial gradient"  # what a rank waits for at the end of a backward
@@ -102,7 +103,7 @@ class GradientStream:
         scatter = Scatter(
             unit,
             geometry,
-            self._programs.backward(unit, geometry, read=False),
+            self._programs.reduction(unit, geometry),
             include,
             out_dtype=wide_dtype(dtype) if self._replicas is not None else unit.slots[0].grad_dtype,
             kept=self._replicas is not None or any(slot.keeps_delivered for slot in unit.slots),
@@ -312,7 +313,7 @@ class GradientStream:
         held = [rank for rank in self._peers if (rank, item.index) not in scatter.unloaded]
         came = dict(zip(held, self._transport.receive_all(held, tag, where), strict=True))
         partials = []
-        for rank in scatter.sums[scatter.summed].inputs:
+        for rank in scatter.reduction.sums[scatter.summed].inputs:
             if rank == self._rank:
                 partials.append(own)
             else:
@@ -323,7 +324,7 @@ class GradientStream:
         divisor = None if self._replicas is not None else scatter.divisor
         sum_in_rank_order(out, partials, own_rank=self._rank, scale_divisor=divisor, scratch=self._scratch_for(dtype))
         self._transport.release_all(held, tag, more=True)
-        self._released += item.nbytes if item.nbytes <= SMALL_BYTES else self._inbox_bytes
+        self._released += align(item.nbytes) if item.nbytes <= SMALL_BYTES else self._inbox_bytes
         if self._probe.sink is not None:
             self._probe.span_since(COMPUTE, f"{scatter.unit.name} sum", start, begun, kind="sum")
 

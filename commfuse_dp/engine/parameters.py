@@ -280,6 +280,8 @@ class ParameterStream:
         key = unit.index, gradients, read
         found = self._lanes.get(key)
         if found is None:
+            if not self._readings:
+                raise CommFuseError(f"layer {unit.name!r}: CommFuse was removed from its model before this backward")
             program = self._programs.backward(unit, gradients, read=read)
             entries = bind(program, gradients, self._readings[unit.index].visit)
             remote = [entry.read.key for entry in entries if entry.read is not None and entry.read.item.owner != self._rank]

@@ -17,7 +17,8 @@ from commfuse_dp.engine.plan import Geometry, Unit, UnitSlice, absent_slice
 from commfuse_dp.engine.room import in_chain
 from commfuse_dp.program import layer
 from commfuse_dp.program.layout import Slice, Tensor
-from commfuse_dp.program.operations import Collective, Consume, Problem, Produce, Program
+from commfuse_dp.program.operations import Collective, Consume, Problem, Produce, Program, Reduce
+from commfuse_dp.program.scatter import HOST_SUMS, SUMS
 from commfuse_dp.transport.base import Transport
 
 Read = TypeVar("Read")
@@ -28,8 +29,17 @@ def flat_order(config: CommFuseConfig) -> str:
     return "ring" if config.order == "ring" else "pairwise"
 
 
+class Reduction(NamedTuple):
+    """What this rank adds up and passes on of a unit's gradient: (owner, index) are those of slices."""
+
+    sums: tuple[Reduce, ...]  # of its own slices; through hosts: what its host's ranks have computed
+    host_sums: tuple[Reduce, ...]  # through hosts: of its own slices
+    links: dict[tuple[int, int], tuple[int | None, int | None]]  # of a chain: whose sum comes, who gets it next
+    partials_to: dict[tuple[int, int], int]  # through hosts: who of the host adds up its partial
+
+
 class Programs:
-    """Of all units of an engine. Built once for each geometry, and kept."""
+    """Of all units of an engine."""
 
     def __init__(self, transport: Transport, config: CommFuseConfig) -> None:
         self.rank = transport.rank
@@ -37,24 +47,31 @@ class Programs:
         self._hosts = transport.hosts
         self._mirrored = transport.mirrored
         self._order = "hierarchical" if transport.hosts is not None else flat_order(config)
-        self._forward: dict[int, Program] = {}
-        self._backward: dict[tuple[int, Geometry | None, bool], Program] = {}
+        self._reductions: dict[tuple[int, Geometry], Reduction] = {}
 
     def forward(self, unit: Unit) -> Program:
         """The unit's parameters are consumed, own first."""
-        found = self._forward.get(unit.index)
-        if found is None:
-            found = self._forward[unit.index] = layer.forward(self._parameters(unit, unit.name), self.rank)
-        return found
+        return layer.forward(self._parameters(unit, unit.name), self.rank)
 
     def backward(self, unit: Unit, gradients: Geometry | None, *, read: bool) -> Program:
         """gradients: layout of the partials that are produced, None: of none. read: the parameters are consumed beside them."""
-        key = unit.index, gradients, read
-        found = self._backward.get(key)
+        parameters = self._parameters(unit, f"{unit.name}, backward") if read else None
+        reduced = self._gradients(unit, gradients) if gradients is not None else None
+        return layer.backward(parameters, reduced, self.rank)
+
+    def reduction(self, unit: Unit, gradients: Geometry) -> Reduction:
+        """Needed in each step, and kept: a program itself has thousands of operations among hundreds of ranks."""
+        key = unit.index, gradients
+        found = self._reductions.get(key)
         if found is None:
-            parameters = self._parameters(unit, f"{unit.name}, backward") if read else None
-            reduced = self._gradients(unit, gradients) if gradients is not None else None
-            found = self._backward[key] = layer.backward(parameters, reduced, self.rank)
+            program = self.backward(unit, gradients, read=False)
+            way, sums = program.problem.way, program.reduce_lanes
+            found = self._reductions[key] = Reduction(
+                sums.get(SUMS, ()),
+                sums.get(HOST_SUMS, ()),
+                program.ways if way == "ring" else {},
+                program.partials_to if way == "hosts" else {},
+            )
         return found
 
     def _parameters(self, unit: Unit, name: str) -> Problem:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from commfuse_dp.engine.plan import Geometry, Unit, UnitSlice
+from commfuse_dp.engine.programs import Reduction
 from commfuse_dp.engine.route import Route
 from commfuse_dp.errors import Where
-from commfuse_dp.program.operations import Program
-from commfuse_dp.program.scatter import SUMS
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag
 
 SEQUENCE_LIMIT = 1 << 31
@@ -27,13 +26,12 @@ class Scatter:
         "own",
         "own_done",
         "partials",
-        "program",
+        "reduction",
         "replicate",
         "route",
         "seq",
         "step",
         "summed",
-        "sums",
         "unit",
         "unloaded",
     )
@@ -42,7 +40,7 @@ class Scatter:
         self,
         unit: Unit,
         geometry: Geometry,
-        program: Program,
+        reduction: Reduction,
         include: tuple[bool, ...],
         *,
         out_dtype: torch.dtype,
@@ -53,11 +51,10 @@ class Scatter:
     ) -> None:
         self.unit = unit
         self.geometry = geometry
-        self.program = program
+        self.reduction = reduction
         self.out_dtype = out_dtype  # of what is delivered; with replicas: summed on over these before it is rounded
         self.in_place = geometry.dtype == out_dtype  # the buffer of the own partial can become the gradient itself
         self.kept = kept  # whoever gets the sum keeps it
-        self.sums = program.reduce_lanes.get(SUMS, ())  # what this rank adds up, slice by slice
         self.include = include
         self.divisor = divisor
         self.replicate = replicate

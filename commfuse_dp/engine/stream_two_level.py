@@ -27,10 +27,9 @@ from commfuse_dp.device.base import Event, Word
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.ordering import Ordering
 from commfuse_dp.engine.plan import Geometry, UnitSlice
+from commfuse_dp.engine.programs import Reduction
 from commfuse_dp.engine.route import Route
 from commfuse_dp.errors import Where
-from commfuse_dp.program.operations import Program
-from commfuse_dp.program.scatter import SUMS
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag
 from commfuse_dp.transport.hierarchical.device import StreamHierarchicalTransport
 
@@ -60,7 +59,7 @@ class StreamTwoLevel(Route):
         ordering: Ordering,
         turn: Turn,
         partials: Geometry,
-        program: Program,
+        reduction: Reduction,
         sums: torch.dtype,
         *,
         unit: int,
@@ -83,14 +82,14 @@ class StreamTwoLevel(Route):
         hosts, rank = transport.hosts, transport.rank
         self._rank = rank
         self._siblings, self._rail = hosts.siblings(rank), hosts.rail(rank)
-        self._gateways = program.partials_to
+        self._gateways = reduction.partials_to
         self._tags: dict[tuple[int, int], Tag] = {}
         self._own: dict[tuple[int, int], torch.Tensor] = {}  # partials for this rank's rail
         items = [item for own in partials.slices for item in own]
         for number, item in enumerate(items):
             key = item.owner, item.index
             self._tags[key] = Tag(CHANNEL_GRAD, unit, seq, number)
-        sums_of = program.reduce_lanes.get(SUMS, ())
+        sums_of = reduction.sums
         self._duties = [partials.slices[reduce.slice.owner][reduce.slice.index] for reduce in sums_of]
         for item in self._duties:
             for peer in self._siblings:

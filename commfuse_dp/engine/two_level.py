@@ -36,10 +36,10 @@ from commfuse_dp.collectives.summation import sum_in_rank_order
 from commfuse_dp.device.base import Word
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.plan import Geometry, UnitSlice
+from commfuse_dp.engine.programs import Reduction
 from commfuse_dp.engine.reserver import Reserver
 from commfuse_dp.engine.route import Route
-from commfuse_dp.program.operations import Program, partial_sum
-from commfuse_dp.program.scatter import HOST_SUMS, SUMS
+from commfuse_dp.program.operations import partial_sum
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
 
 Scratch = Callable[[torch.dtype], torch.Tensor]
@@ -119,7 +119,7 @@ class TwoLevel(Route):
 
     Args:
         partials: geometry of what the ranks of a host send each other.
-        program: says who adds up what, and who sends it whom.
+        reduction: says who adds up what, and who sends it whom.
         sums: dtype of what hosts send each other: the same elements, in the same order.
         outbox: one for all units.
         out_dtype, divisor: of the result, which is divided if that is not None.
@@ -132,7 +132,7 @@ class TwoLevel(Route):
         pool: BufferPool,
         outbox: Outbox,
         partials: Geometry,
-        program: Program,
+        reduction: Reduction,
         sums: torch.dtype,
         *,
         unit: int,
@@ -154,9 +154,9 @@ class TwoLevel(Route):
         for number, item in enumerate(item for own in partials.slices for item in own):
             key = item.owner, item.index
             tags[key], items[key] = Tag(CHANNEL_GRAD, unit, seq, number), item
-        self._passing = {key: _Passing(to, tags[key]) for key, to in program.partials_to.items()}  # for other gateways
+        self._passing = {key: _Passing(to, tags[key]) for key, to in reduction.partials_to.items()}  # for other gateways
         self._duties: dict[tuple[int, int], _Duty] = {}
-        for reduce in program.reduce_lanes.get(SUMS, ()):
+        for reduce in reduction.sums:
             key = reduce.slice.owner, reduce.slice.index
             duty = _Duty(items[key], tags[key], items[key].nbytes // partials.dtype.itemsize, reduce.inputs)
             self._duties[key] = duty
@@ -165,7 +165,7 @@ class TwoLevel(Route):
                     transport.expect(peer, duty.tag, duty.item.nbytes)
         self._to_add = deque(self._duties.values())
         self._to_finish: deque[_Duty] = deque()
-        for reduce in program.reduce_lanes.get(HOST_SUMS, ()):
+        for reduce in reduction.host_sums:
             duty = self._duties[reduce.slice.owner, reduce.slice.index]
             duty.hosts = tuple(map(partial_sum, reduce.inputs))
             self._to_finish.append(duty)

@@ -68,9 +68,9 @@ def _takers(n: int, order: str, way: str, hosts: Hosts | None, rank: int, own_la
         assert hosts is not None
         owners = list(hosts.rail(rank))
         peers = [peer for peer in {*hosts.siblings(rank), *hosts.rail(rank)} if peer != rank]
-    at = {peer: {owner: position for position, owner in enumerate(turns(peer))} for peer in peers}
+    orders = {peer: turns(peer) for peer in peers}
     takers = {}
     for owner in owners:
         mine = [peer for peer in peers if peer != owner and problem.source(peer, owner) == rank]
-        takers[owner] = tuple(sorted(mine, key=lambda peer: (at[peer][owner], peer)))
+        takers[owner] = tuple(sorted(mine, key=lambda peer: (orders[peer].index(owner), peer)))
     return takers

@@ -10,9 +10,10 @@ Where the engine's waits stand in streams (GPUs) nothing is served here but the 
 pumped by a host that looks at what has come, and there is nothing to look at. DeepSpeed's stay with its own backend (NCCL), and
 nothing has to settle before them. Say a collective has place p in the program, the same on all ranks; its stream stands until
 every rank has come to p. Before it, a rank's compute waits for slices of parameters that were published before p, and for sums
-of layers before p; those wait for nothing behind p on any rank, as everything of a layer is enqueued, credits included, before
-the layer's call returns. So the host may wait for a collective, too: it holds nothing back. And a kernel that waits for slices,
-on all multiprocessors, waits for no collective: slices are published when a step begins.
+of layers before p; those wait for nothing behind p on any rank, as everything of a layer is enqueued before the layer's call
+returns, but for credit of the last sum, which no message before p needs. So the host may wait for a collective, too: it holds
+nothing else back. And a kernel that waits for slices, on all multiprocessors, waits for no collective: slices are published
+when a step begins.
 
 [Note: Whose call it is]
 All DeepSpeed engines of a process share one backend, and a call does not say for which engine it is made. It is taken to be

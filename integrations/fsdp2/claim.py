@@ -288,7 +288,8 @@ class _Count(Hook):
 
     def _run(self, module: nn.Module) -> None:
         if self._holder() is module:
-            self._depth[0] += self._change
+            # Not below 0: a forward that a hook before this one refuses is left without having been entered.
+            self._depth[0] = max(0, self._depth[0] + self._change)
             if not self._depth[0]:
                 self._scope.close()
 

@@ -184,16 +184,32 @@ class _InprocChannel(Channel):
         self._rank = rank
         self._world = world
         self._receiver: Receiver | None = None
+        self._waiting: dict[int, list[bytes]] = {}  # messages that are held for company, by destination
+        self._sending = threading.Lock()  # another thread may post, too
 
     def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
 
     def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None, *, hold: bool = False) -> None:
-        if self._rank not in self._world.dead:
-            self._world.send(self._rank, dst, message)
+        with self._sending:
+            self._waiting.setdefault(dst, []).append(message)
+            if not hold:
+                self._send(dst)
+
+    def push(self) -> None:
+        with self._sending:
+            for dst in list(self._waiting):
+                self._send(dst)
+
+    def _send(self, dst: int) -> None:
+        for message in self._waiting.pop(dst, ()):
+            if self._rank not in self._world.dead:
+                self._world.send(self._rank, dst, message)
 
     def poll(self, timeout_s: float) -> None:
         assert self._receiver is not None
+        if timeout_s > 0:
+            self.push()
         if self._rank in self._world.dead:
             raise TransportError(f"rank {self._rank} was killed by fault injection")
         if self._world.world_size == 1:
@@ -212,6 +228,7 @@ class _InprocChannel(Channel):
             box.arrival.notify()
 
     def flush(self, timeout_s: float) -> bool:
+        self.push()
         return True
 
     def close(self) -> None:

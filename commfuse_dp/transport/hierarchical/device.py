@@ -1,7 +1,7 @@
 """Transport `hierarchical` on GPUs: `symmetric` inside every host, grouped exchanges (NCCL) between hosts, all in streams.
 
-**Not yet run on a GPU**; its order is proved over a simulated device. Who stands for whom: hosts.py; the same idea on CPUs,
-with threads in place of streams: hierarchical.py.
+**Not yet run on a GPU**; its order is proved over a simulated device. Who stands for whom: program/hosts.py; the same idea on
+CPUs, with threads in place of streams: transport.py.
 
 [Note: Timelines] (| stands for a wait; rail = the ranks at this one's place on other hosts)
 
@@ -20,7 +20,7 @@ with threads in place of streams: hierarchical.py.
 
 [Note: One order of exchanges]
 Relays go in the order of publication, one exchange per key and distance in hosts; sums in the order of units. Both are the same
-on all ranks of a program, so exchanges meet: see [Note: Order, and why nothing can stand for ever] in grouped.py.
+on all ranks of a program, so exchanges meet: see [Note: Order, and why nothing can stand for ever] in grouped/exchange.py.
 
 [Note: Kernels that wait]
 A kernel may wait inside itself for a slice whose relay is an exchange that needs multiprocessors (NCCL's kernels do): if

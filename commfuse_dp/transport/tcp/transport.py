@@ -10,7 +10,7 @@ I/O thread answers pulls as soon as the epoch is published, whatever the owner's
     rank 0 (user)   ... publish(key, epoch) ... computes, takes no part
 
 Messages go the same way: computed into a staging ring that mirrors the owner's inbox, DEPOSIT carries them into that inbox.
-The protocol is `one_sided`; what this file adds is its `Channel` over `tcp_wire`.
+The protocol is `one_sided`; what this file adds is its `Channel` over `wire`.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class TcpTransport(OneSidedTransport):
         deadline_s: longest single wait, also for the connections of the start, in seconds.
         address: this rank's address; default: environment COMMFUSE_TCP_ADDRESS, else the interface GLOO_SOCKET_IFNAME, else
             the interface on the route to MASTER_ADDR, else loopback.
-        zero_copy: send with sendfile instead of a copy into the socket; see [Note: Sending without a copy] in `tcp_wire`.
+        zero_copy: send with sendfile instead of a copy into the socket; see [Note: Sending without a copy] in `wire`.
 
     Raises:
         TransportError, MismatchError: on all ranks, if one cannot listen or reach its peers, or settings differ.

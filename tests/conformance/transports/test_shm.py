@@ -30,12 +30,18 @@ WHERE = Where(layer="blocks.0.fc", step=3, slice="1/0", nbytes=99)
 ODD_SIZE = 37 * 4096 + 100
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+# What is open and mapped now, each by its identity: other tests of this process may let go of theirs at any time.
+def descriptors() -> set[tuple[int, int, int]]:
+    found = set()
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the one that lists the folder
+            status = os.fstat(fd)
+            found.add((fd, status.st_dev, status.st_ino))
+    return found
 
 
-def mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:commfuse")
+def mappings() -> set[str]:
+    return {line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:commfuse" in line}
 
 
 def named() -> list[str]:
@@ -63,7 +69,7 @@ def test_nothing_is_leaked(cluster: ShmCluster) -> None:
     for _ in range(3):
         cluster.run(3, body, sizes=[[ODD_SIZE] * 3], inbox_bytes=ODD_SIZE)
     gc.collect()
-    assert (descriptors(), mappings()) == before[:2] and set(threading.enumerate()) <= before[2]
+    assert descriptors() <= before[0] and mappings() <= before[1] and set(threading.enumerate()) <= before[2]
     assert not [place for place in shared_memory() if place.startswith(shm.SHM_DIR)]
 
 
@@ -77,10 +83,11 @@ def test_descriptors_held_while_open() -> None:
             open_now.append(descriptors())
         exchange("counted")
 
+    gc.collect()
     before = descriptors()
     ShmCluster().run(3, body, sizes=[[8] * 3])
     kept_by_mmap = 0 if sys.version_info >= (3, 13) else 1 + 2 + 3  # inbox, rings of two peers, segments of three ranks
-    assert open_now[0] - before == 3 * (2 + 2 + kept_by_mmap)
+    assert len(open_now[0] - before) == 3 * (2 + 2 + kept_by_mmap)
 
 
 def test_a_tensor_that_outlives_close_stays_readable() -> None:
@@ -96,7 +103,7 @@ def test_a_tensor_that_outlives_close_stays_readable() -> None:
 
     kept = ShmCluster().run(2, body, sizes=[[5000, 5000]])
     gc.collect()
-    assert mappings() >= before + 2
+    assert len(mappings() - before) >= 2
     for rank in range(2):
         assert torch.equal(kept[rank], pattern(1 - rank, nbytes=5000))
     del kept
@@ -145,7 +152,7 @@ def test_too_little_memory_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPat
         assert str(40 << 20) in text and str(100 << 20) in text and "inbox_bytes" in text
     for text in run_ranks(2, too_large_windows):
         assert str(51 << 20) in text and str(100 << 20) in text and "shards" in text
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 def test_small_dev_shm_is_refused_on_all_ranks() -> None:
@@ -163,7 +170,7 @@ def test_small_dev_shm_is_refused_on_all_ranks() -> None:
 
     for text in run_ranks(2, body):
         assert "rank 1 cannot get" in text and "--shm-size" in text and "memfd" in text and "No space left" in text
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 def test_available_memory_is_plausible() -> None:

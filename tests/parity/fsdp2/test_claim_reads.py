@@ -36,6 +36,17 @@ def read(rank: int, world_size: int, transport: str) -> None:
     with pytest.raises(TypeError):
         fused(x, x)  # no forward is under way after one that raised
     assert type(fused.head.weight) is DTensor
+
+    def refuse(*_: object) -> None:
+        raise ValueError("refused before anything else")
+
+    hook = fused.register_forward_pre_hook(refuse, prepend=True)
+    with pytest.raises(ValueError, match="refused"):
+        fused(x)
+    hook.remove()
+    for model in (stock, fused):  # a forward that was never entered is not counted as left
+        mean_square(model, x).backward()
+    compare("gradients", gradients(stock), gradients(fused), RTOL64)
     commfuse_dp.remove(fused)
 
 
