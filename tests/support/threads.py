@@ -40,8 +40,8 @@ def run_ranks(world_size: int, body: Callable[[int, ExchangeFn], T], *, timeout_
     If ranks raise, the first exception in time is raised again here, with its rank and the others' exceptions as notes.
 
     [Note: No collection beside ranks] A garbage collection in one rank's thread looks into the autograd graphs of all threads,
-    also of those that run a backward without the interpreter's lock, against which torch has no guard. (A segmentation fault, seen
-    once in such a test, is put down to it.) So cyclic garbage waits until the ranks have ended.
+    also of those that run a backward without the interpreter's lock, against which torch has no guard. (A segmentation fault,
+    seen once in such a test, is put down to it.) So cyclic garbage waits until the ranks have ended.
     """
     gathering = Gathering(world_size, timeout_s)
     results: list[Any] = [None] * world_size
