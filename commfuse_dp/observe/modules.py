@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from commfuse_dp.device.base import Event
+from commfuse_dp.ops.on_demand import OnDemandTensor
 from commfuse_dp.probe import COMPUTE, Probe, now_ns
 
 
@@ -93,5 +94,6 @@ class UnshardedPeak(_Hooks):
 
     def _look(self, *_: Any) -> None:
         with torch.no_grad():
-            full = {id(p): p.nbytes for p in self.model.parameters() if not isinstance(p, DTensor)}
+            # In a layer of CommFuse whoever looks finds a tensor without memory, which stands for the whole parameter.
+            full = {id(p): p.nbytes for p in self.model.parameters() if not isinstance(p, (DTensor, OnDemandTensor))}
         self.nbytes = max(self.nbytes, sum(full.values()) + self._window())

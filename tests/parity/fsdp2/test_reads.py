@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+import commfuse_dp
+from commfuse_dp.observe import UnshardedPeak
 from tests.parity.fsdp2.models import ByteModel, mean_square, shard_layers, shard_root, token_loss
 from tests.parity.fsdp2.readers import WIDTH, Readers
 from tests.parity.fsdp2.test_precision import Reference, check
@@ -276,3 +278,18 @@ def test_a_compiled_block_reads_what_stock_reads(workers, patterns):
     """In a graph the whole parameter is what an op of it gathers: no graph break."""
     for breaks in workers(2).run(compiled, patterns, timeout=240):
         assert breaks == 0 or patterns[0] not in COMPILED
+
+
+# ---- what looks at all parameters ------------------------------------------------------------------------------------
+def peak(rank: int, world_size: int) -> int:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    fully_shard(model)
+    commfuse_dp.apply(model, settings("shm"))
+    with UnshardedPeak(model) as seen:
+        model(torch.ones(2, 8)).sum().backward()
+    commfuse_dp.remove(model)
+    return seen.nbytes
+
+
+def test_what_stands_for_a_parameter_is_not_counted_as_memory(workers):
+    assert workers(2).run(peak) == [0, 0]
