@@ -73,11 +73,17 @@ def broken(rank: int, world_size: int, stage: int, block: dict[str, Any], every:
             assert_same(engine, before, "(there was none: after remove)")
             held = leftovers()
             for name in names[::every]:
-                with pytest.raises(Injected):
-                    assert not raising_in(FOLDER, name, lambda: apply_to_engine(engine, config)), name
+                try:
+                    entered = raising_in(FOLDER, name, lambda: apply_to_engine(engine, config))
+                except Injected:
+                    places.append(name)
+                except CommFuseError as error:  # entered on the other rank only
+                    assert name in str(error), error
+                else:  # a cache had what it finds out, which a garbage collection may have emptied before
+                    assert not entered, f"an exception in {name} did not come out"
+                    remove(engine)
                 assert engine_of(engine) is None
                 assert_same(engine, before, f"in {name}")
-                places.append(name)
             # One rank fails, all hear of it: in whatever ranks do together, but for the agreement itself, and for the opening
             # of the transport, which ends by its deadline.
             local = [name for name in names if not name.startswith(("attach/ranks.py", "attach/fingerprint.py"))]
