@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -80,26 +81,34 @@ def test_without_iproute2(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
+def _most(rate: float, seconds: float) -> float:
+    """Bytes that a link of `rate` bytes per second lets through in any such time. What an application receives in a window of
+    time may be more: it finds what has waited in its socket while the processors were busy."""
+    return rate * seconds + netns.DEFAULT_BURST
+
+
 @needs_link
 def test_rate_is_kept_in_both_directions_and_counted() -> None:
     with shaped_world(2, "40mbit") as world:
+        start = time.monotonic()
         before = [world.bytes(rank) for rank in range(2)]
         rate = world.measure_rate(1.0)
         after = [world.bytes(rank) for rank in range(2)]
-    assert 0.5 * 5e6 < rate < 1.02 * 5e6  # less where the processors are busy; bits taken for bytes would be eight times off
+        elapsed = time.monotonic() - start
+    assert rate > 0.2 * 5e6  # less where the processors are busy; bytes taken for bits would be eight times off
     for b, a in zip(before, after, strict=True):  # what was sent in the second that was measured, and more before
-        assert a.tx - b.tx > 0.9 * rate
-        assert a.rx - b.rx > 0.9 * rate
+        assert 0.9 * rate < a.tx - b.tx < _most(5e6, elapsed)
+        assert 0.9 * rate < a.rx - b.rx < _most(5e6, elapsed)
 
 
 @needs_link
 def test_three_ranks_meet_at_a_bridge() -> None:
     with shaped_world(3, "200mbit") as world:
         assert len(world.namespaces) == 4
-        rate = world.measure_rate(1.0)
+        assert world.measure_rate(1.0) > 0.2 * 25e6
         # A rank that two others send to still gets no more than `rate`: shaped on the way down too.
         program = textwrap.dedent("""
-            import socket, sys, threading, time
+            import socket, sys, threading
             role, host = sys.argv[1:]
             if role == "send":
                 sock = socket.create_connection((host, 29500), 10)
@@ -108,12 +117,14 @@ def test_three_ranks_meet_at_a_bridge() -> None:
                 except OSError: pass
             else:
                 server = socket.create_server((host, 29500)); print("ready", flush=True)
-                socks = [server.accept()[0] for _ in range(2)]; got = [0, 0]
-                def drain(i):
-                    while True: got[i] += len(socks[i].recv(1 << 20))
-                for i in range(2): threading.Thread(target=drain, args=(i,), daemon=True).start()
-                time.sleep(0.5); before = sum(got); start = time.monotonic(); time.sleep(1.0)
-                print((sum(got) - before) / (time.monotonic() - start), flush=True)
+                socks = [server.accept()[0] for _ in range(2)]
+                def drain(sock):
+                    left = 32 << 20
+                    while left > 0: left -= len(sock.recv(1 << 20))
+                threads = [threading.Thread(target=drain, args=(sock,)) for sock in socks]
+                for thread in threads: thread.start()
+                for thread in threads: thread.join()
+                print("done", flush=True)
         """)
 
         def start(rank: int, role: str) -> subprocess.Popen[str]:
@@ -122,13 +133,14 @@ def test_three_ranks_meet_at_a_bridge() -> None:
 
         receiver = start(0, "receive")
         assert receiver.stdout is not None and receiver.stdout.readline() == "ready\n"
+        before, begun = world.bytes(0).rx, time.monotonic()
         senders = [start(1, "send"), start(2, "send")]
-        incast = float(receiver.stdout.readline())
+        assert receiver.stdout.readline() == "done\n"
+        received, elapsed = world.bytes(0).rx - before, time.monotonic() - begun
         for process in [receiver, *senders]:
             process.kill()
             process.communicate()
-    assert 0.5 * 25e6 < rate < 1.02 * 25e6  # less where the processors are busy
-    assert incast < 1.1 * 25e6
+    assert 64 << 20 <= received < _most(25e6, elapsed)
     assert not _owned_by(os.getpid())
 
 
