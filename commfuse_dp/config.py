@@ -86,6 +86,11 @@ class CommFuseConfig(BaseModel):
         description="On GPUs, what computes fused linears: 'triton' kernels that wait for slices by themselves, 'blas' slice "
         "by slice (cuBLAS), 'auto' the faster one, measured once per shape.",
     )
+    replay: bool = Field(
+        True,
+        description="A layer's backward is bound to memory when it comes for the first time, and replayed as long as nothing "
+        "that it depends on has changed. False: bind it anew in every step. The results are the same, bit for bit.",
+    )
     deadline_s: float = Field(300.0, gt=0, description="Longest single wait for a peer, in seconds, before a named error.")
 
     def __init__(self, **data: Any) -> None:

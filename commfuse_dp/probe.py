@@ -34,6 +34,8 @@ class Counters:
     grad_bytes_sent: int = 0
     waits: int = 0  # waits that really blocked
     order_misses: int = 0  # a layer came in another order than recorded
+    bound: int = 0  # backward passes of layers whose program was bound anew: see engine/bound.py
+    replayed: int = 0  # those that had been bound before
     window_bytes: int = 0  # unsharded parameter bytes of other ranks that are here now
     window_bytes_peak: int = 0  # the most memory that was held for them, with what was kept for later ones
 
@@ -56,7 +58,7 @@ class Probe:
     On a device waits are measured by events (`timing`), and only while somebody watches: a StepMeter inside a step, an attached
     SpanRecorder. They are in the counters after `settle`. `timing` is None at all other times, and on a host always."""
 
-    __slots__ = ("_timer", "_watchers", "across", "counters", "exposed_by_layer", "sink", "timing")
+    __slots__ = ("_timer", "_watchers", "across", "bound_for", "counters", "exposed_by_layer", "sink", "timing")
     made: ClassVar[int] = 0  # in this process: whatever uses CommFuse makes one
 
     def __init__(self) -> None:
@@ -64,6 +66,7 @@ class Probe:
         self.counters = Counters()
         self.across: Counters | None = None  # what crossed hosts, where `counters` counts what moved inside them
         self.exposed_by_layer: dict[str, int] = {}
+        self.bound_for: dict[str, int] = {}  # reason -> programs that were bound anew for it
         self.sink: SpanSink | None = None
         self.timing: EventTimer | None = None
         self._timer: EventTimer | None = None
@@ -126,6 +129,11 @@ class Probe:
         """As `exposed`, where only an upper bound is known."""
         self.exposed(layer, start_ns, end_ns)
         self.counters.exposed_bound_ns += end_ns - start_ns
+
+    def bound(self, reason: str) -> None:
+        """The program of a layer's backward was bound anew."""
+        self.counters.bound += 1
+        self.bound_for[reason] = self.bound_for.get(reason, 0) + 1
 
     def span(self, lane: str, name: str, start_ns: int, end_ns: int, **arguments: object) -> None:
         if self.sink is not None:

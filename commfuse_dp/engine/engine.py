@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.engine.bound import Binder
 from commfuse_dp.engine.broken import Breakage
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.gradients import GradientStream
@@ -84,11 +85,17 @@ class Engine:
             self.probe,
             replicas,
             self.breakage,
-            self.programs,
             inbox_bytes=transport.message_limit,
             ordering=ordering,
         )
         self.parameters = ParameterStream(transport, self.units, config, self.programs, device)
+        self._binder = Binder(
+            transport,
+            self.programs,
+            self.parameters,
+            replicas=replicas.size if replicas is not None else 0,
+            replay=config.replay,
+        )
         self.ports = self.gradients.ports
         self.on_recovery: Callable[[], None] = lambda: None  # the framework's part, after a step that was broken off
         self.parameters.while_waiting = self.gradients.relieve
@@ -377,18 +384,21 @@ class Engine:
         whole: Whole | None,
     ) -> None:
         unit.pending_backwards = max(0, unit.pending_backwards - 1)
-        sink = self._open_sink(unit, dtype, include) if produce is not None else None
-        lane = self.parameters.lane(unit, sink.geometry if sink is not None else None, read=consume is not None)
+        reduce = produce is not None and self._reduces(unit)
+        computed = dtype if produce is not None else None
+        record = self._binder.record(unit, computed, include, read=consume is not None, reduce=reduce)
+        bound = self._binder.backward(unit, record)
+        partials = PartialGradients(self, unit, bound, dtype) if produce is not None else None
         if consume is not None:
-            self.parameters.announce(lane.remote)
+            self.parameters.announce(bound.remote)
         if whole is not None:
-            if sink is not None and sink.produce_whole(whole.wgrad, [e.item for e in lane.entries if e.item is not None]):
-                sink = None
+            if partials is not None and partials.produce_whole(whole.wgrad, bound.order):
+                partials = None
             if consume is not None and whole.dgrad():
                 consume = None
-        for item, read in lane.entries:
-            if item is not None and sink is not None:
-                sink.fill(item, produce)  # type: ignore[arg-type]
+        for item, read in bound.entries:
+            if item is not None and partials is not None:
+                partials.fill(item, produce)  # type: ignore[arg-type]
             elif read is not None and consume is not None:
                 self.parameters.read(unit, read, consume)
         self.parameters.forget(unit)
@@ -396,27 +406,31 @@ class Engine:
         self._move_on()
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
-    def _open_sink(self, unit: Unit, dtype: torch.dtype, include: tuple[bool, ...]) -> PartialGradients:
-        reduce = unit.policy.reduce_grads
-        if reduce and unit.pending_backwards > 0:
-            reduce = False  # the module was called several times: its partials are added up here, and sent with the last
+    def _reduces(self, unit: Unit) -> bool:
+        """Whether the partials of this backward are sent now."""
+        if not unit.policy.reduce_grads:
+            return False
+        if unit.pending_backwards > 0:  # the module was called several times: they are added up here, and sent with the last
             self._accumulating.add(unit.index)
-        return PartialGradients(self, unit, dtype, include, reduce=reduce)
+            return False
+        return True
 
     def _scatter_accumulated(self, unit: Unit) -> None:
         """Reduce what was accumulated locally, without a new partial: the call that should have brought it did not come."""
         if unit.accumulated is None:
             return
         kept, unit.accumulated = unit.accumulated, None
-        sink = PartialGradients(self, unit, kept[0].dtype, tuple(slot.requires_grad for slot in unit.slots), reduce=True)
+        include = tuple(slot.requires_grad for slot in unit.slots)
+        record = self._binder.record(unit, kept[0].dtype, include, read=False, reduce=True)
+        bound = self._binder.backward(unit, record)
+        partials = PartialGradients(self, unit, bound, kept[0].dtype)
 
         def produce(item: UnitSlice, pieces: list[Piece]) -> None:
             for piece in pieces:
                 piece.tensor.copy_(piece.of(kept[piece.part]))
 
-        for item, _ in self.parameters.lane(unit, sink.geometry, read=False).entries:
-            if item is not None:
-                sink.fill(item, produce)
+        for item in bound.order:
+            partials.fill(item, produce)
 
     def arm(self) -> None:
         """Make sure that `finish_backward` runs at the end of the backward pass that is under way."""
@@ -486,6 +500,7 @@ class Engine:
             self.parameters.stop(Where("(close)", self.step), self._outcome())
         self.transport.close()
         self.parameters.forget_all()
+        self._binder.forget_all()
         self.gradients.forget_all()
         self.buffers.clear()
 

@@ -31,11 +31,11 @@ import torch
 
 from commfuse_dp.collectives.summation import BLOCK_ELEMENTS, sum_in_rank_order, wide_dtype
 from commfuse_dp.device.base import Word
+from commfuse_dp.engine.bound import BoundBackward
 from commfuse_dp.engine.broken import ROOM, Breakage
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.ordering import Ordering
-from commfuse_dp.engine.plan import Unit, UnitSlice
-from commfuse_dp.engine.programs import Programs
+from commfuse_dp.engine.plan import UnitSlice
 from commfuse_dp.engine.replicas import BROKEN, ENDED, ReplicaGroup, Replicating
 from commfuse_dp.engine.reserver import Reserver
 from commfuse_dp.engine.route import Route
@@ -65,7 +65,6 @@ class GradientStream:
         probe: Probe,
         replicas: ReplicaGroup | None,
         breakage: Breakage,
-        programs: Programs,
         *,
         inbox_bytes: int,
         ordering: Ordering,
@@ -76,7 +75,6 @@ class GradientStream:
         self._probe = probe
         self._replicas = replicas
         self._breakage = breakage
-        self._programs = programs
         self._rank = transport.rank
         self._announces = type(transport).expect is not Transport.expect  # two-sided: receives are posted early
         self._peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
@@ -94,26 +92,12 @@ class GradientStream:
         return not self._queue and not self._replicating
 
     # ---- producing ---------------------------------------------------------------------------------------------------
-    def begin(self, unit: Unit, dtype: torch.dtype, include: tuple[bool, ...], step: int) -> Scatter:
-        """Open a unit's reduce-scatter; partials travel in `dtype`. Every slice must then be reserved and sent once."""
-        policy = unit.policy
-        replicas = self._replicas.size if self._replicas is not None else 1
-        divisor = policy.divide_factor
-        geometry = unit.geometry(dtype, include)
-        scatter = Scatter(
-            unit,
-            geometry,
-            self._programs.reduction(unit, geometry),
-            include,
-            out_dtype=wide_dtype(dtype) if self._replicas is not None else unit.slots[0].grad_dtype,
-            kept=self._replicas is not None or any(slot.keeps_delivered for slot in unit.slots),
-            divisor=float(self._transport.world_size * replicas) if divisor is None else float(divisor),
-            replicate=self._replicas is not None and policy.all_reduce_grads,
-            step=step,
-        )
-        divided = None if self._replicas is not None else scatter.divisor
-        scatter.route = self._routes.choose(scatter, out_dtype=scatter.out_dtype, divisor=divided)
-        for item in scatter.geometry.slices[self._rank] if self._announces and scatter.route is None else ():
+    def begin(self, bound: BoundBackward, step: int) -> Scatter:
+        """Open a unit's reduce-scatter. Every slice must then be reserved and sent once."""
+        scatter = Scatter(bound, step)
+        divided = None if self._replicas is not None else bound.divisor
+        scatter.route = self._routes.choose(scatter, divisor=divided)
+        for item in bound.geometry.slices[self._rank] if self._announces and scatter.route is None else ():
             tag = scatter.tag(item)
             for peer in self._peers:
                 self._transport.expect(peer, tag, item.nbytes)
@@ -188,8 +172,8 @@ class GradientStream:
         return scatter.own[item.offset : item.offset + item.nbytes]
 
     def _own_buffer(self, scatter: Scatter) -> torch.Tensor:
-        nbytes = scatter.geometry.segment_bytes[self._rank]
-        if scatter.in_place and scatter.kept:  # summed in place and handed to the parameter: memory of its own
+        nbytes = scatter.bound.geometry.segment_bytes[self._rank]
+        if scatter.bound.in_place and scatter.bound.kept:  # summed in place and handed to the parameter: memory of its own
             return torch.empty(nbytes, dtype=torch.uint8, device=self._pool.device)
         return self._pool.take(nbytes, most=self._spare(nbytes))
 
@@ -227,7 +211,7 @@ class GradientStream:
             try:
                 with self._ordering.reducing():
                     self._sum_next(head)
-                    if head.route is not None or head.summed == len(head.geometry.slices[self._rank]):
+                    if head.route is not None or head.summed == len(head.bound.geometry.slices[self._rank]):
                         self._queue.popleft()
                         self._complete(head)
             except BaseException as error:  # half of a sum: wherever this was called from, the step is lost
@@ -258,13 +242,13 @@ class GradientStream:
                 if scatter.route is not None:
                     continue
                 # Twice, because places in the ring are contiguous: half of it may be lost to a gap at its end.
-                if 2 * scatter.geometry.segment_bytes[self._rank] > self._inbox_bytes:
+                if 2 * scatter.bound.geometry.segment_bytes[self._rank] > self._inbox_bytes:
                     self._unload(scatter)
         for port in self.ports:
             port.progress()
 
     def _unload(self, scatter: Scatter) -> None:
-        for item in scatter.geometry.slices[self._rank][scatter.summed :]:
+        for item in scatter.bound.geometry.slices[self._rank][scatter.summed :]:
             tag = scatter.tag(item)
             for peer in self._peers:
                 if (peer, item.index) not in scatter.unloaded and self._transport.arrived(peer, tag):
@@ -275,17 +259,24 @@ class GradientStream:
         return (peer, item.index) in scatter.unloaded or self._transport.arrived(peer, scatter.tag(item))
 
     def _next_item(self, scatter: Scatter) -> UnitSlice | None:
-        own = scatter.geometry.slices[self._rank]
+        own = scatter.bound.geometry.slices[self._rank]
         return own[scatter.summed] if scatter.summed < len(own) else None
 
     def _ready(self, scatter: Scatter) -> bool:
         """The next slice can be summed (or there is none, and the unit has only to be completed)."""
         if scatter.route is not None:
             return scatter.route.done
-        item = self._next_item(scatter)
-        if item is None:  # an empty shard
+        own, summed = scatter.bound.geometry.slices[self._rank], scatter.summed
+        if summed == len(own):  # an empty shard
             return True
-        return scatter.own_done > scatter.summed and all(self._arrived(scatter, item, peer) for peer in self._peers)
+        if scatter.own_done <= summed:
+            return False
+        tag, unloaded, index = scatter.tag(own[summed]), scatter.unloaded, own[summed].index
+        # Not all(...): the generator's frames would come on top of every look at every peer.
+        for peer in self._peers:  # noqa: SIM110
+            if (peer, index) not in unloaded and not self._transport.arrived(peer, tag):
+                return False
+        return True
 
     def _sum_next(self, scatter: Scatter) -> None:
         item = self._next_item(scatter) if scatter.route is None else None
@@ -296,24 +287,24 @@ class GradientStream:
     def _sum(self, scatter: Scatter, item: UnitSlice) -> None:
         begun = self._probe.mark()
         start = now_ns() if self._probe.sink is not None else 0
-        dtype = scatter.geometry.dtype
+        dtype = scatter.bound.geometry.dtype
         own_bytes = scatter.own
         assert own_bytes is not None
         whole = item.nbytes == own_bytes.numel()
         own = (own_bytes if whole else own_bytes[item.offset : item.offset + item.nbytes]).view(dtype)
-        if scatter.in_place:
+        if scatter.bound.in_place:
             out = own
         else:
             if scatter.partials is None:
                 numel = own_bytes.numel() // dtype.itemsize
-                scatter.partials = torch.empty(numel, dtype=scatter.out_dtype, device=own.device)
+                scatter.partials = torch.empty(numel, dtype=scatter.bound.out_dtype, device=own.device)
             out = scatter.partials[item.offset // dtype.itemsize : (item.offset + item.nbytes) // dtype.itemsize]
         tag = scatter.tag(item)
         where = scatter.where(item) if self._transport.device_ordered else NOWHERE  # on a host all of it is here
         held = [rank for rank in self._peers if (rank, item.index) not in scatter.unloaded]
         came = dict(zip(held, self._transport.receive_all(held, tag, where), strict=True))
         partials = []
-        for rank in scatter.reduction.sums[scatter.summed].inputs:
+        for rank in scatter.bound.reduction.sums[scatter.summed].inputs:
             if rank == self._rank:
                 partials.append(own)
             else:
@@ -321,7 +312,7 @@ class GradientStream:
                 partials.append(partial.view(dtype))
         self._probe.tail(f"{scatter.unit.name} (tail)", begun)
         begun = self._probe.mark() if self._probe.sink is not None else None
-        divisor = None if self._replicas is not None else scatter.divisor
+        divisor = None if self._replicas is not None else scatter.bound.divisor
         sum_in_rank_order(out, partials, own_rank=self._rank, scale_divisor=divisor, scratch=self._scratch_for(dtype))
         self._transport.release_all(held, tag, more=True)
         self._released += align(item.nbytes) if item.nbytes <= SMALL_BYTES else self._inbox_bytes
@@ -337,12 +328,12 @@ class GradientStream:
 
     # ---- completing --------------------------------------------------------------------------------------------------
     def _complete(self, scatter: Scatter) -> None:
-        dtype = scatter.geometry.dtype
+        dtype = scatter.bound.geometry.dtype
         if scatter.own is None:  # nothing of this unit is kept here
             scatter.own = torch.empty(0, dtype=torch.uint8, device=self._pool.device)
         if scatter.route is not None:
             total = scatter.route.total(scatter.own)
-        elif scatter.in_place:
+        elif scatter.bound.in_place:
             total = scatter.own.view(dtype)
         else:
             total = scatter.partials if scatter.partials is not None else scatter.own.view(dtype)
@@ -352,24 +343,24 @@ class GradientStream:
         self._ordering.hold(own)
         if self._replicas is None:
             self._deliver(scatter, total)
-            if own.numel() and not scatter.kept and total.data_ptr() == own.data_ptr():
+            if own.numel() and not scatter.bound.kept and total.data_ptr() == own.data_ptr():
                 self._pool.give(own)
             return
         unit = scatter.unit
         if unit.replica_partial is not None:  # reduced over the shards in earlier microbatches only
             total = total.to(unit.replica_partial.dtype).add_(unit.replica_partial)
             unit.replica_partial = None
-        if not scatter.replicate:
+        if not scatter.bound.replicate:
             unit.replica_partial = total
             return
         self._replicating.append((scatter, total, self._replicas.all_reduce(total, scatter.step)))
 
     def _deliver(self, scatter: Scatter, total: torch.Tensor) -> None:
         """Cut the flat sum (head rows, main rows) into the parameters' gradients."""
-        itemsize = scatter.geometry.dtype.itemsize
-        own = scatter.geometry.slices[self._rank]
+        itemsize = scatter.bound.geometry.dtype.itemsize
+        own = scatter.bound.geometry.slices[self._rank]
         for part, slot in enumerate(scatter.unit.slots):
-            if not scatter.include[part]:
+            if not scatter.bound.include[part]:
                 continue
             shape = slot.local().shape
             offset = 0
@@ -380,7 +371,7 @@ class GradientStream:
                 offset = spans[0][1] // itemsize if spans else 0
             numel = shape.numel()
             grad = (total if numel == total.numel() else total[offset : offset + numel]).view(shape)
-            dtype = scatter.out_dtype if part == 0 and self._replicas is None else slot.grad_dtype
+            dtype = scatter.bound.out_dtype if part == 0 and self._replicas is None else slot.grad_dtype
             slot.deliver(grad if grad.dtype == dtype else grad.to(dtype))
 
     # ---- end of backward ---------------------------------------------------------------------------------------------
@@ -425,7 +416,7 @@ class GradientStream:
                 begun = self._probe.mark()
                 work.wait()
                 self._probe.tail(f"{scatter.unit.name} (replicas)", begun)
-                self._deliver(scatter, total.div_(scatter.divisor))
+                self._deliver(scatter, total.div_(scatter.bound.divisor))
             if begun is None:
                 self._probe.exposed(f"{scatter.unit.name} (replicas)", start, now_ns())
         self._probe.joined()
@@ -514,9 +505,9 @@ class GradientStream:
         case they did not lose the step."""
         queue, self._queue = self._queue, deque()
         for scatter in queue:
-            if self._replicas is not None and scatter.replicate:
-                numel = scatter.geometry.segment_bytes[self._rank] // scatter.geometry.dtype.itemsize
-                lost = torch.full((numel,), torch.nan, dtype=scatter.out_dtype, device=self._pool.device)
+            if self._replicas is not None and scatter.bound.replicate:
+                numel = scatter.bound.geometry.segment_bytes[self._rank] // scatter.bound.geometry.dtype.itemsize
+                lost = torch.full((numel,), torch.nan, dtype=scatter.bound.out_dtype, device=self._pool.device)
                 self._replicating.append((scatter, lost, self._replicas.all_reduce(lost, scatter.step)))
         if self._replicas is not None:
             step, cause = self._breakage.step, self._breakage.cause or "it was broken off on another rank of a replica"
@@ -540,7 +531,7 @@ class GradientStream:
             scatter = self._queue.popleft()
             if scatter.route is not None:
                 continue
-            for item in scatter.geometry.slices[self._rank][scatter.summed :]:
+            for item in scatter.bound.geometry.slices[self._rank][scatter.summed :]:
                 tag = scatter.tag(item)
                 for peer in self._peers:
                     if self._transport.mirrored and not self._transport.arrived(peer, tag):

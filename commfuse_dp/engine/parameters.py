@@ -10,7 +10,6 @@ on small layers the time is in Python, not in the GEMMs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -18,8 +17,8 @@ from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.arena import Arena
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.ordering import ordering_of
-from commfuse_dp.engine.plan import Geometry, Unit, UnitSlice, absent_slice
-from commfuse_dp.engine.programs import Entry, Programs, bind
+from commfuse_dp.engine.plan import Unit, UnitSlice, absent_slice
+from commfuse_dp.engine.programs import Programs, bind
 from commfuse_dp.engine.room import check_room
 from commfuse_dp.engine.window import Held, Key, Mirror, Window
 from commfuse_dp.errors import CommFuseError, ConfigError, Where
@@ -88,13 +87,6 @@ def _mirror(slices: Sequence[Sequence[UnitSlice]], rank: int, index: int) -> Mir
     return Mirror(max(own[index].nbytes for own in slices if index < len(own)), give)
 
 
-class Lane(NamedTuple):
-    """The compute lane of a unit's backward."""
-
-    entries: tuple[Entry[Visit], ...]
-    remote: list[Key]  # slices of others that are read, in their order
-
-
 class ParameterStream:
     """Published parameters of all ranks of one group. Layouts are fixed by `expose`, in the first step."""
 
@@ -114,7 +106,6 @@ class ParameterStream:
         self._world_size = transport.world_size
         self._window: Window | None = None
         self._readings: list[_Reading] = []
-        self._lanes: dict[tuple[int, Geometry | None, bool], Lane] = {}
         self._plans: dict[int, PublishPlan] = {}  # first unit of a batch -> its copies, on a device
         self._epoch = 0
         self._finished = 0  # epoch that the peers know to be over here
@@ -275,18 +266,9 @@ class ParameterStream:
         for visit in reading.forward:
             self.read(unit, visit, consume, keep=keep)
 
-    def lane(self, unit: Unit, gradients: Geometry | None, *, read: bool) -> Lane:
-        """What a backward of the unit computes, one after the other; see Programs.backward."""
-        key = unit.index, gradients, read
-        found = self._lanes.get(key)
-        if found is None:
-            if not self._readings:
-                raise CommFuseError(f"layer {unit.name!r}: CommFuse was removed from its model before this backward")
-            program = self._programs.backward(unit, gradients, read=read)
-            entries = bind(program, gradients, self._readings[unit.index].visit)
-            remote = [entry.read.key for entry in entries if entry.read is not None and entry.read.item.owner != self._rank]
-            found = self._lanes[key] = Lane(entries, remote)
-        return found
+    def visitor(self, unit: Unit) -> Callable[[Slice], Visit | None] | None:
+        """How the unit's slices are read; None: no more."""
+        return self._readings[unit.index].visit if self._readings else None
 
     def announce(self, keys: list[Key]) -> None:
         """The slices are about to be read, in this order."""
@@ -338,7 +320,6 @@ class ParameterStream:
         """The end: drop every view of memory."""
         self.memory.clear()
         self._readings, self._window = [], None
-        self._lanes.clear()
         self._plans.clear()
 
     def read(self, unit: Unit, visit: Visit, consume: Consume, *, keep: bool = False) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from commfuse_dp.engine.bound import BoundBackward
 from commfuse_dp.engine.plan import Unit, UnitSlice
-from commfuse_dp.engine.room import check_room
 from commfuse_dp.engine.scatter import Scatter
 from commfuse_dp.ops.operands import other_parameters
 from commfuse_dp.ops.pieces import Piece
@@ -23,25 +23,23 @@ Produce = Callable[[UnitSlice, "list[Piece]"], None]
 class PartialGradients:
     """Where the partial gradients of one backward call go: to their owners, or into the local accumulation."""
 
-    __slots__ = ("_accumulated", "_computed", "_engine", "_include", "_scatter", "_unit", "dtype", "geometry")
+    __slots__ = ("_accumulated", "_computed", "_engine", "_include", "_scatter", "_unit", "geometry")
 
-    def __init__(self, engine: Engine, unit: Unit, computed: torch.dtype, include: tuple[bool, ...], *, reduce: bool) -> None:
+    def __init__(self, engine: Engine, unit: Unit, bound: BoundBackward, computed: torch.dtype) -> None:
         self._engine = engine
         self._unit = unit
         self._computed = computed  # dtype that `produce` computes in
-        self._include = include
+        self._include = bound.include
+        reduce = bound.record.reduce
         if unit.accumulated is not None and unit.accumulated_for is not unit.anchor:
             raise other_parameters(unit.name)
         unit.accumulated_for = unit.anchor
         if not reduce and unit.accumulated is None:
-            wide = unit.policy.reduce_dtype or computed
-            unit.accumulated = [torch.zeros(shape, dtype=wide, device=engine.device) for shape in unit.whole_shapes()]
+            dtype = bound.record.dtype
+            unit.accumulated = [torch.zeros(shape, dtype=dtype, device=engine.device) for shape in unit.whole_shapes()]
         self._accumulated = unit.accumulated
-        self.dtype = computed if self._accumulated is None else self._accumulated[0].dtype  # of what travels or is kept
-        self.geometry = unit.geometry(self.dtype, include)
-        if reduce and self.dtype != unit.dtype:  # others were checked in the first step
-            check_room(unit, self.geometry, engine.transport)
-        self._scatter = engine.gradients.begin(unit, self.dtype, include, engine.step) if reduce else None
+        self.geometry = bound.geometry
+        self._scatter = engine.gradients.begin(bound, engine.step) if reduce else None
         if reduce:
             unit.accumulated = None  # it travels with this reduction
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
 
@@ -105,11 +105,10 @@ class UnitSlice:
     nbytes: int
     heads: tuple[tuple[int, int, int, int], ...]  # (part, byte offset in the slice, first row, rows)
     main_offset: int  # byte offset in the slice, -1: the main part is not included
+    absent: bool = field(init=False)  # the owner has no such slice: see `absent_slice`
 
-    @property
-    def absent(self) -> bool:
-        """The owner has no such slice: see `absent_slice`."""
-        return self.main_offset < 0 and not self.heads
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "absent", self.main_offset < 0 and not self.heads)
 
     def __str__(self) -> str:
         return f"{self.owner}.{self.index} ({self.start}:{self.stop})"

@@ -47,7 +47,6 @@ class Programs:
         self._hosts = transport.hosts
         self._mirrored = transport.mirrored
         self._order = "hierarchical" if transport.hosts is not None else flat_order(config)
-        self._reductions: dict[tuple[int, Geometry], Reduction] = {}
 
     def forward(self, unit: Unit) -> Program:
         """The unit's parameters are consumed, own first."""
@@ -60,19 +59,14 @@ class Programs:
         return layer.backward(parameters, reduced, self.rank)
 
     def reduction(self, unit: Unit, gradients: Geometry) -> Reduction:
-        """Needed in each step, and kept: a program itself has thousands of operations among hundreds of ranks."""
-        key = unit.index, gradients
-        found = self._reductions.get(key)
-        if found is None:
-            program = self.backward(unit, gradients, read=False)
-            way, sums = program.problem.way, program.reduce_lanes
-            found = self._reductions[key] = Reduction(
-                sums.get(SUMS, ()),
-                sums.get(HOST_SUMS, ()),
-                program.ways if way == "ring" else {},
-                program.partials_to if way == "hosts" else {},
-            )
-        return found
+        program = self.backward(unit, gradients, read=False)
+        way, sums = program.problem.way, program.reduce_lanes
+        return Reduction(
+            sums.get(SUMS, ()),
+            sums.get(HOST_SUMS, ()),
+            program.ways if way == "ring" else {},
+            program.partials_to if way == "hosts" else {},
+        )
 
     def _parameters(self, unit: Unit, name: str) -> Problem:
         way = "hosts" if self._hosts is not None else "direct"

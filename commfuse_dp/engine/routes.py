@@ -47,14 +47,14 @@ class Routes:
         self.outbox = Outbox(transport, slots, pool)  # what routes keep for other ranks
         self._turn = Turn()
 
-    def choose(self, scatter: Scatter, *, out_dtype: torch.dtype, divisor: float | None) -> Route | None:
-        """None: straight to the owners. out_dtype, divisor: of the sum, which is divided if that is not None."""
-        unit, transport = scatter.unit, self._transport
+    def choose(self, scatter: Scatter, *, divisor: float | None) -> Route | None:
+        """None: straight to the owners. divisor: the sum is divided by it, if that is not None."""
+        unit, transport, out_dtype = scatter.unit, self._transport, scatter.bound.out_dtype
         if in_chain(unit, transport.world_size) and transport.device_ordered:
             return StreamChain(
                 transport,
                 self._pool,
-                scatter.geometry,
+                scatter.bound.geometry,
                 self._ordering,
                 unit=unit.index,
                 seq=scatter.seq,
@@ -67,8 +67,8 @@ class Routes:
                 transport,
                 self._slots,
                 self._pool,
-                scatter.geometry,
-                scatter.reduction,
+                scatter.bound.geometry,
+                scatter.bound.reduction,
                 unit=unit.index,
                 seq=scatter.seq,
                 out_dtype=out_dtype,
@@ -76,19 +76,19 @@ class Routes:
             )
         if transport.hosts is None:
             return None
-        sums = _wider(scatter.geometry.dtype, unit.policy.reduce_dtype)
+        sums = _wider(scatter.bound.geometry.dtype, unit.policy.reduce_dtype)
         if isinstance(transport, StreamHierarchicalTransport):
             return StreamTwoLevel(
                 transport,
                 self._pool,
                 self._ordering,
                 self._turn,
-                scatter.geometry,
-                scatter.reduction,
+                scatter.bound.geometry,
+                scatter.bound.reduction,
                 sums,
                 unit=unit.index,
                 seq=scatter.seq,
-                where=Where(unit.name, scatter.step, "sums of hosts", scatter.geometry.segment_bytes[transport.rank]),
+                where=Where(unit.name, scatter.step, "sums of hosts", scatter.bound.geometry.segment_bytes[transport.rank]),
                 out_dtype=out_dtype,
                 divisor=divisor,
                 scratch=self._scratch,
@@ -97,8 +97,8 @@ class Routes:
             transport,
             self._pool,
             self.outbox,
-            scatter.geometry,
-            scatter.reduction,
+            scatter.bound.geometry,
+            scatter.bound.reduction,
             sums,
             unit=unit.index,
             seq=scatter.seq,

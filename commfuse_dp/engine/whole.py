@@ -118,7 +118,7 @@ class WholeProducts:
     def _wgrad(self, grad: torch.Tensor, x: torch.Tensor, scatter: Scatter, order: list[UnitSlice]) -> bool:
         """All partial gradients, each sent as soon as it is complete. order: slices owed to others first."""
         chained = in_chain(self._unit, self._engine.world_size)  # buffers of their own, not staging
-        if grad.dtype != x.dtype or not scatter.include[0] or not (chained or self._fits(scatter.geometry)):
+        if grad.dtype != x.dtype or not scatter.bound.include[0] or not (chained or self._fits(scatter.bound.geometry)):
             return False
         steps, order = order, [item for item in order if not item.absent]
         gradients = self._engine.gradients
@@ -234,15 +234,15 @@ class _WriteTable:
 
     def of(self, scatter: Scatter, order: Sequence[UnitSlice], buffers: Sequence[torch.Tensor]) -> SliceTable:
         at = [buffer.data_ptr() for buffer in buffers]
-        if self._table is not None and at == self._at and scatter.own is self._own and scatter.geometry is self._geometry:
+        if self._table is not None and at == self._at and scatter.own is self._own and scatter.bound.geometry is self._geometry:
             return self._table
-        if scatter.geometry is not self._geometry:
-            self._table, self.pad = None, self._pad_of(scatter.geometry, len(order))
-        self._at, self._own, self._geometry = at, scatter.own, scatter.geometry
+        if scatter.bound.geometry is not self._geometry:
+            self._table, self.pad = None, self._pad_of(scatter.bound.geometry, len(order))
+        self._at, self._own, self._geometry = at, scatter.own, scatter.bound.geometry
         self.sums = []
         entries: list[SliceEntry] = []
         for place, (item, buffer) in enumerate(zip(order, buffers, strict=True)):
-            for piece in scatter.geometry.pieces(item, buffer):
+            for piece in scatter.bound.geometry.pieces(item, buffer):
                 if piece.part == 1:
                     self.sums.append((piece.row_start, piece.tensor.shape[0], piece.tensor))
                 else:

@@ -58,6 +58,7 @@ class StepSummary:
     bytes_sent: float
     across_bytes_received: float  # from other hosts, in the hierarchical order, for this one's host; else 0
     waits: float
+    steps_replayed: int  # in which no layer's program had to be bound anew: see engine/bound.py
     window_bytes_peak: int
     exposed_ms_by_layer: dict[str, float]  # mean a step, worst layer first: which layer is to blame
 
@@ -129,6 +130,7 @@ class StepMeter:
             bytes_sent=median(r.bytes_sent for r in readings),
             across_bytes_received=median(r.across_bytes_received for r in readings),
             waits=median(r.counters.waits for r in readings),
+            steps_replayed=sum(r.counters.replayed > 0 and not r.counters.bound for r in readings),
             window_bytes_peak=max(r.counters.window_bytes_peak for r in readings),
             exposed_ms_by_layer={name: ns / 1e6 / len(readings) for name, ns in worst},
         )

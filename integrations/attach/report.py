@@ -82,6 +82,9 @@ class Report:
             lines += ["", "  read beside their layer's own call so far, and gathered whole and reduced once more for that"]
             lines += ["  (exclude=[name] leaves a layer to the framework, which may be cheaper):"]
             lines += [f"    {name:<{width}}  {count} times" for name, count in self.reads.items()]
+        if self.probe.bound_for:
+            why = ", ".join(f"{count} for {reason}" for reason, count in self.probe.bound_for.items())
+            lines += ["", f"  backward passes of layers so far: {self.probe.counters.replayed} replayed, bound anew: {why}"]
         products = self.kernels()
         if products:
             lines += ["", "  products so far (tokens x columns x rows of all slices):"]

@@ -79,8 +79,13 @@ class ModuleSlot(ABC):
     def parameter(self) -> nn.Parameter:
         """The module's own, or the last one that fitted. Raises CommFuseError if neither exists."""
         module = self._module()
-        if module is not None and self.holds_known(module):
-            return held(module, self.param_name)  # type: ignore[return-value]
+        if module is not None:
+            param = held(module, self.param_name)
+            known = module.__dict__.get(KNOWN)
+            if param is not None and known is not None and param is known.get(self.param_name):
+                return param  # type: ignore[return-value]
+            if self.holds_known(module):
+                return held(module, self.param_name)  # type: ignore[return-value]
         last = self._remembered(self.param_name)
         if last is None:
             raise CommFuseError(

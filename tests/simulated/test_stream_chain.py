@@ -141,7 +141,7 @@ def run_chains(
             with mode(rank):
                 scatter = stream.begin(unit, torch.float32, (True,), 1)
                 for owner in ((rank + 1 + step) % n for step in range(n)):
-                    for item in scatter.geometry.slices[owner]:
+                    for item in scatter.bound.geometry.slices[owner]:
                         buffer = stream.reserve(scatter, item)
                         buffer.view(torch.float32).copy_(data[item.start : item.stop])
                         stream.send(scatter, item, buffer, 0)

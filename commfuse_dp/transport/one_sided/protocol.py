@@ -85,6 +85,7 @@ class OneSidedTransport(Transport, Receiver):
         self._finished = dict.fromkeys(self._peers, 0)
         self._own_finished = 0
         self._outbox = {dst: Ring(memory.outgoing(dst).numel()) for dst in self._peers}
+        self._outgoing_address = {dst: memory.outgoing(dst).data_ptr() for dst in self._peers}
         self._inbox: dict[tuple[int, Tag], tuple[int, int]] = {}
         self._pulls_waiting: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}  # (key, epoch) -> requests
         self._fetches: dict[int, Fetch] = {}
@@ -281,9 +282,10 @@ class OneSidedTransport(Transport, Receiver):
         return self._message_limit
 
     def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor | None:
-        self._check_open()
-        ring = self._ring(dst)
-        if not 0 <= nbytes <= self._message_limit:
+        ring = self._outbox.get(dst)
+        if self._closed or ring is None or not 0 <= nbytes <= self._message_limit:
+            self._check_open()
+            ring = self._ring(dst)
             raise ValueError(
                 f"a message of {nbytes} bytes to rank {dst}: 0 .. {self._message_limit} fit; "
                 "send smaller slices (more slices_per_rank) or raise inbox_bytes"
@@ -299,13 +301,14 @@ class OneSidedTransport(Transport, Receiver):
         return None if offset is None else self._memory.outgoing(dst).narrow(0, offset, nbytes)
 
     def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None, more: bool = False) -> None:
-        self._check_open()
-        ring = self._ring(dst)
+        ring = self._outbox.get(dst)
+        if self._closed or ring is None:
+            self._check_open()
+            ring = self._ring(dst)
         nbytes = buffer.nbytes
-        base = self._memory.outgoing(dst)
         # An empty tensor has no address.
-        offset = buffer.data_ptr() - base.data_ptr() if nbytes else int(buffer.storage_offset()) * buffer.element_size()
-        header = msg.pack(msg.DEPOSIT, *tag, max(offset, 0), nbytes)
+        address = self._outgoing_address[dst]
+        offset = buffer.data_ptr() - address if nbytes else int(buffer.storage_offset()) * buffer.element_size()
         with self._lock:
             if not ring.send(offset):
                 raise ValueError(
@@ -313,16 +316,22 @@ class OneSidedTransport(Transport, Receiver):
                 )
             count_message(self.probe.counters, tag.channel, nbytes, sent=True)
             self._rounds.sent[dst] += 1  # before it leaves: if an exception comes in between, peers must not go on too early
-            payload = None if self._memory.in_place else base.narrow(0, offset, nbytes)
+            header = msg.pack(msg.DEPOSIT, *tag, offset, nbytes)
+            payload = None if self._memory.in_place else self._memory.outgoing(dst).narrow(0, offset, nbytes)
             self._channel.post(dst, header, payload, hold=more and payload is None)
 
     def arrived(self, src: int, tag: Tag) -> bool:
+        name = src, tag
         with self._lock:
-            if (src, tag) in self._inbox:
+            if name in self._inbox:
                 return True
-        self.progress()
+        if self._closed or self._failure is not None:
+            self.progress()  # raises what is wrong
+        self._channel.poll(0.0)
         with self._lock:
-            here, departed = (src, tag) in self._inbox, src in self._departed
+            here, departed = name in self._inbox, src in self._departed
+        if self._failure is not None:
+            raise self._error()
         if here:
             return True
         if departed:

@@ -1,0 +1,165 @@
+"""A unit's backward, bound: its program over this rank's memory, and all that follows from what it depends on.
+
+    Record    what the program depends on, read once when a backward comes to the unit
+    Binder    Record -> BoundBackward: bound when it comes for the first time, replayed from then on
+
+A record that differs in anything (another dtype, other parts that are trained, gradients that are accumulated instead of
+reduced, another divisor) has a program of its own, which is kept beside the others: a loop of gradient accumulation alternates
+between two of them. `CommFuseConfig(replay=False)` binds anew in every backward. Both run the same entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from commfuse_dp.collectives.summation import wide_dtype
+from commfuse_dp.engine.parameters import ParameterStream, Visit
+from commfuse_dp.engine.plan import Geometry, Unit
+from commfuse_dp.engine.programs import Entry, Programs, Reduction, bind
+from commfuse_dp.engine.room import check_room
+from commfuse_dp.engine.window import Key
+from commfuse_dp.errors import CommFuseError
+from commfuse_dp.transport.base import Transport
+
+MOST_PROGRAMS = 8  # of one unit that are kept: the loops of a training script have two or three
+
+
+class Record(NamedTuple):
+    """What a unit's backward depends on, besides its layout. All ranks have the same."""
+
+    read: bool  # its parameters are consumed
+    dtype: torch.dtype | None  # of the partial gradients, as they travel or are accumulated; None: none are produced
+    include: tuple[bool, ...]  # parts that have one
+    reduce: bool  # they are sent to their owners; else accumulated here
+    delivered: torch.dtype | None  # dtype in which the main parameter wants its gradient
+    divisor: float | None  # None: the number of data-parallel ranks
+    replicate: bool  # with replicas: the sum goes on over them now
+
+
+class BoundBackward:
+    """One unit's backward on one rank. Nothing in here changes from step to step."""
+
+    __slots__ = (
+        "divisor",
+        "entries",
+        "geometry",
+        "in_place",
+        "include",
+        "kept",
+        "order",
+        "out_dtype",
+        "record",
+        "reduction",
+        "remote",
+        "replicate",
+        "unit",
+    )
+
+    def __init__(
+        self,
+        unit: Unit,
+        record: Record,
+        geometry: Geometry | None,
+        entries: Sequence[Entry[Visit]],
+        reduction: Reduction | None,
+        *,
+        rank: int,
+        ranks: int,
+        replicas: int,
+    ) -> None:
+        """ranks, replicas: that gradients are summed over; replicas 0: there are none."""
+        self.unit = unit
+        self.record = record
+        if geometry is not None:
+            self.geometry: Geometry = geometry  # of the partial gradients, if there are any
+        if reduction is not None:
+            self.reduction: Reduction = reduction  # if they are reduced
+        self.entries = tuple(entries)  # the compute lane
+        self.order = [entry.item for entry in entries if entry.item is not None]  # slices of gradients
+        self.remote: list[Key] = [e.read.key for e in entries if e.read is not None and e.read.item.owner != rank]
+        self.include = record.include
+        # With replicas the sum is rounded only after that over these.
+        wide = wide_dtype(record.dtype) if replicas and record.dtype is not None else None
+        if record.delivered is not None:
+            self.out_dtype: torch.dtype = wide if wide is not None else record.delivered  # of the sum
+            self.in_place = record.dtype == self.out_dtype  # the buffer of the own partial can become the gradient itself
+        self.kept = bool(replicas) or any(slot.keeps_delivered for slot in unit.slots)  # whoever gets the sum keeps it
+        self.divisor = float(ranks * max(1, replicas)) if record.divisor is None else float(record.divisor)
+        self.replicate = bool(replicas) and record.replicate
+
+
+class Binder:
+    """Of all units of an engine."""
+
+    def __init__(
+        self, transport: Transport, programs: Programs, parameters: ParameterStream, *, replicas: int, replay: bool
+    ) -> None:
+        self._transport = transport
+        self._probe = transport.probe
+        self._replicas = replicas
+        self._programs = programs
+        self._parameters = parameters
+        self._replay = replay
+        self._bound: dict[int, dict[Record, BoundBackward]] = {}  # by unit
+
+    def record(
+        self, unit: Unit, computed: torch.dtype | None, include: tuple[bool, ...], *, read: bool, reduce: bool
+    ) -> Record:
+        """What holds for the unit now. computed: dtype of the products that are its partial gradients; None: there are none."""
+        if computed is None:
+            return Record(read, None, include, False, None, None, False)
+        policy = unit.policy
+        if unit.accumulated is not None:  # in the wider of the two, from the first microbatch on
+            computed = unit.accumulated[0].dtype
+        elif not reduce:
+            computed = policy.reduce_dtype or computed
+        if not reduce:
+            return Record(read, computed, include, False, None, None, False)
+        replicate = self._replicas > 0 and policy.all_reduce_grads
+        return Record(read, computed, include, True, unit.slots[0].grad_dtype, policy.divide_factor, replicate)
+
+    def backward(self, unit: Unit, record: Record) -> BoundBackward:
+        """Its program, bound. Raises CommFuseError if CommFuse has been removed from its model, ConfigError if there is no room
+        for its partial gradients."""
+        kept = self._bound.get(unit.index)
+        if kept is None:
+            kept = self._bound[unit.index] = {}
+        found = kept.get(record)
+        if found is not None and self._replay:
+            self._probe.counters.replayed += 1
+            return found
+        self._probe.bound(self._reason(record, kept))
+        if found is None and len(kept) >= MOST_PROGRAMS:
+            kept.clear()
+        found = kept[record] = self._bind(unit, record)
+        return found
+
+    def forget_all(self) -> None:
+        """The end: drop every view of memory."""
+        self._bound.clear()
+
+    def _reason(self, record: Record, kept: dict[Record, BoundBackward]) -> str:
+        if not self._replay:
+            return "replay=False"
+        if not kept:
+            return "first backward of a layer"
+        before = next(reversed(kept))
+        return "another " + ", ".join(name for name in Record._fields if getattr(record, name) != getattr(before, name))
+
+    def _bind(self, unit: Unit, record: Record) -> BoundBackward:
+        visit = self._parameters.visitor(unit)
+        if visit is None:
+            raise CommFuseError(f"layer {unit.name!r}: CommFuse was removed from its model before this backward")
+        geometry = unit.geometry(record.dtype, record.include) if record.dtype is not None else None
+        if geometry is not None and record.reduce and record.dtype != unit.dtype:  # others were checked in the first step
+            check_room(unit, geometry, self._transport)
+        program = self._programs.backward(unit, geometry, read=record.read)
+        reduction = self._programs.reduction(unit, geometry) if geometry is not None and record.reduce else None
+        entries = bind(program, geometry, visit)
+        ranks = self._transport.world_size
+        return BoundBackward(
+            unit, record, geometry, entries, reduction, rank=program.rank, ranks=ranks, replicas=self._replicas
+        )
