@@ -17,7 +17,7 @@ import torch
 
 from commfuse_dp.collectives.summation import wide_dtype
 from commfuse_dp.engine.parameters import ParameterStream, Visit
-from commfuse_dp.engine.plan import Geometry, Unit
+from commfuse_dp.engine.plan import Geometry, ParamSlot, Unit
 from commfuse_dp.engine.programs import Entry, Programs, Reduction, bind
 from commfuse_dp.engine.room import check_room
 from commfuse_dp.engine.window import Key
@@ -39,10 +39,20 @@ class Record(NamedTuple):
     replicate: bool  # with replicas: the sum goes on over them now
 
 
+class Delivery(NamedTuple):
+    """Where a parameter's gradient lies in the sum of a unit."""
+
+    part: int
+    slot: ParamSlot
+    offset: int  # elements
+    shape: torch.Size  # of this rank's shard
+
+
 class BoundBackward:
     """One unit's backward on one rank. Nothing in here changes from step to step."""
 
     __slots__ = (
+        "deliveries",
         "divisor",
         "entries",
         "geometry",
@@ -75,6 +85,7 @@ class BoundBackward:
         self.record = record
         if geometry is not None:
             self.geometry: Geometry = geometry  # of the partial gradients, if there are any
+            self.deliveries = _deliveries(unit, geometry, record.include, rank) if record.reduce else ()
         if reduction is not None:
             self.reduction: Reduction = reduction  # if they are reduced
         self.entries = tuple(entries)  # the compute lane
@@ -89,6 +100,17 @@ class BoundBackward:
         self.kept = bool(replicas) or any(slot.keeps_delivered for slot in unit.slots)  # whoever gets the sum keeps it
         self.divisor = float(ranks * max(1, replicas)) if record.divisor is None else float(record.divisor)
         self.replicate = bool(replicas) and record.replicate
+
+
+def _deliveries(unit: Unit, geometry: Geometry, include: Sequence[bool], rank: int) -> tuple[Delivery, ...]:
+    own, itemsize = geometry.slices[rank], geometry.dtype.itemsize
+    found = []
+    for part, slot in enumerate(unit.slots):
+        if include[part]:
+            heads = [offset for item in own for head, offset, _, _ in item.heads if head == part]
+            starts = heads if part else [item.main_offset for item in own[:1] if item.main_offset >= 0]
+            found.append(Delivery(part, slot, starts[0] // itemsize if starts else 0, slot.local().shape))
+    return tuple(found)
 
 
 class Binder:

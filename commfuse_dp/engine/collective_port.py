@@ -133,7 +133,7 @@ class CollectivePort:
         self.calls = 0
         self.in_doubt = False  # an exception came between two messages
         self.giving_up = False  # nobody wants what is under way any more
-        self._under_way: list[_Messages] = []  # in the order of calls
+        self.under_way: list[_Messages] = []  # in the order of calls
         engine.ports.append(self)
 
     def _spans(self, nbytes: int) -> list[tuple[int, int]]:
@@ -160,7 +160,7 @@ class CollectivePort:
         outgoing = [(peer, tag, own[span]) for peer in peers for tag, span in named]
         incoming = [(peer, tag, parts[peer][span]) for peer in peers for tag, span in named]
         messages = _Messages(self.transport, "all-gather", outgoing, incoming)
-        self._under_way.append(messages)
+        self.under_way.append(messages)
         self.progress()
         return PendingAllGather(self, messages)
 
@@ -181,7 +181,7 @@ class CollectivePort:
             for tag, span in named
         ]
         messages = _Messages(self.transport, "reduce-scatter", outgoing, incoming)
-        self._under_way.append(messages)
+        self.under_way.append(messages)
         self.complete(messages)
         received[self.rank] = parts[self.rank]
         ordered = [received[rank] for rank in range(self.world_size)]
@@ -207,26 +207,22 @@ class CollectivePort:
             flat.copy_(whole[: flat.numel()])
 
     # ---- messages ----------------------------------------------------------------------------------------------------
-    @property
-    def under_way(self) -> bool:
-        return bool(self._under_way)
-
     def sends_to(self, dst: int) -> bool:
         """Something of a collective is still to be sent to `dst`."""
-        return any(messages.sends_to(dst) for messages in self._under_way)
+        return any(messages.sends_to(dst) for messages in self.under_way)
 
     def progress(self) -> None:
         """Send what there is credit for, take in what has come, of all collectives under way. Never blocks."""
-        if not self._under_way or self.in_doubt:  # a message might be sent twice
+        if not self.under_way or self.in_doubt:  # a message might be sent twice
             return
         try:
             blocked: set[int] = set()
-            for messages in self._under_way:
+            for messages in self.under_way:
                 messages.send(blocked)
                 messages.take_in()
-            self._under_way = [messages for messages in self._under_way if not messages.done]
+            self.under_way = [messages for messages in self.under_way if not messages.done]
         except BaseException as error:
-            self._doubt(self._under_way[0].what, error)
+            self._doubt(self.under_way[0].what, error)
             raise
 
     def complete(self, messages: _Messages) -> None:
@@ -275,10 +271,10 @@ class CollectivePort:
     def recover(self, *, complete: bool) -> None:
         """All ranks have left a step that was broken off, and do this. complete: all have begun the same collectives."""
         if complete:
-            while self._under_way:
-                self._wait(self._under_way[0], self.progress, heed=False)
-        for messages in self._under_way:
+            while self.under_way:
+                self._wait(self.under_way[0], self.progress, heed=False)
+        for messages in self.under_way:
             messages.lost = "its step was broken off, and not all ranks had begun it"
-        self._under_way = []
+        self.under_way = []
         self.calls = 0
         self.in_doubt = False

@@ -179,7 +179,8 @@ class Engine:
 
     def _move_on(self) -> None:
         for port in self.ports:  # a peer may need their room in this rank's inbox
-            port.progress()
+            if port.under_way:
+                port.progress()
 
     @contextlib.contextmanager
     def resetting(self) -> Iterator[None]:

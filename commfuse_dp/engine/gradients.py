@@ -310,7 +310,8 @@ class GradientStream:
             else:
                 partial = came[rank] if rank in came else scatter.unloaded.pop((rank, item.index))
                 partials.append(partial.view(dtype))
-        self._probe.tail(f"{scatter.unit.name} (tail)", begun)
+        if begun is not None:
+            self._probe.tail(f"{scatter.unit.name} (tail)", begun)
         begun = self._probe.mark() if self._probe.sink is not None else None
         divisor = None if self._replicas is not None else scatter.bound.divisor
         sum_in_rank_order(out, partials, own_rank=self._rank, scale_divisor=divisor, scratch=self._scratch_for(dtype))
@@ -357,18 +358,7 @@ class GradientStream:
 
     def _deliver(self, scatter: Scatter, total: torch.Tensor) -> None:
         """Cut the flat sum (head rows, main rows) into the parameters' gradients."""
-        itemsize = scatter.bound.geometry.dtype.itemsize
-        own = scatter.bound.geometry.slices[self._rank]
-        for part, slot in enumerate(scatter.unit.slots):
-            if not scatter.bound.include[part]:
-                continue
-            shape = slot.local().shape
-            offset = 0
-            if part == 0:
-                offset = own[0].main_offset // itemsize if own and own[0].main_offset >= 0 else 0
-            else:
-                spans = [h for item in own for h in item.heads if h[0] == part]
-                offset = spans[0][1] // itemsize if spans else 0
+        for part, slot, offset, shape in scatter.bound.deliveries:
             numel = shape.numel()
             grad = (total if numel == total.numel() else total[offset : offset + numel]).view(shape)
             dtype = scatter.bound.out_dtype if part == 0 and self._replicas is None else slot.grad_dtype

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import torch
 
 from commfuse_dp.engine.engine import Consume, Engine, Produce
 from commfuse_dp.engine.plan import Unit
+
+_requires_grad = attrgetter("requires_grad")
 
 
 class UnitOperand:
@@ -54,7 +58,7 @@ class UnitOperand:
 
     @property
     def trainable(self) -> tuple[bool, ...]:
-        return tuple(slot.requires_grad for slot in self._unit.slots)
+        return tuple(map(_requires_grad, self._unit.slots))
 
     @property
     def compute_dtype(self) -> torch.dtype:

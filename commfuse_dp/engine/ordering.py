@@ -25,11 +25,13 @@ where the engine has to say it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from commfuse_dp.device.base import Device, Event, Stream
+
+_NOTHING = nullcontext()
 
 
 class Ordering:
@@ -43,10 +45,9 @@ class Ordering:
         """What the current stream is given from now on comes after `event`."""
         return
 
-    @contextmanager
-    def reducing(self) -> Iterator[None]:
+    def reducing(self) -> AbstractContextManager[None]:
         """Sums are made in here, after everything called so far."""
-        yield
+        return _NOTHING
 
     def hold(self, *tensors: torch.Tensor) -> None:
         """Keep memory alive that a sum under way reads."""

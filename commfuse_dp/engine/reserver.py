@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -17,7 +18,9 @@ class Port(Protocol):
     giving_up: bool
 
     @property
-    def under_way(self) -> bool: ...
+    def under_way(self) -> Sequence[object]:
+        """Collectives that are not complete."""
+        ...
 
     def sends_to(self, dst: int) -> bool: ...
 
@@ -38,7 +41,7 @@ class Reserver:
     def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor | None:
         """As of the transport; also None while a collective that was begun before has something to send to `dst`."""
         for port in self.ports:
-            if port.sends_to(dst):
+            if port.under_way and port.sends_to(dst):
                 port.progress()
                 if port.sends_to(dst):
                     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,34 +63,28 @@ class GroupPolicy:
     """A `UnitPolicy`: the live settings of the FSDP2 parameter group that a layer came from."""
 
     def __init__(self, group: Any) -> None:
-        self._ref = weakref.ref(group)
-
-    @property
-    def _group(self) -> Any:
-        group = self._ref()
-        assert group is not None, "the model has gone"
-        return group
+        self._group: Callable[[], Any] = weakref.ref(group)  # the model lives wherever a policy is asked
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        return self._group.mp_policy.param_dtype
+        return self._group().mp_policy.param_dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        return self._group.mp_policy.reduce_dtype
+        return self._group().mp_policy.reduce_dtype
 
     @property
     def keep_after_forward(self) -> bool:
-        return compat.keeps_after_forward(self._group)
+        return compat.keeps_after_forward(self._group())
 
     @property
     def reduce_grads(self) -> bool:
-        return self._group.reduce_grads
+        return self._group().reduce_grads
 
     @property
     def all_reduce_grads(self) -> bool:
-        return self._group.all_reduce_grads
+        return self._group().all_reduce_grads
 
     @property
     def divide_factor(self) -> float | None:
-        return self._group.gradient_divide_factor
+        return self._group().gradient_divide_factor
