@@ -272,6 +272,8 @@ class GradientStream:
         if scatter.own_done <= summed:
             return False
         tag, unloaded, index = scatter.tag(own[summed]), scatter.unloaded, own[summed].index
+        if self._transport.device_ordered and not self._transport.mirrored:  # the stream waits; raises what is wrong
+            return not self._peers or self._transport.arrived(self._peers[0], tag)
         # Not all(...): the generator's frames would come on top of every look at every peer.
         for peer in self._peers:  # noqa: SIM110
             if (peer, index) not in unloaded and not self._transport.arrived(peer, tag):

@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.engine.bound import BoundBackward, Record
 from commfuse_dp.engine.broken import Breakage
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.gradients import GradientStream
@@ -129,17 +130,20 @@ def run_chains(
             transport.probe,
             None,
             Breakage(transport),
-            Programs(transport, CommFuseConfig()),
             inbox_bytes=inbox,
             ordering=ordering,
         )
+        programs = Programs(transport, CommFuseConfig())
         sinks = [Sink(f"layer{layer}", bounds, rank) for layer, bounds in enumerate(every)]
         for layer, (sink, bounds) in enumerate(zip(sinks, every, strict=True)):
             unit = Unit(layer, sink.name, [sink], Policy(divide_factor=1.0), slices, flat_bounds=bounds, replicated=True)
             unit.bind(n, comfortable=1 << 20)
             data = partial(rank, layer)
             with mode(rank):
-                scatter = stream.begin(unit, torch.float32, (True,), 1)
+                geometry = unit.geometry(torch.float32, (True,))
+                record = Record(False, torch.float32, (True,), True, torch.float32, 1.0, False)
+                reduction = programs.reduction(unit, geometry)
+                scatter = stream.begin(BoundBackward(unit, record, geometry, (), reduction, rank=rank, ranks=n, replicas=0), 1)
                 for owner in ((rank + 1 + step) % n for step in range(n)):
                     for item in scatter.bound.geometry.slices[owner]:
                         buffer = stream.reserve(scatter, item)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NoReturn
 
 import torch
 
@@ -35,6 +36,7 @@ class Messages:
         device.wait_event(self._scatter, device.record(device.current_stream()))  # it is zeroed there
         self._reserved = {peer: StagingRing(layout.ring, peer) for peer in core.peers}
         self._outboxes = {(peer, channel): Outbox(layout.ring) for peer in core.peers for channel in CHANNELS}
+        self._pairs = {(peer, channel): pair_of(peer, channel) for peer in (*core.peers, core.rank) for channel in CHANNELS}
         self._views: dict[tuple[int, int, int, int], torch.Tensor] = {}  # (peer, channel or -1: staging, offset, bytes)
         self._behind: tuple[Stream, Event] | None = None  # the last wait for something to leave the staging
         self._inboxes = {(peer, channel): Inbox(layout.ring) for peer in core.peers for channel in CHANNELS}
@@ -43,7 +45,8 @@ class Messages:
     def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor:
         core = self._core
         stream = core.enter()
-        core.check_peer(dst)
+        if dst not in self._staging:
+            core.check_peer(dst)
         if not 0 <= nbytes <= self.limit:
             raise ValueError(
                 f"a message of {nbytes} bytes to rank {dst}: 0 .. {self.limit} fit; "
@@ -82,13 +85,13 @@ class Messages:
                     computed = device.record(stream)
                     batch.submit()
                     device.wait_event(scatter, computed)
-                box, pair, remote = self._outboxes[dst, tag.channel], pair_of(core.rank, tag.channel), core.blocks[dst]
+                box, pair, remote = self._outboxes[dst, tag.channel], self._pairs[core.rank, tag.channel], core.blocks[dst]
                 number, place, behind = box.places.place(nbytes)
                 word, value, _ = box.fingerprints.next(number, tag, nbytes)
                 if behind > box.credited:
                     box.credited = behind
                     wait.places.append(partial(_where, tag, nbytes))
-                    conditions.append(Condition(dst, core.own.credit, pair_of(dst, tag.channel), behind))
+                    conditions.append(Condition(dst, core.own.credit, self._pairs[dst, tag.channel], behind))
                     if len(conditions) == 1:
                         core.watch.note(scatter, wait)
                     batch.wait(*conditions[-1][1:4])
@@ -110,8 +113,10 @@ class Messages:
 
     def _reservation(self, sending: Sending) -> Reservation:
         dst, tag, buffer, _ = sending
-        self._core.check_peer(dst)
-        self._check_tag(tag)
+        if (dst, tag.channel) not in self._outboxes:
+            self._core.check_peer(dst)
+        if min(tag) < 0 or max(tag) >= _FIELD_LIMIT or tag.channel not in CHANNELS:
+            self._refuse_tag(tag)
         staging, nbytes = self._staging[dst], buffer.nbytes
         # An empty tensor has no address.
         offset = buffer.data_ptr() - staging.data_ptr() if nbytes else int(buffer.storage_offset()) * buffer.element_size()
@@ -125,8 +130,10 @@ class Messages:
     # ---- receiving ---------------------------------------------------------------------------------------------------
     def expect(self, src: int, tag: Tag, nbytes: int) -> None:
         core = self._core
-        core.check_peer(src)
-        self._check_tag(tag)
+        if min(tag) < 0 or max(tag) >= _FIELD_LIMIT or tag.channel not in CHANNELS:
+            self._refuse_tag(tag)
+        if (src, tag.channel) not in self._inboxes:
+            core.check_peer(src)
         box = self._inboxes[src, tag.channel]
         if tag in box.expected:
             raise TransportError(
@@ -144,11 +151,13 @@ class Messages:
     def receive(self, srcs: Sequence[int], tag: Tag, where: Where) -> list[torch.Tensor]:
         core = self._core
         stream = core.enter()
-        self._check_tag(tag)
+        if min(tag) < 0 or max(tag) >= _FIELD_LIMIT or tag.channel not in CHANNELS:
+            self._refuse_tag(tag)
         entries: list[Arrival] = []
         conditions: list[Condition] = []
         for src in srcs:
-            core.check_peer(src)
+            if (src, tag.channel) not in self._inboxes:
+                core.check_peer(src)
             entry = self._inboxes[src, tag.channel].expected.get(tag)
             if entry is None:
                 raise ValueError(
@@ -156,7 +165,7 @@ class Messages:
                     f"sends: transport {core.name} finds messages by it"
                 )
             entries.append(entry)
-            index = pair_of(src, tag.channel) * ARRIVAL_WORDS + entry.word
+            index = self._pairs[src, tag.channel] * ARRIVAL_WORDS + entry.word
             conditions.append(Condition(src, core.own.arrival, index, entry.value, exact=True, before=entry.before))
         if not conditions:
             return []
@@ -165,7 +174,7 @@ class Messages:
         found = []
         for src, entry in zip(srcs, entries, strict=True):
             self._inboxes[src, tag.channel].received.add(tag)
-            ring = core.own.rings[pair_of(src, tag.channel)]
+            ring = core.own.rings[self._pairs[src, tag.channel]]
             found.append(self._view(ring, src, tag.channel, entry.offset, entry.nbytes))
         return found
 
@@ -173,20 +182,23 @@ class Messages:
         core = self._core
         stream = core.enter(flush=False)
         words: list[Word] = []
+        pair = self._pairs.get((core.rank, tag.channel), 0)
+        received = 0
         for src in srcs:
             box = self._inboxes.get((src, tag.channel))
             if box is None or tag not in box.received:
                 raise ValueError(f"release: no message {tag} of rank {src} is here (released twice, or not yet received)")
             box.received.discard(tag)
             entry = box.expected.pop(tag)
-            count_message(core.probe.counters, tag.channel, entry.nbytes, sent=False)
-            if not box.is_next(entry.number):
+            received += entry.nbytes
+            if entry.number != box.released + 1:
                 box.release_early(entry.number, core.device.record(stream))
                 continue
             credit, events = box.release(entry.number)
             for event in events:
                 core.device.wait_event(stream, event)
-            words.append(Word(core.blocks[src].credit, pair_of(core.rank, tag.channel), credit))
+            words.append(Word(core.blocks[src].credit, pair, credit))
+        count_message(core.probe.counters, tag.channel, received, sent=False)
         if words:
             core.hold(stream, words, more=more)
 
@@ -211,11 +223,10 @@ class Messages:
             view = self._views[peer, channel, offset, nbytes] = ring.narrow(0, offset, nbytes)
         return view
 
-    def _check_tag(self, tag: Tag) -> None:
+    def _refuse_tag(self, tag: Tag) -> NoReturn:
         if min(tag) < 0 or max(tag) >= _FIELD_LIMIT:
             raise ValueError(f"{tag}: keys, epochs and tags must be integers in 0 .. 2**31-1")
-        if tag.channel not in CHANNELS:
-            raise ValueError(f"{tag}: transport {self._core.name} has rings for the channels {CHANNELS}")
+        raise ValueError(f"{tag}: transport {self._core.name} has rings for the channels {CHANNELS}")
 
 
 def _where(tag: Tag, nbytes: int) -> Where:

@@ -72,8 +72,8 @@ class PlaceRing:
             start = 0
         stop = self._head = start + size
         live = self._live
-        if live and live[0][1] < stop and start < live[0][2]:
-            behind = max(behind, self._take(start, stop))
+        while live and live[0][1] < stop and start < live[0][2]:  # as `_take`, which would be a frame for each message
+            behind = max(behind, live.popleft()[0])
         live.append((number, start, stop))
         return Place(number, start, behind)
 
@@ -106,7 +106,9 @@ class Fingerprints:
         """(index of the word, its value, the value that it has before) for a message."""
         index = number % ARRIVAL_WORDS
         before = self._last[index]
-        value = as_int32(zlib.crc32(_IDENTITY.pack(number, *tag, nbytes)))
+        value = zlib.crc32(_IDENTITY.pack(number, *tag, nbytes))
+        if value >= 1 << 31:  # as_int32
+            value -= 1 << 32
         if value == before:
             value = as_int32(value + 1)
         self._last[index] = value
@@ -201,7 +203,7 @@ class Inbox:
         self.fingerprints = Fingerprints()
         self.expected: dict[Tag, Arrival] = {}
         self.received: set[Tag] = set()  # of those: a stream waits for them, or has
-        self._released = 0  # all messages up to this number
+        self.released = 0  # all messages up to this number
         self._early: dict[int, Event] = {}  # released before an earlier one: behind the event the bytes are not read
 
     def expect(self, tag: Tag, nbytes: int) -> None:
@@ -209,18 +211,15 @@ class Inbox:
         word, value, before = self.fingerprints.next(place.number, tag, nbytes)
         self.expected[tag] = Arrival(place.number, place.offset, nbytes, word, value, before)
 
-    def is_next(self, number: int) -> bool:
-        """No earlier message is still held."""
-        return number == self._released + 1
-
     def release_early(self, number: int, event: Event) -> None:
+        """While an earlier message is still held."""
         self._early[number] = event
 
     def release(self, number: int) -> tuple[int, list[Event]]:
         """The message after the last: (the credit to give, what the giver must be ordered behind)."""
-        assert self.is_next(number)
-        self._released, events = number, []
-        while (event := self._early.pop(self._released + 1, None)) is not None:
-            self._released += 1
+        assert number == self.released + 1
+        self.released, events = number, []
+        while (event := self._early.pop(self.released + 1, None)) is not None:
+            self.released += 1
             events.append(event)
-        return self._released, events
+        return self.released, events
