@@ -130,12 +130,16 @@ class Binder:
     def record(
         self, unit: Unit, computed: torch.dtype | None, include: tuple[bool, ...], *, read: bool, reduce: bool
     ) -> Record:
-        """What holds for the unit now. computed: dtype of the products that are its partial gradients; None: there are none."""
+        """What holds for the unit now.
+
+        computed: dtype of the products that are its partial gradients; None: there are none. include: parts that have one."""
         if computed is None:
             return Record(read, None, include, False, None, None, False)
         policy = unit.policy
         if unit.accumulated is not None:  # in the wider of the two, from the first microbatch on
-            computed = unit.accumulated[0].dtype
+            computed = unit.accumulated_dtype or computed
+            if reduce:  # also of what is not trained any more
+                include = tuple(now or kept is not None for now, kept in zip(include, unit.accumulated, strict=True))
         elif not reduce:
             computed = policy.reduce_dtype or computed
         if not reduce:

@@ -389,7 +389,9 @@ class Engine:
         computed = dtype if produce is not None else None
         record = self._binder.record(unit, computed, include, read=consume is not None, reduce=reduce)
         bound = self._binder.backward(unit, record)
-        partials = PartialGradients(self, unit, bound, dtype) if produce is not None else None
+        partials = PartialGradients(self, unit, bound, dtype, include) if produce is not None else None
+        if produce is None and unit.accumulated is not None and self._reduces(unit):
+            self._accumulating.add(unit.index)  # it is trained no more, and what was accumulated before is due
         if consume is not None:
             self.parameters.announce(bound.remote)
         if whole is not None:
@@ -418,20 +420,14 @@ class Engine:
 
     def _scatter_accumulated(self, unit: Unit) -> None:
         """Reduce what was accumulated locally, without a new partial: the call that should have brought it did not come."""
-        if unit.accumulated is None:
+        dtype = unit.accumulated_dtype
+        if dtype is None:
             return
-        kept, unit.accumulated = unit.accumulated, None
-        include = tuple(slot.requires_grad for slot in unit.slots)
-        record = self._binder.record(unit, kept[0].dtype, include, read=False, reduce=True)
-        bound = self._binder.backward(unit, record)
-        partials = PartialGradients(self, unit, bound, kept[0].dtype)
-
-        def produce(item: UnitSlice, pieces: list[Piece]) -> None:
-            for piece in pieces:
-                piece.tensor.copy_(piece.of(kept[piece.part]))
-
+        nothing = (False,) * len(unit.slots)
+        bound = self._binder.backward(unit, self._binder.record(unit, dtype, nothing, read=False, reduce=True))
+        partials = PartialGradients(self, unit, bound, dtype, nothing)
         for item in bound.order:
-            partials.fill(item, produce)
+            partials.fill(item, _nothing_new)
 
     def arm(self) -> None:
         """Make sure that `finish_backward` runs at the end of the backward pass that is under way."""
@@ -504,6 +500,10 @@ class Engine:
         self._binder.forget_all()
         self.gradients.forget_all()
         self.buffers.clear()
+
+
+def _nothing_new(item: UnitSlice, pieces: list[Piece]) -> None:
+    """A `Produce` where all comes from earlier microbatches."""
 
 
 class _Finish:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,18 +26,24 @@ class PartialGradients:
 
     __slots__ = ("_accumulated", "_computed", "_engine", "_include", "_scatter", "_unit", "geometry")
 
-    def __init__(self, engine: Engine, unit: Unit, bound: BoundBackward, computed: torch.dtype) -> None:
+    def __init__(
+        self, engine: Engine, unit: Unit, bound: BoundBackward, computed: torch.dtype, include: tuple[bool, ...]
+    ) -> None:
+        """include: parts that `produce` computes, in the dtype `computed`."""
         self._engine = engine
         self._unit = unit
-        self._computed = computed  # dtype that `produce` computes in
-        self._include = bound.include
+        self._computed = computed
+        self._include = include
         reduce = bound.record.reduce
         if unit.accumulated is not None and unit.accumulated_for is not unit.anchor:
             raise other_parameters(unit.name)
         unit.accumulated_for = unit.anchor
-        if not reduce and unit.accumulated is None:
-            dtype = bound.record.dtype
-            unit.accumulated = [torch.zeros(shape, dtype=dtype, device=engine.device) for shape in unit.whole_shapes()]
+        if not reduce:
+            kept: list[torch.Tensor | None] = unit.accumulated if unit.accumulated is not None else [None] * len(unit.slots)
+            for part, shape in enumerate(unit.whole_shapes()):
+                if include[part] and kept[part] is None:
+                    kept[part] = torch.zeros(shape, dtype=bound.record.dtype, device=engine.device)
+            unit.accumulated = kept
         self._accumulated = unit.accumulated
         self.geometry = bound.geometry
         self._scatter = engine.gradients.begin(bound, engine.step) if reduce else None
@@ -57,7 +64,9 @@ class PartialGradients:
                 gradients.send_nothing(self._scatter, item)
             return
         if self._scatter is None:
-            self._produce_beside(item, produce, lambda earlier, new: earlier.add_(new))
+            with self._beside(item, produce) as pieces:
+                for piece in pieces:
+                    self._earlier(piece).add_(piece.tensor)  # type: ignore[union-attr]
             return
         buffer = gradients.reserve(self._scatter, item)
         start = now_ns() if self._engine.probe.sink is not None else 0
@@ -65,18 +74,38 @@ class PartialGradients:
         if self._accumulated is None:
             produce(item, target)
         else:
-            outs = iter(target)
-            self._produce_beside(item, produce, lambda earlier, new: torch.add(earlier, new, out=next(outs).tensor))
+            with self._beside(item, produce) as pieces:
+                self._join(target, pieces)
         gradients.send(self._scatter, item, buffer, start)
 
-    def _produce_beside(self, item: UnitSlice, produce: Produce, combine: Callable[..., object]) -> None:
-        """Compute the partial in a buffer of its own, then combine it with what earlier microbatches accumulated."""
+    def _join(self, target: Sequence[Piece], produced: Sequence[Piece]) -> None:
+        """target = what earlier microbatches have accumulated + what was produced now."""
+        new = {(piece.part, piece.row_start, piece.column_start): piece.tensor for piece in produced}
+        for piece in target:
+            earlier, now = self._earlier(piece), new.get((piece.part, piece.row_start, piece.column_start))
+            if earlier is None or now is None:  # a part that is trained only now, or no more
+                found = earlier if earlier is not None else now
+                assert found is not None
+                piece.tensor.copy_(found)
+            else:
+                torch.add(earlier, now, out=piece.tensor)
+
+    def _earlier(self, piece: Piece) -> torch.Tensor | None:
         assert self._accumulated is not None
+        whole = self._accumulated[piece.part]
+        return piece.of(whole) if whole is not None else None
+
+    @contextmanager
+    def _beside(self, item: UnitSlice, produce: Produce) -> Iterator[list[Piece]]:
+        """The partial of a slice in a buffer of its own."""
         geometry = self._unit.geometry(self._computed, self._include)
-        twin = geometry.slices[item.owner][item.index]
+        own = geometry.slices[item.owner]
+        if item.index >= len(own):  # all of it comes from earlier microbatches
+            yield []
+            return
+        twin = own[item.index]
         scratch = self._engine.buffers.take(twin.nbytes)
         pieces = geometry.pieces(twin, scratch)
         produce(twin, pieces)
-        for piece in pieces:
-            combine(piece.of(self._accumulated[piece.part]), piece.tensor)
+        yield pieces
         self._engine.buffers.give(scratch)

@@ -261,7 +261,8 @@ class Unit:
         self.params: Geometry  # layout of the published parameters
         self.expects_backward = False  # the next read is recorded by autograd
         self.pending_backwards = 0  # forward calls whose backward has not come yet
-        self.accumulated: list[torch.Tensor] | None = None  # unreduced gradients of earlier microbatches, whole, per part
+        # Unreduced gradients of earlier microbatches, whole, per part; None for a part that has none.
+        self.accumulated: list[torch.Tensor | None] | None = None
         self.accumulated_for: torch.Tensor | None = None  # the anchor of the parameters that these are of
         self.replica_partial: torch.Tensor | None = None  # reduced over the shard group but not over the replicas
         self.scatters = 0  # reduce-scatters begun so far: sequence number of the next one
@@ -325,6 +326,11 @@ class Unit:
             return max(stop - start for start, stop in self._flat_bounds) * self.dtype.itemsize + gaps
         shapes = self.whole_shapes()
         return sum(-(-shape[0] // world_size) * prod(shape[1:]) for shape in shapes) * self.dtype.itemsize + gaps
+
+    @property
+    def accumulated_dtype(self) -> torch.dtype | None:
+        """Of what earlier microbatches have left; None: nothing."""
+        return next((kept.dtype for kept in self.accumulated or () if kept is not None), None)
 
     @property
     def by_rows(self) -> bool:

@@ -48,6 +48,23 @@ def test_one_layer_without_sync(workers):
     workers(2).run(partly_synced)
 
 
+def frozen_between(rank: int, world_size: int) -> None:
+    """What was accumulated before a parameter was frozen is reduced with the next synchronised backward, as stock does it."""
+    with Twin() as twin:
+        twin.step()
+        twin.each(lambda model: model.set_requires_gradient_sync(False))
+        twin.backward()
+        twin.each(lambda model: model.layers[0].up.weight.requires_grad_(False))
+        twin.each(lambda model: model.layers[1].down.requires_grad_(False))
+        twin.each(lambda model: model.set_requires_gradient_sync(True))
+        twin.backward()
+        twin.check_gradients()
+
+
+def test_a_parameter_is_frozen_between_microbatches(workers):
+    workers(2).run(frozen_between)
+
+
 def synced(rank: int, world_size: int) -> None:
     with Twin() as twin:
         one = twin.counted(lambda: twin.step())
