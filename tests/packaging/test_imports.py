@@ -141,6 +141,7 @@ def test_names_of_the_configuration_are_frozen():
         "exclude",
         "defer_gather",
         "kernels",
+        "replay",
         "deadline_s",
     }
     assert all(field.description for field in CommFuseConfig.model_fields.values())
