@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from commfuse_dp.collectives import arguments as args
 from commfuse_dp.collectives.arguments import Op
-from commfuse_dp.collectives.execution import Bindings, ConsumeFn, Execution, ProduceFn
-from commfuse_dp.collectives.sessions import Session, begin, failed
+from commfuse_dp.collectives.execution import Bindings, ConsumeFn, ProduceFn
+from commfuse_dp.collectives.sessions import Session, begin, execute
 from commfuse_dp.collectives.summation import wide_dtype
 from commfuse_dp.errors import MismatchError
 from commfuse_dp.program.build import build
@@ -78,11 +78,11 @@ def all_gather(
         return None if out is None else out[piece.slice.start : piece.slice.stop]
 
     _run(
+        "all_gather",
         problem,
         session,
+        shard.device,
         Bindings(
-            "all_gather",
-            shard.device,
             tuple(shard.shape[1:]),
             dtype=lambda _: shard.dtype,
             data=lambda piece: shard[piece.slice.start - base : piece.slice.stop - base],
@@ -159,11 +159,11 @@ def reduce_scatter(
         return result[piece.slice.start - base : piece.slice.stop - base]
 
     _run(
+        "reduce_scatter",
         problem,
         session,
+        device,
         Bindings(
-            "reduce_scatter",
-            device,
             row_shape,
             dtype=lambda piece: partial_dtype if piece.origin >= 0 else out_dtype if piece.origin == TOTAL else wide,
             data=_rows_of(produce, partial_dtype),
@@ -211,11 +211,11 @@ def all_reduce(
     flat, flat_out = tensor.detach().contiguous().view(-1), result.detach().view(-1)
     wide = wide_dtype(tensor.dtype, partial_dtype)
     _run(
+        "all_reduce",
         problem,
         session,
+        tensor.device,
         Bindings(
-            "all_reduce",
-            tensor.device,
             (),
             dtype=lambda piece: partial_dtype if piece.origin >= 0 else tensor.dtype if piece.origin == TOTAL else wide,
             data=lambda p: flat[p.slice.start : p.slice.stop].to(partial_dtype) if p.origin == rank else None,
@@ -284,8 +284,6 @@ def all_to_all(
         return rows
 
     bindings = Bindings(
-        "all_to_all",
-        device,
         row_shape,
         dtype=lambda _: dtype,
         data=data,
@@ -293,7 +291,7 @@ def all_to_all(
         produce=None if isinstance(produce, torch.Tensor) else produce,
         consume=consume,
     )
-    _run(problem, session, bindings)
+    _run("all_to_all", problem, session, device, bindings)
     return out
 
 
@@ -301,13 +299,8 @@ def all_to_all(
 _program = functools.lru_cache(maxsize=256)(build)  # programs repeat their calls
 
 
-def _run(problem: Problem, session: Session, bindings: Bindings) -> None:
-    try:
-        Execution(_program(problem, session.rank), bindings, session.transport, session.call).run()
-    except BaseException as error:
-        if session.transport is not None:
-            failed(session.transport, bindings.name, error)
-        raise
+def _run(name: str, problem: Problem, session: Session, device: torch.device, bindings: Bindings) -> None:
+    execute(name, _program(problem, session.rank), {problem.tensor: bindings}, session, device)
 
 
 def _rows_of(produce: Any, dtype: torch.dtype) -> Any:
@@ -318,7 +311,7 @@ def _rows_of(produce: Any, dtype: torch.dtype) -> Any:
     return lambda piece: whole[piece.slice.start : piece.slice.stop].to(dtype)
 
 
-def _gather_integers(session: Session, row: list[int]) -> list[list[int]]:
+def gather_integers(session: Session, row: list[int]) -> list[list[int]]:
     """Every rank's list (all of one length), in rank order."""
     inner = session if session.transport is None else begin(None, session.transport, torch.device("cpu"))
     line = torch.tensor([row], dtype=torch.int64)
@@ -326,21 +319,19 @@ def _gather_integers(session: Session, row: list[int]) -> list[list[int]]:
     out[session.rank] = line[0]
     problem = Problem("all_gather", (1,) * session.world_size)
     bindings = Bindings(
-        "exchange of sizes",
-        torch.device("cpu"),
         (len(row),),
         dtype=lambda _: torch.int64,
         data=lambda _: line,
         landing=lambda piece: out[piece.slice.start : piece.slice.stop],
     )
-    _run(problem, inner, bindings)
+    _run("exchange of sizes", problem, inner, torch.device("cpu"), bindings)
     return out.tolist()
 
 
 def _exchange_sizes(session: Session, shard: torch.Tensor) -> tuple[int, ...]:
     """Rows of every rank's shard. Raises MismatchError unless row shapes and dtypes are equal."""
     kind = zlib.crc32(f"{tuple(shard.shape[1:])} {shard.dtype}".encode())
-    everyone = _gather_integers(session, [int(shard.shape[0]), kind])
+    everyone = gather_integers(session, [int(shard.shape[0]), kind])
     for rank, (_, other) in enumerate(everyone):
         if other != kind:
             raise MismatchError(
@@ -362,4 +353,4 @@ def _exchange_table(session: Session, sizes: Any, given: torch.Tensor | None) ->
         return tuple(args.check_sizes(row, n) for row in sizes)
     else:
         line = args.check_sizes(sizes, n)
-    return tuple(tuple(row) for row in _gather_integers(session, list(line)))
+    return tuple(tuple(row) for row in gather_integers(session, list(line)))
