@@ -1,13 +1,14 @@
 """Executes one rank's program over a transport: the lanes of program/operations.py, driven by one thread.
 
-A program has one problem (plain collectives) or several (a layer's backward: activations gathered, their gradients reduced). Each
-problem's tensor has bindings of its own: rows, types, callbacks.
+A program has one problem (plain collectives) or several (a layer's backward: activations gathered, their gradients reduced).
+Each problem's tensor has bindings of its own: rows, types, callbacks.
 
 [Note: Never a deadlock]
 The proof in program/network.py holds as long as no lane is kept waiting for reasons of its own. So every wait here, for
 data or for credit, goes on taking in what others send and sending what is ready (`_pump`). A message may stay in the inbox
 until it is used, which saves a copy but keeps its sender's credit; whenever this rank has to wait, messages of senders that
-have more to send are moved out of the inbox (`_evict`), so that credit always comes back without waiting for compute. Channels of one
+have more to send are moved out of the inbox (`_evict`), so that credit always comes back without waiting for compute. Channels
+of one
 pair of ranks share the room in its inbox: so all of them are taken in, whichever of them is waited for. Sums beside the compute
 lane are made between its operations and while it waits, as soon as their terms are here.
 
@@ -234,7 +235,9 @@ class Execution:
         if to is not None:
             inbox = self._reserve_next(to, piece)
             if inbox is None and patient and len(self._backlog) >= BACKLOG_PIECES:
-                self._wait(lambda: len(self._backlog) < BACKLOG_PIECES, to.peer, piece, "to take in what was sent to it (no credit)")
+                self._wait(
+                    lambda: len(self._backlog) < BACKLOG_PIECES, to.peer, piece, "to take in what was sent to it (no credit)"
+                )
                 inbox = self._reserve_next(to, piece)
             if inbox is not None:
                 return self._typed(inbox, piece), inbox

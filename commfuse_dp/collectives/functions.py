@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from commfuse_dp.collectives import arguments as args
 from commfuse_dp.collectives.arguments import Op
+from commfuse_dp.collectives.bindings import nothing_yet, of_gather, of_scatter
 from commfuse_dp.collectives.execution import Bindings, ConsumeFn, ProduceFn
 from commfuse_dp.collectives.sessions import Session, begin, execute
 from commfuse_dp.collectives.summation import wide_dtype
@@ -73,23 +74,7 @@ def all_gather(
     base = sum(found[: session.rank])
     if out is not None:
         out[base : base + shard.shape[0]].copy_(shard)
-
-    def landing(piece: Piece) -> torch.Tensor | None:
-        return None if out is None else out[piece.slice.start : piece.slice.stop]
-
-    _run(
-        "all_gather",
-        problem,
-        session,
-        shard.device,
-        Bindings(
-            tuple(shard.shape[1:]),
-            dtype=lambda _: shard.dtype,
-            data=lambda piece: shard[piece.slice.start - base : piece.slice.stop - base],
-            landing=landing,
-            consume=consume,
-        ),
-    )
+    _run("all_gather", problem, session, shard.device, of_gather(shard, base, consume, out))
     return out
 
 
@@ -149,29 +134,16 @@ def reduce_scatter(
     result = torch.empty((found[rank], *row_shape), dtype=out_dtype, device=device) if out is None else out
     args.check_out(result, (found[rank], *row_shape), "reduce_scatter")
     problem = Problem("reduce_scatter", found, order, slices_per_rank)
-    wide, base = wide_dtype(out_dtype, partial_dtype), sum(found[:rank])
-    result = result.detach()
-
-    def landing(piece: Piece) -> torch.Tensor | None:
-        own_partial = piece.origin == rank and piece.slice.owner == rank and partial_dtype == out_dtype
-        if piece.origin != TOTAL and not own_partial:
-            return None
-        return result[piece.slice.start - base : piece.slice.stop - base]
-
-    _run(
-        "reduce_scatter",
-        problem,
-        session,
-        device,
-        Bindings(
-            row_shape,
-            dtype=lambda piece: partial_dtype if piece.origin >= 0 else out_dtype if piece.origin == TOTAL else wide,
-            data=_rows_of(produce, partial_dtype),
-            landing=landing,
-            produce=None if isinstance(produce, torch.Tensor) else produce,
-            divisor=float(session.world_size) if op == "mean" else None,
-        ),
+    bindings = of_scatter(
+        result.detach(),
+        sum(found[:rank]),
+        rank,
+        partial_dtype,
+        produce=None if isinstance(produce, torch.Tensor) else produce,
+        data=_rows_of(produce, partial_dtype),
+        divisor=float(session.world_size) if op == "mean" else None,
     )
+    _run("reduce_scatter", problem, session, device, bindings)
     return result if out is None else out
 
 
@@ -306,7 +278,7 @@ def _run(name: str, problem: Problem, session: Session, device: torch.device, bi
 def _rows_of(produce: Any, dtype: torch.dtype) -> Any:
     """Bindings.data of a tensor given in place of a produce function."""
     if not isinstance(produce, torch.Tensor):
-        return lambda _: None
+        return nothing_yet
     whole = produce.detach().contiguous()
     return lambda piece: whole[piece.slice.start : piece.slice.stop].to(dtype)
 

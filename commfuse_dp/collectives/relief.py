@@ -3,10 +3,9 @@
     rank 0 -- waits for rank 1 in tensor parallelism        rank 1 -- waits for room in rank 3's inbox (data parallelism)
     rank 3 -- waits for rank 2 in tensor parallelism        rank 2 -- waits for room in rank 0's inbox (data parallelism)
 
-Nobody moves unless rank 0 and rank 3 make room while they wait. So a stream that peers may wait for registers what it does then,
-and every program that waits (execution.py) does it. A callback never blocks. It belongs to the thread that has registered it,
-which alone may call into that stream.
-"""
+Nobody moves unless rank 0 and rank 3 make room while they wait. So a stream that peers may wait for registers what it does
+then, and every program that waits (execution.py) does it. A callback never blocks. It belongs to the thread that has registered
+it, which alone may call into that stream."""
 
 from __future__ import annotations
 

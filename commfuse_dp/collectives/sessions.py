@@ -92,9 +92,7 @@ def _transport_of(key: object, group: dist.ProcessGroup | None, device: torch.de
     return found
 
 
-def execute(
-    name: str, program: Program, bindings: Mapping[Tensor, Bindings], session: Session, device: torch.device
-) -> None:
+def execute(name: str, program: Program, bindings: Mapping[Tensor, Bindings], session: Session, device: torch.device) -> None:
     """Run a program in its place among the calls of its transport. If it fails here, all ranks are told (`failed`)."""
     try:
         Execution(name, program, bindings, device, session.transport, session.call).run()
