@@ -272,9 +272,37 @@ def column_parallel(
     Raises ValueError for operands that do not fit together here, MismatchError (before data moves) for those that do not fit
     those of other ranks, and what the collectives raise.
     """
-    x, weights, biases, call = _prepare(
-        x, weights, biases, dim, sizes, group, save, slices_per_rank, order, transport, "column_parallel"
+    return column_parallel_of(
+        "column_parallel",
+        x,
+        weights,
+        biases,
+        dim=dim,
+        sizes=sizes,
+        group=group,
+        save=save,
+        slices_per_rank=slices_per_rank,
+        order=order,
+        transport=transport,
     )
+
+
+def column_parallel_of(
+    name: str,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    *,
+    dim: int,
+    sizes: Sequence[int] | None,
+    save: str,
+    slices_per_rank: int | None,
+    order: str,
+    transport: Transport | None,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """`column_parallel` of a layer whose name is in errors and measurements."""
+    x, weights, biases, call = _prepare(x, weights, biases, dim, sizes, group, save, slices_per_rank, order, transport, name)
     if torch.compiler.is_compiling():
         from commfuse_dp.ops.sequence_ops import column_in_graph
 
@@ -354,4 +382,4 @@ def _prepare(
     return x.contiguous(), weights, given, Column(sited, tokens, dim, save, tuple(wanted))  # type: ignore[arg-type]
 
 
-__all__ = ["Column", "column_backward", "column_forward", "column_parallel", "column_parallel_reference"]
+__all__ = ["Column", "column_backward", "column_forward", "column_parallel", "column_parallel_of", "column_parallel_reference"]

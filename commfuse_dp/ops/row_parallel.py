@@ -179,9 +179,37 @@ def row_parallel(
     Raises ValueError for operands that do not fit together here, MismatchError (before data moves) for those that do not fit
     those of other ranks, and what the collectives raise.
     """
-    x, weight, bias, call = _prepare(
-        x, weight, bias, dim, sizes, group, reduce_dtype, slices_per_rank, order, transport, "row_parallel"
+    return row_parallel_of(
+        "row_parallel",
+        x,
+        weight,
+        bias,
+        dim=dim,
+        sizes=sizes,
+        group=group,
+        reduce_dtype=reduce_dtype,
+        slices_per_rank=slices_per_rank,
+        order=order,
+        transport=transport,
     )
+
+
+def row_parallel_of(
+    name: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    dim: int,
+    sizes: Sequence[int] | None,
+    slices_per_rank: int | None,
+    order: str,
+    transport: Transport | None,
+    reduce_dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """`row_parallel` of a layer whose name is in errors and measurements."""
+    x, weight, bias, call = _prepare(x, weight, bias, dim, sizes, group, reduce_dtype, slices_per_rank, order, transport, name)
     if torch.compiler.is_compiling():
         from commfuse_dp.ops.sequence_ops import row_in_graph
 
@@ -254,4 +282,4 @@ def _prepare(
     return x.contiguous(), weight, bias, call
 
 
-__all__ = ["Row", "row_backward", "row_forward", "row_parallel", "row_parallel_reference"]
+__all__ = ["Row", "row_backward", "row_forward", "row_parallel", "row_parallel_of", "row_parallel_reference"]

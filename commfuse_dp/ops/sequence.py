@@ -47,8 +47,8 @@ from commfuse_dp.transport.base import Transport
 TENSOR_PARALLEL = Purpose("tensor parallelism")
 GATHERED = Tensor("rows", "rows")
 SUMMED = Tensor("sums", "sums")
-COLUMN, ROW = 1, 2
-_EXTRAS = {COLUMN: "save", ROW: "reduce_dtype"}
+COLUMN, ROW, LENGTHS = 1, 2, 3
+_EXTRAS = {COLUMN: "save", ROW: "reduce_dtype", LENGTHS: "nothing else"}
 _ORDERS = ("pairwise", "ring")
 
 
@@ -290,6 +290,13 @@ def agree(place: Place, facts: Facts, positions: int, sizes: Sequence[int] | Non
         raise mismatch
     done.add((facts, found))
     return found
+
+
+def exchange_lengths(name: str, transport: Transport, shard: torch.Tensor, dim: int) -> tuple[int, ...]:
+    """The positions along `dim` of every rank's shard, once all ranks agree on the rest of it. Raises as `agree` does."""
+    place = place_of(None, transport, "pairwise", 1, name)
+    facts = facts_of(LENGTHS, place, shard, check_dim(name, shard, dim), shard.shape[-1], (shard.requires_grad,), 0)
+    return agree(place, facts, int(shard.shape[dim]), None, shard.device)
 
 
 def _difference(place: Place, everyone: list[Facts], found: tuple[int, ...]) -> str | None:

@@ -1,4 +1,4 @@
-"""`column_parallel` and `row_parallel` over thread ranks: against the unsharded computation in float64; counts; bits; bad input."""
+"""`column_parallel` and `row_parallel` over thread ranks: against the unsharded layers in float64; counts; bits; bad input."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_float32(n: int) -> None:
 
 @pytest.mark.parametrize("save", ["shard", "gathered"])
 def test_low_precision_is_rounded_as_unfused(save: str) -> None:
-    """Twice the error of the unsharded block in bfloat16: slices and members add no roundings of their own but the partials'."""
+    """Twice the error of the unsharded block in bfloat16: slices and members add no roundings but the partials'."""
     case = {**CASE, "sizes": (9, 6, 8), "batch": 3, "m": 3, "save": save}
     exact = Whole(case)
     exact.forward().backward(exact.grad)
