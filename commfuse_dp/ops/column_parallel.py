@@ -302,11 +302,13 @@ def column_parallel_of(
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """`column_parallel` of a layer whose name is in errors and measurements."""
-    x, weights, biases, call = _prepare(x, weights, biases, dim, sizes, group, save, slices_per_rank, order, transport, name)
-    if torch.compiler.is_compiling():
-        from commfuse_dp.ops.sequence_ops import column_in_graph
+    if torch.compiler.is_compiling() and transport is None:
+        from commfuse_dp.ops.sequence_ops import column_in_graph, place_number
 
-        return column_in_graph(x, weights, biases, call)
+        x, weights, biases, dim = _check(x, weights, biases, dim, save, name)
+        number = place_number(group, order, slices_per_rank, name)
+        return column_in_graph(x, weights, biases, dim, sizes, save, number)
+    x, weights, biases, call = _prepare(x, weights, biases, dim, sizes, group, save, slices_per_rank, order, transport, name)
     return _ColumnParallel.apply(call, x, *weights, *biases)
 
 
@@ -346,6 +348,25 @@ def _prepare(
     name: str,
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None], Column]:
     """Check the operands, cast them under autocast, and agree with the other ranks."""
+    x, weights, given, dim = _check(x, weights, biases, dim, save, name)
+    sited = place_of(group, transport, order, slices_per_rank, name)
+    recorded = torch.is_grad_enabled()
+    wanted = [recorded and tensor is not None and tensor.requires_grad for tensor in (x, *weights, *given)]
+    facts = facts_of(COLUMN, sited, x, dim, x.shape[-1], wanted, ("shard", "gathered").index(save))
+    found = agree(sited, facts, int(x.shape[dim]), sizes, x.device)
+    tokens = Tokens(facts.outer, facts.inner, found)
+    return x.contiguous(), weights, given, Column(sited, tokens, dim, save, tuple(wanted))  # type: ignore[arg-type]
+
+
+def _check(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    dim: int,
+    save: str,
+    name: str,
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None], int]:
+    """The operands, as they are computed with."""
     weights, given = list(weights), list(biases)
     if not weights:
         raise ValueError(f"{name}: weights is empty: at least one weight [F, D] is needed")
@@ -365,21 +386,10 @@ def _prepare(
             raise ValueError(f"{name}: biases[{number}] has shape {tuple(bias.shape)}: ({weight.shape[0]},) is needed")
     x, weights = autocast(x), [autocast(weight) for weight in weights]
     given = [None if bias is None else autocast(bias) for bias in given]
-    named = {f"weights[{number}]": weight for number, weight in enumerate(weights)}
-    check_dtype(name, x, {**named, **{f"biases[{number}]": bias for number, bias in enumerate(given)}})
-    sited = place_of(group, transport, order, slices_per_rank, name)
-    recorded = torch.is_grad_enabled()
-    wanted = [recorded and tensor is not None and tensor.requires_grad for tensor in (x, *weights, *given)]
-    facts = facts_of(COLUMN, sited, x, dim, x.shape[-1], wanted, ("shard", "gathered").index(save))
-    positions = int(x.shape[dim])
-    if torch.compiler.is_compiling():
-        from commfuse_dp.ops.sequence_ops import sizes_in_graph
-
-        found = sizes_in_graph(sited, positions, sizes)
-    else:
-        found = agree(sited, facts, positions, sizes, x.device)
-    tokens = Tokens(facts.outer, facts.inner, found)
-    return x.contiguous(), weights, given, Column(sited, tokens, dim, save, tuple(wanted))  # type: ignore[arg-type]
+    named: dict[str, torch.Tensor | None] = {f"weights[{number}]": weight for number, weight in enumerate(weights)}
+    named.update({f"biases[{number}]": bias for number, bias in enumerate(given)})
+    check_dtype(name, x, named)
+    return x, weights, given, dim
 
 
 __all__ = ["Column", "column_backward", "column_forward", "column_parallel", "column_parallel_of", "column_parallel_reference"]

@@ -209,11 +209,14 @@ def row_parallel_of(
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """`row_parallel` of a layer whose name is in errors and measurements."""
-    x, weight, bias, call = _prepare(x, weight, bias, dim, sizes, group, reduce_dtype, slices_per_rank, order, transport, name)
-    if torch.compiler.is_compiling():
-        from commfuse_dp.ops.sequence_ops import row_in_graph
+    if torch.compiler.is_compiling() and transport is None:
+        from commfuse_dp.ops.sequence_ops import place_number, row_in_graph, world_size_of
 
-        return row_in_graph(x, weight, bias, call)
+        x, weight, bias, dim, partial_dtype = _check(x, weight, bias, dim, reduce_dtype, name)
+        number = place_number(group, order, slices_per_rank, name)
+        found = _divided(name, x, dim, sizes, world_size_of(number))
+        return row_in_graph(x, weight, bias, dim, found, partial_dtype, number)
+    x, weight, bias, call = _prepare(x, weight, bias, dim, sizes, group, reduce_dtype, slices_per_rank, order, transport, name)
     return _RowParallel.apply(x, weight, bias, call)
 
 
@@ -253,6 +256,26 @@ def _prepare(
     name: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Row]:
     """Check the operands, cast them under autocast, and agree with the other ranks."""
+    x, weight, bias, dim, partial_dtype = _check(x, weight, bias, dim, reduce_dtype, name)
+    sited = place_of(group, transport, order, slices_per_rank, name)
+    found = _divided(name, x, dim, sizes, sited.world_size)
+    recorded = torch.is_grad_enabled()
+    wanted = tuple(recorded and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
+    facts = facts_of(ROW, sited, x, dim, weight.shape[0], wanted, SUMMABLE.index(partial_dtype))
+    agree(sited, facts, found[sited.rank], found, x.device)
+    call = Row(sited, Tokens(facts.outer, facts.inner, found), dim, partial_dtype, wanted)
+    return x.contiguous(), weight, bias, call
+
+
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dim: int,
+    reduce_dtype: torch.dtype | None,
+    name: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int, torch.dtype]:
+    """The operands, as they are computed with, and the dtype of the partial sums."""
     dim = check_dim(name, x, dim)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
@@ -265,21 +288,19 @@ def _prepare(
     check_dtype(name, x, {"weight": weight, "bias": bias})
     partial_dtype = reduce_dtype if reduce_dtype is not None else x.dtype
     check_summable("reduce_dtype", partial_dtype)
-    sited = place_of(group, transport, order, slices_per_rank, name)
-    positions = int(x.shape[dim])
-    found = tuple(int(size) for size in sizes) if sizes is not None else even_sizes(positions, sited.world_size)
-    if len(found) != sited.world_size or min(found) < 0 or sum(found) != positions:
+    return x, weight, bias, dim, partial_dtype
+
+
+def _divided(name: str, x: torch.Tensor, dim: int, sizes: Sequence[int] | None, world_size: int) -> tuple[int, ...]:
+    """Positions that every rank keeps."""
+    positions = x.shape[dim]
+    found = tuple(sizes) if sizes is not None else even_sizes(positions, world_size)
+    if len(found) != world_size or min(found) < 0 or sum(found) != positions:
         raise ValueError(
-            f"{name}: sizes={list(found)}: one size >= 0 for each of {sited.world_size} ranks is needed, {positions} positions "
+            f"{name}: sizes={list(found)}: one size >= 0 for each of {world_size} ranks is needed, {positions} positions "
             f"(dim {dim} of an input of shape {tuple(x.shape)}) in all"
         )
-    recorded = torch.is_grad_enabled()
-    wanted = tuple(recorded and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
-    facts = facts_of(ROW, sited, x, dim, weight.shape[0], wanted, SUMMABLE.index(partial_dtype))
-    if not torch.compiler.is_compiling():
-        agree(sited, facts, found[sited.rank], found, x.device)
-    call = Row(sited, Tokens(facts.outer, facts.inner, found), dim, partial_dtype, wanted)
-    return x.contiguous(), weight, bias, call
+    return found
 
 
 __all__ = ["Row", "row_backward", "row_forward", "row_parallel", "row_parallel_of", "row_parallel_reference"]

@@ -75,8 +75,9 @@ class StandIn(torch.Tensor):
 
 def _lost(grad: torch.Tensor) -> NoReturn:
     raise RuntimeError(
-        "a gradient arrived at an input that CommFuse gathers on demand, behind its back (a custom "
-        "autograd.Function took it, say). Pass a copy (x.clone()) to this function, or leave the layers to the framework with CommFuseConfig(exclude=[...])."
+        "a gradient arrived at an input that CommFuse gathers on demand, behind its back (a custom autograd.Function took it, "
+        "say). Pass a copy (x.clone()) to this function, or leave the layers to the framework with "
+        "CommFuseConfig(exclude=[...])."
     )
 
 
