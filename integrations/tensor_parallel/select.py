@@ -118,6 +118,9 @@ def _take_input(
         obstacle = why or _obstacle(member, config, names, parents, within=module)
         if obstacle is not None and why is None:
             why = f"{member.name}, which shares its input, is not served: {obstacle}"
+    dtypes = {param.dtype for member in members for param in member.module.parameters(recurse=False)}
+    if why is None and len(dtypes) > 1:
+        why = f"its input's members have different dtypes: {', '.join(sorted(map(str, dtypes)))}"
     taken.update(id(member.module) for member in members)
     if why is not None:
         out.stock_gathers.append(name)

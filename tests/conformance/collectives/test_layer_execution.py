@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commfuse_dp.collectives import Owner
+from commfuse_dp.collectives import Owner, all_gather, relief
 from commfuse_dp.collectives.execution import Bindings
 from commfuse_dp.collectives.sessions import begin, execute
 from commfuse_dp.program.layer import backward
@@ -116,3 +117,31 @@ def test_whatever_arrives_when(sizes: Any, order_and_way: tuple[str, str], m: in
     late = run(sizes, order, way, m, inbox_bytes=inbox_bytes, faults=Faults(seed=seed, max_delay=5))
     calm = run(sizes, order, way, m, inbox_bytes=1 << 14)
     assert all(torch.equal(a, b) for a, b in zip(late, calm, strict=True))
+
+
+class _Other:
+    """A stream of other communication, for which a peer of this rank waits."""
+
+    def __init__(self) -> None:
+        self.relieved = threading.Event()
+
+    def relieve(self) -> None:
+        self.relieved.set()
+
+
+def test_whoever_waits_relieves_other_streams() -> None:
+    """Rank 1 does its part only after rank 0, which waits for it, has looked after another stream."""
+    others = [_Other(), _Other()]
+
+    def body(rank: int, transport: Any) -> None:
+        relief.register(others[rank].relieve)
+        if rank == 1:
+            assert others[0].relieved.wait(20), "rank 0 waited without a look at its other stream"
+        all_gather(torch.ones(2), sizes=(2, 2), transport=transport)
+        assert relief.callbacks() == [others[rank].relieve]
+        relief.unregister(others[rank].relieve)
+        assert not relief.callbacks()
+
+    in_world(2, body)
+    others.clear()
+    assert not relief.callbacks()  # of another thread
