@@ -50,6 +50,7 @@ SUMMED = Tensor("sums", "sums")
 COLUMN, ROW, LENGTHS = 1, 2, 3
 _EXTRAS = {COLUMN: "save", ROW: "reduce_dtype", LENGTHS: "nothing else"}
 _ORDERS = ("pairwise", "ring")
+_REMEMBERED = 4096  # combinations of shapes that ranks have agreed on
 
 
 class Region(NamedTuple):
@@ -288,6 +289,8 @@ def agree(place: Place, facts: Facts, positions: int, sizes: Sequence[int] | Non
         mismatch = MismatchError(f"{place.name}: {error}. No data has moved.")
         failed(session.transport, place.name, mismatch)
         raise mismatch
+    if len(done) >= _REMEMBERED:  # on all ranks at the same call
+        done.clear()
     done.add((facts, found))
     return found
 
