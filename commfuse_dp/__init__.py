@@ -34,17 +34,20 @@ __version__ = "0.1.0"
 
 
 def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
-    """Switch CommFuse on for a model sharded by FSDP2: see `commfuse_dp.integrations.fsdp2.apply`."""
-    from commfuse_dp.integrations.fsdp2 import apply as apply_fsdp2
+    """Switch CommFuse on for a model sharded by FSDP2 (`commfuse_dp.integrations.fsdp2.apply`), by `parallelize_module`
+    (`commfuse_dp.integrations.tensor_parallel.apply`), or by both."""
+    from commfuse_dp.integrations import fsdp2, tensor_parallel
 
-    return apply_fsdp2(model, config)
+    serving = tensor_parallel if tensor_parallel.parallelized(model) else fsdp2
+    return serving.apply(model, config)
 
 
 def remove(model: nn.Module) -> None:
-    """Give stock FSDP2 back."""
-    from commfuse_dp.integrations.fsdp2 import remove as remove_fsdp2
+    """Give stock FSDP2, or stock tensor parallelism, back."""
+    from commfuse_dp.integrations import fsdp2, tensor_parallel
 
-    remove_fsdp2(model)
+    serving = tensor_parallel if tensor_parallel.applied(model) else fsdp2
+    serving.remove(model)
 
 
 def claim(

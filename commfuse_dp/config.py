@@ -81,6 +81,11 @@ class CommFuseConfig(BaseModel):
         description="DeepSpeed ZeRO-1 and 2: the all-gather after the optimizer's step runs under the next forward. Modules "
         "wait for what they read; but a tensor taken out of the model before the step is out of date until then.",
     )
+    save_activations: Literal["shard", "gathered"] = Field(
+        "shard",
+        description="Tensor parallelism: what a column-parallel group keeps of its input for backward: this rank's 'shard', "
+        "which is gathered again, or the 'gathered' whole, which takes as many times the memory as there are ranks.",
+    )
     kernels: Literal["auto", "triton", "blas"] = Field(
         "auto",
         description="On GPUs, what computes fused linears: 'triton' kernels that wait for slices by themselves, 'blas' slice "

@@ -26,8 +26,9 @@ import torch.distributed as dist
 
 from commfuse_dp.collectives import arguments as args
 from commfuse_dp.collectives.arguments import Op
-from commfuse_dp.collectives.execution import Bindings, ConsumeFn, Execution, ProduceFn
-from commfuse_dp.collectives.sessions import Session, begin, failed
+from commfuse_dp.collectives.bindings import nothing_yet, of_gather, of_scatter
+from commfuse_dp.collectives.execution import Bindings, ConsumeFn, ProduceFn
+from commfuse_dp.collectives.sessions import Session, begin, execute
 from commfuse_dp.collectives.summation import wide_dtype
 from commfuse_dp.errors import MismatchError
 from commfuse_dp.program.build import build
@@ -73,23 +74,7 @@ def all_gather(
     base = sum(found[: session.rank])
     if out is not None:
         out[base : base + shard.shape[0]].copy_(shard)
-
-    def landing(piece: Piece) -> torch.Tensor | None:
-        return None if out is None else out[piece.slice.start : piece.slice.stop]
-
-    _run(
-        problem,
-        session,
-        Bindings(
-            "all_gather",
-            shard.device,
-            tuple(shard.shape[1:]),
-            dtype=lambda _: shard.dtype,
-            data=lambda piece: shard[piece.slice.start - base : piece.slice.stop - base],
-            landing=landing,
-            consume=consume,
-        ),
-    )
+    _run("all_gather", problem, session, shard.device, of_gather(shard, base, consume, out))
     return out
 
 
@@ -149,29 +134,16 @@ def reduce_scatter(
     result = torch.empty((found[rank], *row_shape), dtype=out_dtype, device=device) if out is None else out
     args.check_out(result, (found[rank], *row_shape), "reduce_scatter")
     problem = Problem("reduce_scatter", found, order, slices_per_rank)
-    wide, base = wide_dtype(out_dtype, partial_dtype), sum(found[:rank])
-    result = result.detach()
-
-    def landing(piece: Piece) -> torch.Tensor | None:
-        own_partial = piece.origin == rank and piece.slice.owner == rank and partial_dtype == out_dtype
-        if piece.origin != TOTAL and not own_partial:
-            return None
-        return result[piece.slice.start - base : piece.slice.stop - base]
-
-    _run(
-        problem,
-        session,
-        Bindings(
-            "reduce_scatter",
-            device,
-            row_shape,
-            dtype=lambda piece: partial_dtype if piece.origin >= 0 else out_dtype if piece.origin == TOTAL else wide,
-            data=_rows_of(produce, partial_dtype),
-            landing=landing,
-            produce=None if isinstance(produce, torch.Tensor) else produce,
-            divisor=float(session.world_size) if op == "mean" else None,
-        ),
+    bindings = of_scatter(
+        result.detach(),
+        sum(found[:rank]),
+        rank,
+        partial_dtype,
+        produce=None if isinstance(produce, torch.Tensor) else produce,
+        data=_rows_of(produce, partial_dtype),
+        divisor=float(session.world_size) if op == "mean" else None,
     )
+    _run("reduce_scatter", problem, session, device, bindings)
     return result if out is None else out
 
 
@@ -211,11 +183,11 @@ def all_reduce(
     flat, flat_out = tensor.detach().contiguous().view(-1), result.detach().view(-1)
     wide = wide_dtype(tensor.dtype, partial_dtype)
     _run(
+        "all_reduce",
         problem,
         session,
+        tensor.device,
         Bindings(
-            "all_reduce",
-            tensor.device,
             (),
             dtype=lambda piece: partial_dtype if piece.origin >= 0 else tensor.dtype if piece.origin == TOTAL else wide,
             data=lambda p: flat[p.slice.start : p.slice.stop].to(partial_dtype) if p.origin == rank else None,
@@ -284,8 +256,6 @@ def all_to_all(
         return rows
 
     bindings = Bindings(
-        "all_to_all",
-        device,
         row_shape,
         dtype=lambda _: dtype,
         data=data,
@@ -293,7 +263,7 @@ def all_to_all(
         produce=None if isinstance(produce, torch.Tensor) else produce,
         consume=consume,
     )
-    _run(problem, session, bindings)
+    _run("all_to_all", problem, session, device, bindings)
     return out
 
 
@@ -301,24 +271,19 @@ def all_to_all(
 _program = functools.lru_cache(maxsize=256)(build)  # programs repeat their calls
 
 
-def _run(problem: Problem, session: Session, bindings: Bindings) -> None:
-    try:
-        Execution(_program(problem, session.rank), bindings, session.transport, session.call).run()
-    except BaseException as error:
-        if session.transport is not None:
-            failed(session.transport, bindings.name, error)
-        raise
+def _run(name: str, problem: Problem, session: Session, device: torch.device, bindings: Bindings) -> None:
+    execute(name, _program(problem, session.rank), {problem.tensor: bindings}, session, device)
 
 
 def _rows_of(produce: Any, dtype: torch.dtype) -> Any:
     """Bindings.data of a tensor given in place of a produce function."""
     if not isinstance(produce, torch.Tensor):
-        return lambda _: None
+        return nothing_yet
     whole = produce.detach().contiguous()
     return lambda piece: whole[piece.slice.start : piece.slice.stop].to(dtype)
 
 
-def _gather_integers(session: Session, row: list[int]) -> list[list[int]]:
+def gather_integers(session: Session, row: list[int]) -> list[list[int]]:
     """Every rank's list (all of one length), in rank order."""
     inner = session if session.transport is None else begin(None, session.transport, torch.device("cpu"))
     line = torch.tensor([row], dtype=torch.int64)
@@ -326,21 +291,19 @@ def _gather_integers(session: Session, row: list[int]) -> list[list[int]]:
     out[session.rank] = line[0]
     problem = Problem("all_gather", (1,) * session.world_size)
     bindings = Bindings(
-        "exchange of sizes",
-        torch.device("cpu"),
         (len(row),),
         dtype=lambda _: torch.int64,
         data=lambda _: line,
         landing=lambda piece: out[piece.slice.start : piece.slice.stop],
     )
-    _run(problem, inner, bindings)
+    _run("exchange of sizes", problem, inner, torch.device("cpu"), bindings)
     return out.tolist()
 
 
 def _exchange_sizes(session: Session, shard: torch.Tensor) -> tuple[int, ...]:
     """Rows of every rank's shard. Raises MismatchError unless row shapes and dtypes are equal."""
     kind = zlib.crc32(f"{tuple(shard.shape[1:])} {shard.dtype}".encode())
-    everyone = _gather_integers(session, [int(shard.shape[0]), kind])
+    everyone = gather_integers(session, [int(shard.shape[0]), kind])
     for rank, (_, other) in enumerate(everyone):
         if other != kind:
             raise MismatchError(
@@ -362,4 +325,4 @@ def _exchange_table(session: Session, sizes: Any, given: torch.Tensor | None) ->
         return tuple(args.check_sizes(row, n) for row in sizes)
     else:
         line = args.check_sizes(sizes, n)
-    return tuple(tuple(row) for row in _gather_integers(session, list(line)))
+    return tuple(tuple(row) for row in gather_integers(session, list(line)))

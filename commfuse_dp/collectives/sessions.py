@@ -1,7 +1,7 @@
 """Which transport a call uses, and its call number.
 
-A call that is given no transport uses the one of its process group, which is opened on the first such call and kept as long
-as the group lives. All ranks of a group must make the same calls in the same order, as with torch.distributed.
+A call that is given no transport uses the one of its process group and purpose, which is opened on the first such call and kept
+as long as the group lives. All ranks of a group must make the same calls in the same order, as with torch.distributed.
 """
 
 from __future__ import annotations
@@ -9,21 +9,37 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from commfuse_dp.collectives.execution import Bindings, Execution
 from commfuse_dp.errors import TransportError
+from commfuse_dp.program.layout import Tensor
+from commfuse_dp.program.operations import Program
 from commfuse_dp.transport.base import Transport
-from commfuse_dp.transport.select import open_transport
+from commfuse_dp.transport.select import Kind, open_transport
 
 INBOX_BYTES = 16 << 20  # per rank, for all peers
 DEADLINE_S = 300.0
 _LAST_CALL = (1 << 31) - 1
 
+
+class Purpose(NamedTuple):
+    """What a group's transport is for: streams that do not know of each other's order do not share one."""
+
+    name: str = "collectives"
+    kind: Kind = "auto"
+    inbox_bytes: int = INBOX_BYTES
+    deadline_s: float = DEADLINE_S
+
+
+COLLECTIVES = Purpose()
+
 _lock = threading.Lock()
-_opened: weakref.WeakKeyDictionary[object, dict[str, Transport]] = weakref.WeakKeyDictionary()
+_opened: weakref.WeakKeyDictionary[object, dict[tuple[Purpose, str], Transport]] = weakref.WeakKeyDictionary()
 _calls: weakref.WeakKeyDictionary[Transport, int] = weakref.WeakKeyDictionary()
 
 
@@ -36,7 +52,9 @@ class Session(NamedTuple):
     call: int
 
 
-def begin(group: dist.ProcessGroup | None, transport: Transport | None, device: torch.device) -> Session:
+def begin(
+    group: dist.ProcessGroup | None, transport: Transport | None, device: torch.device, purpose: Purpose = COLLECTIVES
+) -> Session:
     """The transport given, else that of the group (None: the default group; without torch.distributed, one rank alone).
 
     Raises ValueError if this process is no member of the group; what open_transport raises.
@@ -49,23 +67,39 @@ def begin(group: dist.ProcessGroup | None, transport: Transport | None, device: 
             raise ValueError(f"global rank {dist.get_rank()} is no member of the group it calls a collective on")
         if dist.get_world_size(group) == 1:
             return Session(None, 0, 1, 0)
-        transport = _transport_of(group if group is not None else dist.group.WORLD, group, device)
+        transport = _transport_of(group if group is not None else dist.group.WORLD, group, device, purpose)
     with _lock:
         call = _calls.get(transport, 0)
         _calls[transport] = (call + 1) & _LAST_CALL
     return Session(transport, transport.rank, transport.world_size, call)
 
 
-def _transport_of(key: object, group: dist.ProcessGroup | None, device: torch.device) -> Transport:
+def _transport_of(key: object, group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Transport:
+    place = purpose, device.type
     with _lock:
-        found = _opened.setdefault(key, {}).get(device.type)
+        found = _opened.setdefault(key, {}).get(place)
     if found is None:
         found, _ = open_transport(
-            "auto", group=group, inbox_bytes=INBOX_BYTES, deadline_s=DEADLINE_S, probe=None, device=device
+            purpose.kind,
+            group=group,
+            inbox_bytes=purpose.inbox_bytes,
+            deadline_s=purpose.deadline_s,
+            probe=None,
+            device=device,
         )
         with _lock:
-            _opened[key][device.type] = found
+            _opened[key][place] = found
     return found
+
+
+def execute(name: str, program: Program, bindings: Mapping[Tensor, Bindings], session: Session, device: torch.device) -> None:
+    """Run a program in its place among the calls of its transport. If it fails here, all ranks are told (`failed`)."""
+    try:
+        Execution(name, program, bindings, device, session.transport, session.call).run()
+    except BaseException as error:
+        if session.transport is not None:
+            failed(session.transport, name, error)
+        raise
 
 
 def failed(transport: Transport, what: str, error: BaseException) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from commfuse_dp.collectives import relief
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.bound import Binder
 from commfuse_dp.engine.broken import Breakage
@@ -99,6 +100,8 @@ class Engine:
         self.ports = self.gradients.ports
         self.on_recovery: Callable[[], None] = lambda: None  # the framework's part, after a step that was broken off
         self.parameters.while_waiting = self.gradients.relieve
+        if not transport.device_ordered:
+            relief.register(self.gradients.relieve)
         self._sequences: dict[bool, list[Key]] = {}  # recorded orders, by whether gradients are computed
         self._mode = False
         self._active = False  # between begin_step and the end of the pass it belongs to
@@ -495,6 +498,7 @@ class Engine:
         with contextlib.suppress(CommFuseError):  # a peer may be gone already
             # Else the peers' close() goes on serving this rank for a while.
             self.parameters.stop(Where("(close)", self.step), self._outcome())
+        relief.unregister(self.gradients.relieve)
         self.transport.close()
         self.parameters.forget_all()
         self._binder.forget_all()

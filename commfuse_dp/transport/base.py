@@ -176,6 +176,7 @@ class Transport(ABC):
         self.deadline_s = deadline_s
         self.probe = probe if probe is not None else Probe()
         self.activity = 0  # messages taken in so far
+        self.sleep_s = 1.0  # longest sleep of a wait: peers end it earlier
         self.layers: Sequence[str] = ()  # what the keys of gradients stand for, in errors
 
     # ---- windows: published parameters -------------------------------------------------------------------------------
@@ -370,7 +371,7 @@ class Transport(ABC):
                     peer=peer,
                     where=where,
                 )
-            self.progress(min(left, 1.0))
+            self.progress(min(left, self.sleep_s))
 
     def abort(self, reason: str) -> None:
         """Tell all peers that this rank has failed, if the transport can: their waits then end at once."""

@@ -36,14 +36,17 @@ from commfuse_dp.transport.select import open_transport
 class Attachment:
     """Lies in the dictionary of the object that it is for (a model, a DeepSpeed engine), so that both are freed together.
 
-    Everything that is changed goes through `transaction`; `remove` is its rollback."""
+    Everything that is changed goes through `transaction`; `remove` is its rollback. key: under which it lies there; a model may
+    have one for each kind of parallelism."""
 
     engine: Engine  # from `open` on
+    transport: Transport  # from `open` or `connect` on
     report: Report  # from `finish` on
 
-    def __init__(self, holder: Any, ranks: Ranks) -> None:
+    def __init__(self, holder: Any, ranks: Ranks, key: str = ATTACHMENT) -> None:
         self._holder = weakref.ref(holder)
         self._ranks = ranks
+        self._key = key
         self.transaction = Transaction()
         self._reads = ReadLog()
         self._transport_reason = ""
@@ -78,6 +81,7 @@ class Attachment:
 
         # A vote of its own, before ranks wait for those of other groups.
         transport, self._transport_reason = self._ranks.together(lambda: take(opened, lambda found: found[0].close()))
+        self.transport = transport
         ranks = dist.get_process_group_ranks(replicate_group) if replicate_group is not None else []
 
         replicas = None
@@ -97,11 +101,35 @@ class Attachment:
             )
 
         self.engine = take(engine, lambda made: made.close())
+        self._close_with_holder(self.engine)
+        return self.engine
+
+    def connect(self, config: CommFuseConfig, *, group: dist.ProcessGroup, device: torch.device) -> Transport:
+        """Collective: a transport alone, among the ranks of `group`, for what is served without an engine."""
+
+        def opened() -> tuple[Transport, str]:
+            return open_transport(
+                config.transport,
+                group=group,
+                inbox_bytes=config.inbox_bytes,
+                deadline_s=config.deadline_s,
+                probe=Probe(),
+                device=device,
+            )
+
+        def close(found: tuple[Transport, str]) -> None:
+            found[0].close()
+
+        found = self._ranks.together(lambda: self.transaction.acquire(opened, close))
+        self.transport, self._transport_reason = found
+        self._close_with_holder(self.transport)
+        return self.transport
+
+    def _close_with_holder(self, what: Engine | Transport) -> None:
+        """Also at interpreter exit: peers are told goodbye."""
         holder = self._holder()
         assert holder is not None
-        # Also at interpreter exit: peers are told goodbye.
-        take(lambda: weakref.finalize(holder, _end, self.engine), weakref.finalize.detach)
-        return self.engine
+        self.transaction.acquire(lambda: weakref.finalize(holder, _end, what), weakref.finalize.detach)
 
     def serve(
         self,
@@ -127,20 +155,20 @@ class Attachment:
     ) -> Report:
         """The report; from now on `attachment_of(holder)` finds this attachment. names: of the parameters, in order."""
         place = {name: number for number, name in enumerate(names)}
-        transport = self.engine.transport
+        transport, engine = self.transport, getattr(self, "engine", None)
         self.report = Report(
             sorted(rows, key=lambda row: place.get(row.name, len(place))),
             transport=transport.name,
             transport_reason=self._transport_reason,
             config=config,
-            probe=self.engine.probe,
+            probe=transport.probe,
             world_size=transport.world_size,
             minimum_bytes_per_step=minimum_bytes_per_step,
-            kernels=self.engine.kernel_explainer(),
+            kernels=engine.kernel_explainer() if engine is not None else tuple,
             reads=self._reads.gathers,
-            memory=self.engine.footprint(),
+            memory=engine.footprint() if engine is not None else None,
         )
-        self.transaction.set(vars(self._holder()), ATTACHMENT, self)
+        self.transaction.set(vars(self._holder()), self._key, self)
         return self.report
 
     # ---- ending ------------------------------------------------------------------------------------------------------
@@ -158,24 +186,24 @@ class Attachment:
         return nothing, ()
 
 
-def _end(engine: Engine) -> None:
+def _end(what: Engine | Transport) -> None:
     """The holder has gone. Garbage is collected in any thread: also in one that the transport joins, or that has its lock."""
     if threading.current_thread() is threading.main_thread():
-        engine.close()
+        what.close()
     else:
-        threading.Thread(target=engine.close, name="commfuse-close", daemon=True).start()
+        threading.Thread(target=what.close, name="commfuse-close", daemon=True).start()
 
 
-def attachment_of(holder: Any) -> Attachment | None:
+def attachment_of(holder: Any, key: str = ATTACHMENT) -> Attachment | None:
     """What CommFuse has on a model (or another object that it was switched on for); None for copies of it."""
-    found = vars(holder).get(ATTACHMENT)
+    found = vars(holder).get(key)
     return found if found is not None and found._holder() is holder else None
 
 
 @contextlib.contextmanager
-def attaching(holder: Any, ranks: Ranks | None = None) -> Iterator[Attachment]:
+def attaching(holder: Any, ranks: Ranks | None = None, key: str = ATTACHMENT) -> Iterator[Attachment]:
     """`with attaching(model) as attachment`: what its body does to anything is taken back if the body raises."""
-    attachment = Attachment(holder, ranks if ranks is not None else Ranks([]))
+    attachment = Attachment(holder, ranks if ranks is not None else Ranks([]), key)
     try:
         yield attachment
     except BaseException:
@@ -183,9 +211,9 @@ def attaching(holder: Any, ranks: Ranks | None = None) -> Iterator[Attachment]:
         raise
 
 
-def attach(holder: Any, ranks: Ranks, install: Callable[[Attachment], Report]) -> Report:
+def attach(holder: Any, ranks: Ranks, install: Callable[[Attachment], Report], key: str = ATTACHMENT) -> Report:
     """Collective: `install` on all ranks, or on none. ranks: the first group is the one that the transport is opened over."""
-    with attaching(holder, ranks) as attachment:
+    with attaching(holder, ranks, key) as attachment:
         return ranks.together(lambda: install(attachment))
 
 
@@ -238,11 +266,11 @@ def gathered(
     return make
 
 
-def remove_from(holder: Any, missing: str) -> None:
+def remove_from(holder: Any, missing: str, key: str = ATTACHMENT) -> None:
     """Take CommFuse off `holder`. Raises ConfigError with the text `missing` if it is not on."""
     from commfuse_dp.errors import ConfigError
 
-    attachment = attachment_of(holder)
+    attachment = attachment_of(holder, key)
     if attachment is None:
         raise ConfigError(missing)
     attachment.remove()

@@ -27,8 +27,9 @@ from torch import nn
 
 SERVICE = "_commfuse"  # in the dictionary of a served module
 ATTACHMENT = "_commfuse_attachment"  # in that of the object that CommFuse is on for
+TENSOR_ATTACHMENT = "_commfuse_tensor_attachment"  # likewise, for tensor parallelism
 CLAIM = "_commfuse_claim"  # in that of a claimed module
-OURS = (SERVICE, ATTACHMENT, CLAIM, KNOWN)
+OURS = (SERVICE, ATTACHMENT, TENSOR_ATTACHMENT, CLAIM, KNOWN)
 
 Compute = Callable[..., torch.Tensor]  # (module, *inputs of its forward) -> output
 

@@ -10,12 +10,14 @@ from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.room import Footprint
 from commfuse_dp.probe import Probe
 
-Path = Literal["fused", "gathered", "hooks", "stock", "plain"]
+Path = Literal["fused", "gathered", "hooks", "column", "row", "stock", "plain"]
 
 MEANING = {
     "fused": "GEMM by slices: forward, dgrad and wgrad overlap their own communication",
     "gathered": "gathered whole in the same stream of slices, prefetched; compute unfused",
     "hooks": "gathered and reduced whole by the framework, over CommFuse's all-gather and reduce-scatter",
+    "column": "tensor-parallel by output features: GEMM by slices of the sequence as they arrive; backward likewise",
+    "row": "tensor-parallel by input features: GEMM by slices of the sequence, sent as they are computed; backward likewise",
     "stock": "left to the framework as it was",
     "plain": "claimed, but CommFuse is off: blocking collectives, compute unfused",
 }
@@ -48,6 +50,8 @@ class Report:
         self.rows = rows
         self.memory = memory
         """Bytes that CommFuse holds on this rank; None: nothing."""
+        self.tensor_parallel: Report | None = None
+        """Of a model that is sharded by data parallelism over tensor parallelism: the latter's own report."""
         self.transport = transport
         self.transport_reason = transport_reason
         self.config = config
@@ -72,6 +76,12 @@ class Report:
         lines = [f"CommFuse: {self.world_size} ranks, transport {self.transport} ({self.transport_reason})"]
         if self.memory is not None:
             lines.append(f"  memory: {self.memory}")
+        if self.tensor_parallel is not None:
+            tensor = self.tensor_parallel
+            lines.append(
+                f"  over tensor parallelism: {tensor.world_size} ranks, transport {tensor.transport} "
+                f"({tensor.transport_reason})"
+            )
         for path, numel in sorted(self.numel_by_path().items(), key=lambda item: -item[1]):
             lines.append(f"  {path:<9}{numel:>14,} parameters {100 * numel / whole:5.1f} %  {MEANING[path]}")
         lines.append("")

@@ -140,6 +140,7 @@ def test_names_of_the_configuration_are_frozen():
         "inbox_bytes",
         "exclude",
         "defer_gather",
+        "save_activations",
         "kernels",
         "replay",
         "deadline_s",

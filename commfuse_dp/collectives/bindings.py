@@ -1,0 +1,60 @@
+"""What the pieces of a tensor are made of, where it is gathered from shards or summed up to shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from commfuse_dp.collectives.execution import Bindings, ConsumeFn, ProduceFn
+from commfuse_dp.collectives.summation import wide_dtype
+from commfuse_dp.program.operations import TOTAL, Piece
+
+
+def of_gather(shard: torch.Tensor, base: int, consume: ConsumeFn | None, out: torch.Tensor | None = None) -> Bindings:
+    """shard: [own rows, ...], contiguous; its first row is row `base` of the whole. out: the whole, which rows land in."""
+
+    def landing(piece: Piece) -> torch.Tensor | None:
+        return None if out is None else out[piece.slice.start : piece.slice.stop]
+
+    return Bindings(
+        tuple(shard.shape[1:]),
+        dtype=lambda _: shard.dtype,
+        data=lambda piece: shard[piece.slice.start - base : piece.slice.stop - base],
+        landing=landing,
+        consume=consume,
+    )
+
+
+def of_scatter(
+    result: torch.Tensor,
+    base: int,
+    rank: int,
+    partial_dtype: torch.dtype,
+    produce: ProduceFn | None,
+    data: Callable[[Piece], torch.Tensor | None],
+    divisor: float | None = None,
+) -> Bindings:
+    """result: [own rows, ...], contiguous, receives the sums. partial_dtype: of what is summed, in which it travels.
+    data: of partials that exist already; None for those that `produce` fills."""
+    dtype, wide = result.dtype, wide_dtype(result.dtype, partial_dtype)
+
+    def landing(piece: Piece) -> torch.Tensor | None:
+        own_partial = piece.origin == rank and piece.slice.owner == rank and partial_dtype == dtype
+        if piece.origin != TOTAL and not own_partial:
+            return None
+        return result[piece.slice.start - base : piece.slice.stop - base]
+
+    return Bindings(
+        tuple(result.shape[1:]),
+        dtype=lambda piece: partial_dtype if piece.origin >= 0 else dtype if piece.origin == TOTAL else wide,
+        data=data,
+        landing=landing,
+        produce=produce,
+        divisor=divisor,
+    )
+
+
+def nothing_yet(_piece: Piece) -> torch.Tensor | None:
+    """`data` of what a callback makes."""
+    return None

@@ -1,0 +1,395 @@
+"""Column-parallel projections of a sequence that is sharded over the ranks: gather and GEMM, slice by slice.
+
+k weights share one gather. R ranks; x_r [B, s_r, D] is the own shard, W_i [F_i, D] the own rows of weight i; S_j are the
+positions of rank j.
+
+| pass | for each rank j | slice GEMM | communicated | order |
+| --- | --- | --- | --- | --- |
+| forward | y_i[:, S_j] = x_j @ W_i.T + b_i | [B s_j, D] x [D, F_i] | x_j gathered | own first |
+| dgrad | P_j = sum over i of dy_i[:, S_j] @ W_i | [B s_j, F_i] x [F_i, D] | P_j to its owner, summed | own last |
+| wgrad | dW_i += dy_i[:, S_j].T @ x_j | [F_i, B s_j] x [B s_j, D] | x_j gathered, or saved | beside dgrad |
+| bias | db_i = sum over tokens of dy_i | | nothing | |
+
+dgrad and wgrad are one pass, in both directions of the link at once (`program.layer.backward`). Saved for backward: the
+weights, and x_r (save="shard") or the gathered x (save="gathered": one gather less in backward, R times the memory). Source:
+arXiv 2604.24013, Algorithm 1, with sequence parallelism; the backward is ours.
+
+In bfloat16 and float16 nothing is rounded once a slice, or once a weight: see [Note: Sums in low precision] in products.py.
+There the weights' terms of dgrad are one GEMM over all F_i, and wgrad is one GEMM over all tokens, after the last slice has
+come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from commfuse_dp.collectives.bindings import nothing_yet, of_gather, of_scatter
+from commfuse_dp.collectives.execution import Owner
+from commfuse_dp.kernels.by_slices import is_narrow
+from commfuse_dp.ops.linear import autocast
+from commfuse_dp.ops.sequence import (
+    COLUMN,
+    GATHERED,
+    SUMMED,
+    Place,
+    Tokens,
+    agree,
+    check_dim,
+    check_dtype,
+    facts_of,
+    pick,
+    place,
+    place_of,
+    product_to,
+    program_of,
+    shape_with,
+)
+from commfuse_dp.ops.sequence_reference import gather_sequence
+from commfuse_dp.transport.base import Transport
+
+Save = Literal["shard", "gathered"]
+
+
+class Column(NamedTuple):
+    """One call."""
+
+    place: Place
+    tokens: Tokens
+    dim: int
+    save: Save
+    wanted: tuple[bool, ...]  # gradients of x, of the weights, of the biases: alike on all ranks
+
+
+# ---- without autograd ------------------------------------------------------------------------------------------------
+def column_forward(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], call: Column
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """(y_i [*, S, *, F_i], the gathered x [*, S, *, D] if it is saved). x: contiguous."""
+    tokens, sited = call.tokens, call.place
+    rows = x.flatten(0, -2)
+    length = sum(tokens.sizes)
+    ys = [x.new_empty(shape_with(x, call.dim, length, weight.shape[0])) for weight in weights]
+    wholes = [tokens.whole(y) for y in ys]
+    rights = [weight.t() for weight in weights]
+    kept = x.new_empty(shape_with(x, call.dim, length, x.shape[-1])) if _keeps(call) else None
+    kept_rows = tokens.whole(kept) if kept is not None else None
+
+    def consume(owner: Owner, part: torch.Tensor) -> None:
+        regions = tokens.regions(owner)
+        for right, bias, whole in zip(rights, biases, wholes, strict=True):
+            product_to(part, right, bias, whole, regions)
+        if kept_rows is not None:
+            place(part, kept_rows, regions)
+
+    problem = sited.problem("all_gather", tokens.rows)
+    bindings = {GATHERED: of_gather(rows, sum(tokens.rows[: sited.rank]), consume)}
+    sited.run(program_of(problem, None, sited.rank), bindings, x.device)
+    return ys, kept
+
+
+def _keeps(call: Column) -> bool:
+    count = (len(call.wanted) - 1) // 2
+    return call.save == "gathered" and any(call.wanted[1 : 1 + count])
+
+
+def column_backward(
+    grads: Sequence[torch.Tensor | None], saved: torch.Tensor, weights: Sequence[torch.Tensor], call: Column
+) -> tuple[torch.Tensor | None, list[torch.Tensor | None], list[torch.Tensor | None]]:
+    """(dx of the own shard, dW_i, db_i), None where not wanted. grads: of y_i; None: nothing has used it here.
+
+    Which collectives are run depends on what all ranks want, not on what this rank has been given."""
+    tokens, sited, count = call.tokens, call.place, len(weights)
+    want_x, want_weights, want_biases = call.wanted[0], call.wanted[1 : 1 + count], call.wanted[1 + count :]
+    dense = [grad.contiguous() if grad is not None else None for grad in grads]
+    used = [(tokens.whole(grad), weight) for grad, weight in zip(dense, weights, strict=True) if grad is not None]
+    wgrads = _WeightGradients(dense, weights, want_weights, tokens)
+    width = weights[0].shape[1]
+    terms = _InputGradient(used, tokens)
+    gathers = any(want_weights) and not _keeps(call)
+
+    def produce(owner: Owner, buffer: torch.Tensor) -> None:
+        if int(owner) == sited.rank and not gathers:
+            wgrads.from_whole(saved)  # beside it travels what has been computed for others
+        terms.of(owner, buffer)
+
+    bindings, problems = {}, {}
+    dx = None
+    if want_x:
+        shape = shape_with(saved, call.dim, tokens.sizes[sited.rank], width)
+        dx = torch.empty(shape, dtype=weights[0].dtype, device=saved.device)
+        problems[SUMMED] = sited.problem("reduce_scatter", tokens.rows)
+        base = sum(tokens.rows[: sited.rank])
+        bindings[SUMMED] = of_scatter(dx.flatten(0, -2), base, sited.rank, dx.dtype, produce, nothing_yet)
+    if gathers:
+        problems[GATHERED] = sited.problem("all_gather", tokens.rows)
+        bindings[GATHERED] = of_gather(saved.flatten(0, -2), sum(tokens.rows[: sited.rank]), wgrads.consume)
+    if problems:
+        program = program_of(problems.get(GATHERED), problems.get(SUMMED), sited.rank)
+        sited.run(program, bindings, saved.device)
+    if not gathers:
+        wgrads.from_whole(saved)
+    dws = wgrads.finish()
+    dbs = [
+        grad.flatten(0, -2).sum(0) if wanted and grad is not None else None
+        for wanted, grad in zip(want_biases, dense, strict=True)
+    ]
+    return dx, dws, dbs
+
+
+class _InputGradient:
+    """P_j = sum over i of dy_i[:, S_j] @ W_i."""
+
+    def __init__(self, used: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: Tokens) -> None:
+        self._used = used
+        self._tokens = tokens
+        joins = len(used) > 1 and is_narrow(used[0][1].dtype)
+        self._joined = torch.cat([weight for _, weight in used]) if joins else None
+
+    def of(self, owner: Owner, out: torch.Tensor) -> None:
+        regions = self._tokens.regions(owner)
+        if not self._used:
+            out.zero_()
+        elif self._joined is not None:
+            torch.mm(torch.cat([pick(grad, regions) for grad, _ in self._used], dim=1), self._joined, out=out)
+        else:
+            (grad, weight), *others = self._used
+            torch.mm(pick(grad, regions), weight, out=out)
+            for grad, weight in others:
+                out.addmm_(pick(grad, regions), weight)
+
+
+class _WeightGradients:
+    """dW_i = dy_i.T @ x, from slices of x or from all of it."""
+
+    def __init__(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        weights: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
+        tokens: Tokens,
+    ) -> None:
+        self._grads = grads
+        self._tokens = tokens
+        self._sums: dict[int, torch.Tensor] = {}
+        self._weights = weights
+        self._count = len(wanted)
+        self._active = [i for i, wants in enumerate(wanted) if wants and grads[i] is not None]
+        self._started = self._done = False
+        self._joined: torch.Tensor | None = None  # in a narrow type: all of x
+
+    def consume(self, owner: Owner, rows: torch.Tensor) -> None:
+        if not self._active:
+            return
+        regions = self._tokens.regions(owner)
+        if is_narrow(rows.dtype):
+            if self._joined is None:
+                self._joined = rows.new_empty(self._tokens.outer, self._tokens.width, rows.shape[1])
+            place(rows, self._joined, regions)
+            return
+        for i in self._active:
+            left = pick(self._whole(i), regions).t()
+            if self._started:
+                self._sums[i].addmm_(left, rows)
+            else:
+                self._sums[i] = torch.mm(left, rows)
+        self._started = True
+
+    def from_whole(self, x: torch.Tensor) -> None:
+        if self._done:
+            return
+        self._done = True
+        rows = x.flatten(0, -2)
+        for i in self._active:
+            whole = self._whole(i)
+            self._sums[i] = torch.mm(whole.flatten(0, -2).t(), rows)
+
+    def _whole(self, i: int) -> torch.Tensor:
+        grad = self._grads[i]
+        assert grad is not None
+        return self._tokens.whole(grad)
+
+    def finish(self) -> list[torch.Tensor | None]:
+        if self._joined is not None:
+            self.from_whole(self._joined)
+        missing = [i for i in self._active if i not in self._sums]  # no tokens at all
+        self._sums.update({i: torch.zeros_like(self._weights[i]) for i in missing})
+        return [self._sums.get(i) for i in range(self._count)]
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+class _ColumnParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Column, x: torch.Tensor, *params: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        count = len(params) // 2
+        weights, biases = params[:count], params[count:]
+        ys, kept = column_forward(x, weights, biases, call)  # type: ignore[arg-type]
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x if kept is None else kept, *weights)
+        return tuple(ys)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        saved, *weights = ctx.saved_tensors
+        dx, dws, dbs = column_backward(grads, saved, weights, ctx.call)
+        return (None, dx, *dws, *dbs)
+
+
+def column_parallel(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None] = (),
+    *,
+    dim: int = 1,
+    sizes: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    save: Save = "shard",
+    slices_per_rank: int | None = None,
+    order: str = "pairwise",
+    transport: Transport | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """y_i = gathered x @ W_i.T + b_i for every weight, from one gather of x along the sequence, slice by slice.
+
+    Args:
+        x: [..., s_r, ..., D]: this rank's positions (of dimension `dim`) of a sequence that is sharded over the ranks. Ranks
+            may keep different numbers of positions, also none.
+        weights: [F_i, D] each: this rank's rows of every weight, of x's dtype (under autocast all are cast to its dtype, x
+            before it travels). biases: [F_i] or None for every weight; empty: no biases.
+        sizes: positions of every rank; None: they are exchanged first, which costs a message to every peer.
+        save: what is kept for the weights' gradients: the own 'shard' of x, gathered again in backward, or the 'gathered' x.
+        slices_per_rank: m of the paper; None: 2 at two ranks, else 1.
+        group, order, transport: as in `commfuse_dp.collectives`; group None: the default group.
+
+    Returns [..., S, ..., F_i] for every weight. Differentiable in all operands: dx is summed over the ranks. All ranks must
+    call it alike, and run the backwards of several calls in the same order; the same operands must require gradients on all
+    ranks.
+
+    Raises ValueError for operands that do not fit together here, MismatchError (before data moves) for those that do not fit
+    those of other ranks, and what the collectives raise.
+    """
+    return column_parallel_of(
+        "column_parallel",
+        x,
+        weights,
+        biases,
+        dim=dim,
+        sizes=sizes,
+        group=group,
+        save=save,
+        slices_per_rank=slices_per_rank,
+        order=order,
+        transport=transport,
+    )
+
+
+def column_parallel_of(
+    name: str,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    *,
+    dim: int,
+    sizes: Sequence[int] | None,
+    save: str,
+    slices_per_rank: int | None,
+    order: str,
+    transport: Transport | None,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """`column_parallel` of a layer whose name is in errors and measurements."""
+    if torch.compiler.is_compiling() and transport is None:
+        from commfuse_dp.ops.sequence_ops import column_in_graph, place_number
+
+        x, weights, biases, dim = _check(x, weights, biases, dim, save, name)
+        number = place_number(group, order, slices_per_rank, name)
+        return column_in_graph(x, weights, biases, dim, sizes, save, number)
+    x, weights, biases, call = _prepare(x, weights, biases, dim, sizes, group, save, slices_per_rank, order, transport, name)
+    return _ColumnParallel.apply(call, x, *weights, *biases)
+
+
+def column_parallel_reference(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None] = (),
+    *,
+    dim: int = 1,
+    sizes: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    save: Save = "shard",
+    slices_per_rank: int | None = None,
+    order: str = "pairwise",
+    transport: Transport | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """What `column_parallel` computes, unfused: gather everything, then one GEMM a weight; in backward GEMMs, then one
+    reduce-scatter. `transport` serves the exchange of sizes alone."""
+    x, weights, biases, call = _prepare(
+        x, weights, biases, dim, sizes, group, save, slices_per_rank, order, transport, "column_parallel_reference"
+    )
+    whole = gather_sequence(x, call.dim, call.tokens, call.place)
+    return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+
+def _prepare(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    dim: int,
+    sizes: Sequence[int] | None,
+    group: dist.ProcessGroup | None,
+    save: str,
+    slices_per_rank: int | None,
+    order: str,
+    transport: Transport | None,
+    name: str,
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None], Column]:
+    """Check the operands, cast them under autocast, and agree with the other ranks."""
+    x, weights, given, dim = _check(x, weights, biases, dim, save, name)
+    sited = place_of(group, transport, order, slices_per_rank, name)
+    recorded = torch.is_grad_enabled()
+    wanted = [recorded and tensor is not None and tensor.requires_grad for tensor in (x, *weights, *given)]
+    facts = facts_of(COLUMN, sited, x, dim, x.shape[-1], wanted, ("shard", "gathered").index(save))
+    found = agree(sited, facts, int(x.shape[dim]), sizes, x.device)
+    tokens = Tokens(facts.outer, facts.inner, found)
+    return x.contiguous(), weights, given, Column(sited, tokens, dim, save, tuple(wanted))  # type: ignore[arg-type]
+
+
+def _check(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    dim: int,
+    save: str,
+    name: str,
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None], int]:
+    """The operands, as they are computed with."""
+    weights, given = list(weights), list(biases)
+    if not weights:
+        raise ValueError(f"{name}: weights is empty: at least one weight [F, D] is needed")
+    if given and len(given) != len(weights):
+        raise ValueError(f"{name}: {len(given)} biases for {len(weights)} weights: give one for each (None: no bias), or none")
+    if save not in ("shard", "gathered"):
+        raise ValueError(f"{name}: save={save!r}: must be 'shard' or 'gathered'")
+    given = given or [None] * len(weights)
+    dim = check_dim(name, x, dim)
+    for number, (weight, bias) in enumerate(zip(weights, given, strict=True)):
+        if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+            raise ValueError(
+                f"{name}: weights[{number}] has shape {tuple(weight.shape)}: [F, {x.shape[-1]}] is needed for an input of "
+                f"shape {tuple(x.shape)}"
+            )
+        if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+            raise ValueError(f"{name}: biases[{number}] has shape {tuple(bias.shape)}: ({weight.shape[0]},) is needed")
+    x, weights = autocast(x), [autocast(weight) for weight in weights]
+    given = [None if bias is None else autocast(bias) for bias in given]
+    named: dict[str, torch.Tensor | None] = {f"weights[{number}]": weight for number, weight in enumerate(weights)}
+    named.update({f"biases[{number}]": bias for number, bias in enumerate(given)})
+    check_dtype(name, x, named)
+    return x, weights, given, dim
+
+
+__all__ = ["Column", "column_backward", "column_forward", "column_parallel", "column_parallel_of", "column_parallel_reference"]

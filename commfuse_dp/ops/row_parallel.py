@@ -1,0 +1,306 @@
+"""Row-parallel projection to a sequence that is sharded over the ranks: GEMM and reduce-scatter, slice by slice.
+
+R ranks; x [B, S, K] are this rank's own features of all positions, W [D, K] its own columns of the weight; S_j are the
+positions of rank j.
+
+| pass | for each rank j | slice GEMM | communicated | order |
+| --- | --- | --- | --- | --- |
+| forward | P_j = x[:, S_j] @ W.T | [B s_j, K] x [K, D] | P_j to j, summed in rank order | own last |
+| dgrad | dx[:, S_j] = dy_j @ W | [B s_j, D] x [D, K] | dy_j gathered, once for all three | own first |
+| wgrad | dW += dy_j.T @ x[:, S_j] | [D, B s_j] x [B s_j, K] | | |
+| bias | db += sum of dy_j | | | |
+
+The bias is whole on every rank. Each owner adds it to its own rows, in the GEMM of its own partial, so once. Its gradient is
+summed
+over all rows of all ranks: every rank gets them in backward anyway, and adds up one sum per slice in rank order, so db is the
+    same on all ranks bit by bit, and costs no message. Saved for backward: x and W. Source: arXiv 2604.24013, Algorithm 3; the
+    backward is ours.
+
+In bfloat16 and float16 wgrad is one GEMM over all tokens: see [Note: Sums in low precision] in products.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from commfuse_dp.collectives.arguments import SUMMABLE, check_summable, even_sizes
+from commfuse_dp.collectives.bindings import nothing_yet, of_gather, of_scatter
+from commfuse_dp.collectives.execution import Owner
+from commfuse_dp.collectives.summation import wide_dtype
+from commfuse_dp.kernels.by_slices import is_narrow
+from commfuse_dp.ops.linear import autocast
+from commfuse_dp.ops.sequence import (
+    GATHERED,
+    ROW,
+    SUMMED,
+    Place,
+    Tokens,
+    agree,
+    check_dim,
+    check_dtype,
+    facts_of,
+    pick,
+    place,
+    place_of,
+    product_from,
+    product_to,
+    program_of,
+    shape_with,
+)
+from commfuse_dp.ops.sequence_reference import replicated, scatter_sequence
+from commfuse_dp.transport.base import Transport
+
+
+class Row(NamedTuple):
+    """One call."""
+
+    place: Place
+    tokens: Tokens
+    dim: int
+    partial_dtype: torch.dtype
+    wanted: tuple[bool, ...]  # gradients of x, weight, bias: alike on all ranks
+
+
+# ---- without autograd ------------------------------------------------------------------------------------------------
+def row_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Row) -> torch.Tensor:
+    """Own rows of the sum, [*, s_r, *, D]. x: contiguous."""
+    tokens, sited = call.tokens, call.place
+    whole, right = tokens.whole(x), weight.t()
+    y = x.new_empty(shape_with(x, call.dim, tokens.sizes[sited.rank], weight.shape[0]))
+
+    def produce(owner: Owner, buffer: torch.Tensor) -> None:
+        product_from(whole, tokens.regions(owner), right, bias if int(owner) == sited.rank else None, buffer)
+
+    base = sum(tokens.rows[: sited.rank])
+    rows = y.flatten(0, -2)
+    bindings = {SUMMED: of_scatter(rows, base, sited.rank, call.partial_dtype, produce, nothing_yet)}
+    problem = sited.problem("reduce_scatter", tokens.rows)
+    sited.run(program_of(None, problem, sited.rank), bindings, x.device)
+    return y
+
+
+def row_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_dtype: torch.dtype, call: Row
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """(dx, dW, db), None where not wanted, from the gradient of the own rows."""
+    tokens, sited = call.tokens, call.place
+    want_x, want_weight, want_bias = call.wanted
+    whole = tokens.whole(x)
+    width = weight.shape[0]
+    dx = torch.empty_like(x) if want_x else None
+    dx_whole = tokens.whole(dx) if dx is not None else None
+    narrow = is_narrow(x.dtype)
+    joined = grad.new_empty(tokens.outer, tokens.width, width) if want_weight and narrow else None
+    dw: torch.Tensor | None = None
+    sums: dict[tuple[int, int], torch.Tensor] = {}
+
+    def consume(owner: Owner, part: torch.Tensor) -> None:
+        nonlocal dw
+        regions = tokens.regions(owner)
+        if dx_whole is not None:
+            product_to(part, weight, None, dx_whole, regions)
+        if joined is not None:
+            place(part, joined, regions)
+        elif want_weight and dw is None:
+            dw = torch.mm(part.t(), pick(whole, regions))
+        elif want_weight:
+            assert dw is not None
+            dw.addmm_(part.t(), pick(whole, regions))
+        if want_bias:
+            sums[int(owner), owner.index] = part.sum(0, dtype=wide_dtype(part.dtype))
+
+    rows = grad.contiguous().flatten(0, -2)
+    problem = sited.problem("all_gather", tokens.rows)
+    bindings = {GATHERED: of_gather(rows, sum(tokens.rows[: sited.rank]), consume)}
+    sited.run(program_of(problem, None, sited.rank), bindings, x.device)
+    if joined is not None:
+        dw = torch.mm(joined.flatten(0, -2).t(), x.flatten(0, -2))
+    if want_weight and dw is None:  # no tokens at all
+        dw = torch.zeros_like(weight)
+    return dx, dw, _in_rank_order(sums, weight.new_zeros(width), bias_dtype) if want_bias else None
+
+
+def _in_rank_order(sums: dict[tuple[int, int], torch.Tensor], zero: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    total = zero.to(wide_dtype(zero.dtype))
+    for key in sorted(sums):
+        total = total + sums[key]
+    return total.to(dtype)
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+class _RowParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Row) -> torch.Tensor:
+        ctx.call = call
+        ctx.bias_dtype = bias.dtype if bias is not None else x.dtype
+        ctx.save_for_backward(x, weight)
+        return row_forward(x, weight, bias, call)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        return (*row_backward(grad, x, weight, ctx.bias_dtype, ctx.call), None)
+
+
+def row_parallel(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    dim: int = 1,
+    sizes: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    slices_per_rank: int | None = None,
+    order: str = "pairwise",
+    transport: Transport | None = None,
+) -> torch.Tensor:
+    """This rank's positions of the sum over ranks of x @ W.T, plus bias, computed and sent slice by slice.
+
+    Args:
+        x: [..., S, ..., K]: all positions (of dimension `dim`), this rank's features.
+        weight: [D, K]: this rank's columns of the weight, of x's dtype (under autocast both are cast to its dtype). bias: [D],
+            whole and the same on every rank; added once to every row, its gradient summed over all ranks.
+        sizes: positions that each rank keeps of the result; None: torch.chunk's division of S (that of DTensor's Shard): ceil(S
+            / R), the last ones short or empty.
+        reduce_dtype: dtype in which the partial sums travel; default x's. They are always summed in a wide type, in rank order
+            (order='ring': in ring order).
+        slices_per_rank, group, order, transport: as in `column_parallel`.
+
+    Returns [..., s_r, ..., D]. Differentiable in all operands. All ranks must call it alike, and run the backwards of several
+    calls in the same order; the same operands must require gradients on all ranks.
+
+    Raises ValueError for operands that do not fit together here, MismatchError (before data moves) for those that do not fit
+    those of other ranks, and what the collectives raise.
+    """
+    return row_parallel_of(
+        "row_parallel",
+        x,
+        weight,
+        bias,
+        dim=dim,
+        sizes=sizes,
+        group=group,
+        reduce_dtype=reduce_dtype,
+        slices_per_rank=slices_per_rank,
+        order=order,
+        transport=transport,
+    )
+
+
+def row_parallel_of(
+    name: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    dim: int,
+    sizes: Sequence[int] | None,
+    slices_per_rank: int | None,
+    order: str,
+    transport: Transport | None,
+    reduce_dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """`row_parallel` of a layer whose name is in errors and measurements."""
+    if torch.compiler.is_compiling() and transport is None:
+        from commfuse_dp.ops.sequence_ops import place_number, row_in_graph, world_size_of
+
+        x, weight, bias, dim, partial_dtype = _check(x, weight, bias, dim, reduce_dtype, name)
+        number = place_number(group, order, slices_per_rank, name)
+        found = _divided(name, x, dim, sizes, world_size_of(number))
+        return row_in_graph(x, weight, bias, dim, found, partial_dtype, number)
+    x, weight, bias, call = _prepare(x, weight, bias, dim, sizes, group, reduce_dtype, slices_per_rank, order, transport, name)
+    return _RowParallel.apply(x, weight, bias, call)
+
+
+def row_parallel_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    dim: int = 1,
+    sizes: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    slices_per_rank: int | None = None,
+    order: str = "pairwise",
+    transport: Transport | None = None,
+) -> torch.Tensor:
+    """What `row_parallel` computes, unfused: one GEMM, then one reduce-scatter; in backward one all-gather, then GEMMs, and an
+    all-reduce of the bias' gradient. `transport` serves the comparison of the ranks alone."""
+    x, weight, bias, call = _prepare(
+        x, weight, bias, dim, sizes, group, reduce_dtype, slices_per_rank, order, transport, "row_parallel_reference"
+    )
+    own = scatter_sequence(F.linear(x, weight), call.dim, call.tokens, call.place, reduce_dtype)
+    return own if bias is None else own + replicated(bias, call.place)
+
+
+def _prepare(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dim: int,
+    sizes: Sequence[int] | None,
+    group: dist.ProcessGroup | None,
+    reduce_dtype: torch.dtype | None,
+    slices_per_rank: int | None,
+    order: str,
+    transport: Transport | None,
+    name: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Row]:
+    """Check the operands, cast them under autocast, and agree with the other ranks."""
+    x, weight, bias, dim, partial_dtype = _check(x, weight, bias, dim, reduce_dtype, name)
+    sited = place_of(group, transport, order, slices_per_rank, name)
+    found = _divided(name, x, dim, sizes, sited.world_size)
+    recorded = torch.is_grad_enabled()
+    wanted = tuple(recorded and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
+    facts = facts_of(ROW, sited, x, dim, weight.shape[0], wanted, SUMMABLE.index(partial_dtype))
+    agree(sited, facts, found[sited.rank], found, x.device)
+    call = Row(sited, Tokens(facts.outer, facts.inner, found), dim, partial_dtype, wanted)
+    return x.contiguous(), weight, bias, call
+
+
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dim: int,
+    reduce_dtype: torch.dtype | None,
+    name: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int, torch.dtype]:
+    """The operands, as they are computed with, and the dtype of the partial sums."""
+    dim = check_dim(name, x, dim)
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"{name}: weight has shape {tuple(weight.shape)}: [D, {x.shape[-1]}] is needed for an input of "
+            f"shape {tuple(x.shape)}"
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(f"{name}: bias has shape {tuple(bias.shape)}: ({weight.shape[0]},) is needed")
+    x, weight, bias = autocast(x), autocast(weight), None if bias is None else autocast(bias)
+    check_dtype(name, x, {"weight": weight, "bias": bias})
+    partial_dtype = reduce_dtype if reduce_dtype is not None else x.dtype
+    check_summable("reduce_dtype", partial_dtype)
+    return x, weight, bias, dim, partial_dtype
+
+
+def _divided(name: str, x: torch.Tensor, dim: int, sizes: Sequence[int] | None, world_size: int) -> tuple[int, ...]:
+    """Positions that every rank keeps."""
+    positions = x.shape[dim]
+    found = tuple(sizes) if sizes is not None else even_sizes(positions, world_size)
+    if len(found) != world_size or min(found) < 0 or sum(found) != positions:
+        raise ValueError(
+            f"{name}: sizes={list(found)}: one size >= 0 for each of {world_size} ranks is needed, {positions} positions "
+            f"(dim {dim} of an input of shape {tuple(x.shape)}) in all"
+        )
+    return found
+
+
+__all__ = ["Row", "row_backward", "row_forward", "row_parallel", "row_parallel_of", "row_parallel_reference"]

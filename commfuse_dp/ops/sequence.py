@@ -1,0 +1,321 @@
+"""What the ops over a sharded sequence share: rows of the ranks' shards, how ranks agree on them, and how they move.
+
+R ranks; rank j keeps s_j positions of a sequence of S = s_0 + s_1 + ... positions. `dim` is the dimension of the sequence:
+
+    shard of rank j      [*outer, s_j, *inner, K], contiguous     =  rows [outer * s_j * inner, K], which travel as they lie
+    whole tensor         [*outer, S, *inner, K]                   =  [outer, S * inner, K], where shard j is a block of columns
+
+A slice is a range of rows of one shard. In the whole tensor it is at most three blocks: a part of one batch entry, whole
+entries, a part of another. Where `outer` is 1 (one sequence, or dim = 0) it is one block in a row.
+
+[Note: Blocks of several batch entries]
+A product over such a block is made entry by entry where it lies, or in one GEMM and copied. Per entry, W is packed anew
+(columns x width elements for every GEMM); a copy moves positions x columns elements. So it is entry by entry where they have at
+least as many positions as W is wide.
+
+[Note: Agreement]
+Ranks whose shards do not fit together would wait for each other, or add up what does not belong together. So ranks compare
+shapes,
+dtypes and which gradients are wanted before anything else moves: at every call if `sizes` is not given, for the sizes are then
+exchanged with it, else once for each new combination. Where ranks are of different opinion on whether a combination is new, the
+comparison meets a message of another length, which ends on all of them with an error, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from commfuse_dp.collectives.arguments import SUMMABLE
+from commfuse_dp.collectives.execution import Bindings, Owner
+from commfuse_dp.collectives.functions import gather_integers
+from commfuse_dp.collectives.sessions import Purpose, Session, begin, execute, failed
+from commfuse_dp.errors import MismatchError
+from commfuse_dp.program.gather import gather
+from commfuse_dp.program.layer import backward
+from commfuse_dp.program.layout import Tensor, rectangles
+from commfuse_dp.program.operations import Collective, Problem, Program
+from commfuse_dp.program.orders import check_order
+from commfuse_dp.program.scatter import scatter
+from commfuse_dp.transport.base import Transport
+
+TENSOR_PARALLEL = Purpose("tensor parallelism")
+GATHERED = Tensor("rows", "rows")
+SUMMED = Tensor("sums", "sums")
+COLUMN, ROW, LENGTHS = 1, 2, 3
+_EXTRAS = {COLUMN: "save", ROW: "reduce_dtype", LENGTHS: "nothing else"}
+_ORDERS = ("pairwise", "ring")
+_REMEMBERED = 4096  # combinations of shapes that ranks have agreed on
+
+
+class Region(NamedTuple):
+    """A block of the whole tensor [outer, S * inner, K], and the rows of a slice that it is."""
+
+    entries: slice
+    positions: slice
+    rows: slice
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole[self.entries, self.positions]
+
+    @property
+    def single(self) -> bool:
+        return self.entries.stop - self.entries.start == 1
+
+
+class Tokens(NamedTuple):
+    """Which rows the ranks keep."""
+
+    outer: int
+    inner: int
+    sizes: tuple[int, ...]  # positions of every rank
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Of every rank's shard."""
+        return tuple(self.outer * size * self.inner for size in self.sizes)
+
+    @property
+    def width(self) -> int:
+        return sum(self.sizes) * self.inner
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """View of a contiguous whole tensor as [outer, S * inner, K]."""
+        return tensor.view(self.outer, self.width, tensor.shape[-1])
+
+    def regions(self, owner: Owner) -> tuple[Region, ...]:
+        return _regions(self, int(owner), owner.offset, owner.offset + owner.stop - owner.start)
+
+
+@functools.lru_cache(maxsize=4096)
+def _regions(tokens: Tokens, owner: int, start: int, stop: int) -> tuple[Region, ...]:
+    base = sum(tokens.sizes[:owner]) * tokens.inner
+    return tuple(
+        Region(
+            slice(part.row_start, part.row_stop),
+            slice(base + part.column_start, base + part.column_stop),
+            slice(part.offset, part.offset + part.numel),
+        )
+        for part in rectangles(start, stop, tokens.sizes[owner] * tokens.inner)
+    )
+
+
+def shape_with(tensor: torch.Tensor, dim: int, positions: int, width: int) -> tuple[int, ...]:
+    """The tensor's shape with another number of positions and another last dimension."""
+    return (*tensor.shape[:dim], positions, *tensor.shape[dim + 1 : -1], width)
+
+
+# ---- products of slices ----------------------------------------------------------------------------------------------
+def pick(whole: torch.Tensor, regions: Sequence[Region]) -> torch.Tensor:
+    """The rows of a slice, [rows, K]: a view where they lie in a row, else a copy."""
+    parts = [region.of(whole).flatten(0, -2) for region in regions]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def place(rows: torch.Tensor, whole: torch.Tensor, regions: Sequence[Region]) -> None:
+    """Inverse of `pick`."""
+    for region in regions:
+        block = region.of(whole)
+        block.copy_(rows[region.rows].view(block.shape))
+
+
+def product(rows: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """out = rows @ right (+ bias); of another dtype than the operands: converted once, at the end."""
+    if out.dtype != rows.dtype:
+        out.copy_(rows @ right if bias is None else torch.addmm(bias, rows, right))
+    elif bias is None:
+        torch.mm(rows, right, out=out)
+    else:
+        torch.addmm(bias, rows, right, out=out)
+
+
+def product_to(
+    rows: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, whole: torch.Tensor, regions: Sequence[Region]
+) -> None:
+    """Rows of a slice times `right`, to their place in the whole tensor."""
+    for region in regions:
+        block, left = region.of(whole), rows[region.rows]
+        if region.single or block.shape[1] >= right.shape[0]:
+            for entry, part in zip(block, left.split(block.shape[1]), strict=True):
+                product(part, right, bias, entry)
+        else:
+            made = left @ right if bias is None else torch.addmm(bias, left, right)
+            block.copy_(made.view(block.shape))
+
+
+def product_from(
+    whole: torch.Tensor, regions: Sequence[Region], right: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Rows that lie in the whole tensor, times `right`, to the rows of a slice."""
+    for region in regions:
+        block, to = region.of(whole), out[region.rows]
+        if region.single or block.shape[1] >= right.shape[1]:
+            for entry, part in zip(block, to.split(block.shape[1]), strict=True):
+                product(entry, right, bias, part)
+        else:
+            product(block.flatten(0, -2), right, bias, to)
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+class Place(NamedTuple):
+    """Over which ranks an op communicates, and how."""
+
+    group: dist.ProcessGroup | None
+    transport: Transport | None
+    order: str
+    slices_per_rank: int
+    rank: int
+    world_size: int
+    name: str  # in errors and measurements
+
+    def session(self, device: torch.device) -> Session:
+        return begin(self.group, self.transport, device, TENSOR_PARALLEL)
+
+    def problem(self, collective: Collective, rows: tuple[int, ...]) -> Problem:
+        tensor = GATHERED if collective == "all_gather" else SUMMED
+        return Problem(collective, rows, self.order, self.slices_per_rank, tensor=tensor)
+
+    def run(self, program: Program, bindings: Mapping[Tensor, Bindings], device: torch.device) -> None:
+        execute(self.name, program, bindings, self.session(device), device)
+
+
+def place_of(
+    group: dist.ProcessGroup | None, transport: Transport | None, order: str, slices_per_rank: int | None, name: str
+) -> Place:
+    """slices_per_rank None: 2 at two ranks, where one slice would leave half of the compute with nothing to hide; else 1."""
+    check_order(order)
+    if transport is not None:
+        rank, world_size = transport.rank, transport.world_size
+    elif dist.is_available() and dist.is_initialized():
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    else:
+        rank, world_size = 0, 1
+    if rank < 0:
+        raise ValueError(f"{name}: global rank {dist.get_rank()} is no member of the group it communicates over")
+    m = slices_per_rank if slices_per_rank is not None else 2 if world_size == 2 else 1
+    if m < 1:
+        raise ValueError(f"{name}: slices_per_rank={slices_per_rank}: must be at least 1, or None")
+    return Place(group, transport, order, m, rank, world_size, name)
+
+
+def check_dim(name: str, x: torch.Tensor, dim: int) -> int:
+    """The dimension of the sequence, counted from the front."""
+    if x.dim() < 2 or not -x.dim() <= dim < x.dim() or dim % x.dim() == x.dim() - 1:
+        raise ValueError(
+            f"{name}: dim={dim} of an input of shape {tuple(x.shape)}: the sequence must be one of its "
+            "dimensions, and not the last"
+        )
+    return dim % x.dim()
+
+
+def check_dtype(name: str, x: torch.Tensor, others: Mapping[str, torch.Tensor | None]) -> None:
+    if x.dtype not in SUMMABLE:
+        raise ValueError(f"{name}: x is {x.dtype}: only {', '.join(map(str, SUMMABLE))} can be reduced; convert it first")
+    for what, tensor in others.items():
+        if tensor is not None and tensor.dtype != x.dtype:
+            raise ValueError(
+                f"{name}: x is {x.dtype}, {what} is {tensor.dtype}: convert one of them, or run under torch.autocast, "
+                "which does"
+            )
+
+
+# ---- agreement -------------------------------------------------------------------------------------------------------
+class Facts(NamedTuple):
+    """What all ranks must have alike (but the positions of their shards)."""
+
+    op: int
+    dim: int
+    dtype: int
+    gradients: int  # bits: which operands want one
+    outer: int
+    inner: int
+    features: int
+    slices: int  # per rank
+    order: int
+    extra: int  # what the op adds: column_parallel's `save`, row_parallel's dtype of partials
+
+    def __str__(self) -> str:
+        wanted = "".join("y" if self.gradients >> bit & 1 else "n" for bit in range(self.gradients.bit_length() - 1))
+        return (
+            f"{self.features} features of {SUMMABLE[self.dtype]}, {self.outer} batch entries, {self.inner} columns a position, "
+            f"dim={self.dim}, gradients wanted {wanted or 'none'}, slices_per_rank={self.slices}, order={_ORDERS[self.order]!r}"
+            f", {_EXTRAS[self.op]}={self.extra}"
+        )
+
+
+def facts_of(op: int, place: Place, x: torch.Tensor, dim: int, features: int, wanted: Sequence[bool], extra: int) -> Facts:
+    bits = 1 << len(wanted) | sum(1 << place for place, flag in enumerate(wanted) if flag)
+    outer = int(torch.Size(x.shape[:dim]).numel())
+    inner = int(torch.Size(x.shape[dim + 1 : -1]).numel())
+    how = place.slices_per_rank, _ORDERS.index(place.order), extra
+    return Facts(op, dim, SUMMABLE.index(x.dtype), bits, outer, inner, features, *how)
+
+
+_agreed: weakref.WeakKeyDictionary[object, set[tuple[Facts, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
+
+
+def agree(place: Place, facts: Facts, positions: int, sizes: Sequence[int] | None, device: torch.device) -> tuple[int, ...]:
+    """The positions of every rank, once all ranks agree. See [Note: Agreement].
+
+    positions: of this rank's shard. sizes: what the caller says that every rank has; None: nothing.
+    Raises ValueError if `sizes` is not of this group or says something else about this rank; MismatchError if ranks differ."""
+    if sizes is not None:
+        known = tuple(int(size) for size in sizes)
+        if len(known) != place.world_size or any(size < 0 for size in known):
+            raise ValueError(f"{place.name}: sizes={list(known)}: one size >= 0 for each of {place.world_size} ranks is needed")
+        if known[place.rank] != positions:
+            raise ValueError(
+                f"{place.name}: sizes[{place.rank}]={known[place.rank]}, but this rank has {positions} positions along dim "
+                f"{facts.dim}"
+            )
+    if place.world_size == 1:
+        return (positions,)
+    session = place.session(device)
+    assert session.transport is not None
+    done = _agreed.setdefault(session.transport, set())
+    if sizes is not None and (facts, known) in done:
+        return known
+    everyone = gather_integers(session, [positions, *facts])
+    found = tuple(row[0] for row in everyone)
+    error = _difference(place, [Facts(*row[1:]) for row in everyone], found)
+    if error is None and sizes is not None and found != known:
+        error = f"sizes={list(known)} were given, but the ranks have {list(found)} positions"
+    if error is not None:
+        mismatch = MismatchError(f"{place.name}: {error}. No data has moved.")
+        failed(session.transport, place.name, mismatch)
+        raise mismatch
+    if len(done) >= _REMEMBERED:  # on all ranks at the same call
+        done.clear()
+    done.add((facts, found))
+    return found
+
+
+def exchange_lengths(name: str, transport: Transport, shard: torch.Tensor, dim: int) -> tuple[int, ...]:
+    """The positions along `dim` of every rank's shard, once all ranks agree on the rest of it. Raises as `agree` does."""
+    place = place_of(None, transport, "pairwise", 1, name)
+    facts = facts_of(LENGTHS, place, shard, check_dim(name, shard, dim), shard.shape[-1], (shard.requires_grad,), 0)
+    return agree(place, facts, int(shard.shape[dim]), None, shard.device)
+
+
+def _difference(place: Place, everyone: list[Facts], found: tuple[int, ...]) -> str | None:
+    if all(facts == everyone[0] for facts in everyone):
+        return None
+    ranks = [f"rank {rank}: {found[rank]} positions, {facts}" for rank, facts in enumerate(everyone)]
+    return f"ranks call it with inputs that do not fit together ({'; '.join(ranks)}); only the number of positions may differ"
+
+
+# ---- programs --------------------------------------------------------------------------------------------------------
+@functools.lru_cache(maxsize=1024)
+def program_of(gathered: Problem | None, summed: Problem | None, rank: int) -> Program:
+    """Gather, sum, or both in one pass (a layer's backward)."""
+    if gathered is None:
+        assert summed is not None
+        return Program((summed,), rank, tuple(scatter(summed, rank)))
+    if summed is None:
+        return Program((gathered,), rank, tuple(gather(gathered, rank)))
+    return backward(gathered, summed, rank)

@@ -1,0 +1,216 @@
+"""Switch CommFuse on and off for a model that `parallelize_module` was applied to, alone or below `fully_shard`."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from commfuse_dp.integrations.attach.attachment import Attachment, attach, attachment_of, remove_from
+from commfuse_dp.integrations.attach.fingerprint import check_equal, describe
+from commfuse_dp.integrations.attach.forwards import TENSOR_ATTACHMENT, Hook, Service, serve
+from commfuse_dp.integrations.attach.ranks import Ranks
+from commfuse_dp.integrations.attach.report import ParameterRow, Path, Report
+from commfuse_dp.integrations.attach.rules import check_exclude, original_type
+from commfuse_dp.integrations.fsdp2 import apply as apply_fsdp2
+from commfuse_dp.integrations.fsdp2 import remove as remove_fsdp2
+from commfuse_dp.integrations.tensor_parallel import compat
+from commfuse_dp.integrations.tensor_parallel.layers import (
+    ColumnGroup,
+    Division,
+    FeaturesHook,
+    GatherHook,
+    PassHook,
+    RowLayer,
+    StyleHook,
+)
+from commfuse_dp.integrations.tensor_parallel.select import Selection, select
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.errors import ConfigError
+from commfuse_dp.probe import Probe
+
+log = logging.getLogger("commfuse_dp")
+
+
+def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
+    """Replace the communication of tensor-parallel layers with sequence parallelism by CommFuse; below `fully_shard`, that of
+    FSDP2 as well. Collective: all ranks of the model's meshes call it, after the last `parallelize_module` and the last
+    `fully_shard`.
+
+    Parameters, optimizer and state_dict stay as they are. The report has path `column` or `row` for what is served, and the
+    reason for whatever stays with DTensor. Raises ConfigError, MismatchError, TransportError, as apply() for FSDP2 does.
+    """
+    groups = _groups(model)
+    config, selection = Ranks(groups).together(lambda: _prepare(model, config))
+    group = selection.group if selection.groups or selection.rows else None
+    if group is not None and config.enabled:
+        check_equal(describe(model, config), group)
+        ranks = Ranks([group, *groups])
+        served = config
+        report = attach(model, ranks, lambda found: _install(found, model, selection, served), TENSOR_ATTACHMENT)
+    else:
+        reason = "no layer that can be served" if config.enabled else "enabled=False"
+        report = _untouched(model, selection, config, reason)
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        report = _over_data_parallel(model, config, report)
+    log.info("%s", report)
+    return report
+
+
+def remove(model: nn.Module) -> None:
+    """Give stock DTensor (and FSDP2) back. Between steps only; all ranks call it."""
+    if attachment_of(model) is not None:
+        remove_fsdp2(model)
+    remove_from(
+        model,
+        "commfuse_dp.remove(): this model has no CommFuse; apply() was not called for it, or remove() already",
+        TENSOR_ATTACHMENT,
+    )
+
+
+def applied(model: nn.Module) -> bool:
+    """Whether tensor-parallel layers of this model are served."""
+    return attachment_of(model, TENSOR_ATTACHMENT) is not None
+
+
+def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    """Of the meshes that the model is sharded over."""
+    found: dict[int, dist.ProcessGroup] = {}
+    for param in model.parameters():
+        if isinstance(param, DTensor):
+            found.update({id(group): group for group in param.device_mesh.get_all_groups()})
+    for module in model.modules():
+        for style in compat.styles_of(module):
+            found.update({id(group): group for group in style.mesh.get_all_groups()})
+    return list(found.values())
+
+
+def _prepare(model: nn.Module, config: CommFuseConfig | None) -> tuple[CommFuseConfig, Selection]:
+    config = config if config is not None else CommFuseConfig.from_environment()
+    if not isinstance(config, CommFuseConfig):
+        raise ConfigError(f"config must be a CommFuseConfig, got {type(config).__name__}; use CommFuseConfig(**settings)")
+    if applied(model):
+        raise ConfigError(
+            "commfuse_dp.apply() was called twice for this model; call commfuse_dp.remove(model) before the second"
+        )
+    inside = [name for name, module in model.named_modules() if module is not model and applied(module)]
+    if inside:
+        raise ConfigError(f"commfuse_dp.apply() was already called for the submodule {inside[0]!r}; remove() it first")
+    check_exclude(model, config)
+    selection = select(model, config)
+    lost = [f"{name} ({why})" for name, why in selection.left.items() if _is_linear(model.get_submodule(name))]
+    if config.fuse == "always" and config.enabled and lost:
+        raise ConfigError(f"fuse='always', but these linears cannot be fused: {'; '.join(lost)}. Use fuse='auto'.")
+    return config, selection
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return issubclass(original_type(module), nn.Linear)
+
+
+# ---- attaching -------------------------------------------------------------------------------------------------------
+def _install(attachment: Attachment, model: nn.Module, selection: Selection, config: CommFuseConfig) -> Report:
+    assert selection.group is not None
+    transport = attachment.connect(config, group=selection.group, device=torch.device("cpu"))
+    division = Division(transport, config, selection.stock_gathers)
+    rows: list[ParameterRow] = []
+    for found in selection.groups:
+        group = ColumnGroup(found, division)
+        _replace_hook(attachment, found.module, GatherHook(group))
+        names = [member.name for member in found.members]
+        for member in found.members:
+            if not group.alone:
+                _replace_hook(attachment, member.module, PassHook(member.module, member.style))
+            serve(attachment.transaction, member.module, Service(member.module, group.forward))
+            others = [name for name in names if name != member.name]
+            shared = f"one gather of {found.name}'s input with {', '.join(others)}" if others else "a gather of its own"
+            rows += _rows(member.name, member.module, "column", shared)
+    for member in selection.rows:
+        _replace_hook(attachment, member.module, FeaturesHook(member.module, member.style))
+        serve(attachment.transaction, member.module, Service(member.module, RowLayer(member, division).forward))
+        rows += _rows(member.name, member.module, "row", "partial sums leave as they are computed")
+    _follow_root(attachment, model, division)
+    rows += _left(model, selection, {row.name for row in rows})
+    return attachment.finish(rows, config, names=[name for name, _ in model.named_parameters()], minimum_bytes_per_step=0)
+
+
+def _replace_hook(attachment: Attachment, module: nn.Module, hook: StyleHook) -> None:
+    """Under the same number, so that the order of the module's hooks stays."""
+    attachment.transaction.set(module._forward_pre_hooks, hook.hook_id, hook)
+
+
+class _RootHook(Hook):
+    """Of the root alone: tells when its forward begins and ends."""
+
+    def __init__(self, root: nn.Module, action: Callable[[], None]) -> None:
+        self._root = weakref.ref(root)
+        self._action = action
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        if self._root() is module and not torch.compiler.is_compiling():
+            self._action()
+
+
+def _follow_root(attachment: Attachment, model: nn.Module, division: Division) -> None:
+    enter, leave = _RootHook(model, division.enter), _RootHook(model, division.leave)
+    take = attachment.transaction.acquire
+    take(lambda: model.register_forward_pre_hook(enter, prepend=True), RemovableHandle.remove)
+    take(lambda: model.register_forward_hook(leave, always_call=True), RemovableHandle.remove)
+
+
+# ---- report ----------------------------------------------------------------------------------------------------------
+def _rows(name: str, module: nn.Module, path: Path, reason: str) -> list[ParameterRow]:
+    return [
+        ParameterRow(f"{name}.{inner}" if name else inner, path, reason, param.numel())
+        for inner, param in module.named_parameters(recurse=False)
+    ]
+
+
+def _left(model: nn.Module, selection: Selection, known: set[str]) -> list[ParameterRow]:
+    """Every parameter that is not served, with the reason of the module that it belongs to."""
+    rows: list[ParameterRow] = []
+    for name, module in model.named_modules():
+        reason = selection.left.get(name, "no style of tensor parallelism that moves a sequence was applied to it")
+        rows += [row for row in _rows(name, module, "stock", reason) if row.name not in known]
+    return rows
+
+
+def _untouched(model: nn.Module, selection: Selection, config: CommFuseConfig, why: str) -> Report:
+    return Report(
+        _left(model, selection, set()),
+        transport="none",
+        transport_reason=why,
+        config=config,
+        probe=Probe(),
+        world_size=selection.mesh.size() if selection.mesh is not None else 1,
+        minimum_bytes_per_step=0,
+    )
+
+
+def _over_data_parallel(model: nn.Module, config: CommFuseConfig, report: Report) -> Report:
+    """FSDP2 as well. If that fails, nothing of tensor parallelism stays."""
+    try:
+        data = apply_fsdp2(model, config)
+    except BaseException:
+        if applied(model):
+            remove_from(model, "", TENSOR_ATTACHMENT)
+        raise
+    served = {row.name: row for row in report.rows}
+    rows = []
+    for row in data.rows:
+        tensor = served.get(row.name)
+        if tensor is None or tensor.path not in ("column", "row"):
+            rows.append(row)
+        else:
+            rows.append(tensor._replace(reason=f"{tensor.reason}; data parallel: {row.path} ({row.reason})"))
+    data.rows[:] = rows
+    data.tensor_parallel = report
+    return data

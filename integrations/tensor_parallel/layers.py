@@ -1,0 +1,290 @@
+"""What a served layer does in place of its style's hook and of its own forward.
+
+| module | hook, before | hook, now | forward, now |
+| --- | --- | --- | --- |
+| PrepareModuleInput | gathers x | hands on a stand-in for the gathered x | its own |
+| Colwise inside of it | x is replicated | lets the stand-in pass | the group's: one gather, all members' GEMMs by slices |
+| Colwise by itself | gathers x | hands on a stand-in | likewise, a group of one |
+| Rowwise | x is sharded by features | takes the local part | GEMM by slices, each sent as it is computed |
+
+The hooks behind a forward stay: they get a DTensor that already is what they make. What comes in another way than the style
+expects (a DTensor of another layout, a graph of torch.compile, weights of others) goes the framework's own way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from commfuse_dp.integrations.attach.forwards import Hook, own_class
+from commfuse_dp.integrations.tensor_parallel.compat import Style
+from commfuse_dp.integrations.tensor_parallel.select import Group, Member
+from commfuse_dp.integrations.tensor_parallel.stand_in import StandIn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from commfuse_dp.collectives.arguments import even_sizes
+from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.engine.engine import in_backward
+from commfuse_dp.errors import MismatchError
+from commfuse_dp.ops.column_parallel import column_parallel_of
+from commfuse_dp.ops.row_parallel import row_parallel_of
+from commfuse_dp.ops.sequence import exchange_lengths
+from commfuse_dp.transport.base import Transport
+
+
+class Division:
+    """How the sequence of the forward under way is divided among the ranks.
+
+    It is exchanged at the first gather of the root's forward; a layer that is called outside of that, or again in a backward
+    (activation checkpointing), exchanges anew, for other sequences may have come in between."""
+
+    def __init__(self, transport: Transport, config: CommFuseConfig, stock_gathers: Sequence[str]) -> None:
+        self.transport = transport
+        self.config = config
+        self._stock_gathers = list(stock_gathers)
+        self._lengths: tuple[int, ...] | None = None
+        self._in_root = False
+
+    def enter(self) -> None:
+        self._in_root, self._lengths = True, None
+
+    def leave(self) -> None:
+        self._in_root = False
+
+    def of(self, name: str, local: torch.Tensor, dim: int) -> tuple[int, ...]:
+        """Positions of all ranks, where this rank has local.shape[dim]."""
+        positions = int(local.shape[dim])
+        known = self._lengths
+        if not self._in_root or in_backward() or known is None or known[self.transport.rank] != positions:
+            known = self._lengths = exchange_lengths(name, self.transport, local, dim)
+            if len(set(known)) > 1 and self._stock_gathers:
+                raise MismatchError(
+                    f"{name}: the ranks have {list(known)} positions of the sequence. Sequences that do not divide evenly are "
+                    "served only if every gather of the model is; these stay with DTensor, which cannot do it: "
+                    f"{', '.join(self._stock_gathers)}. Pad the sequence, or see the report for what these layers need."
+                )
+        return known
+
+    def divided(self, length: int) -> tuple[int, ...]:
+        """Positions that every rank keeps of a result with `length` of them."""
+        if self._lengths is not None and sum(self._lengths) == length:
+            return self._lengths
+        return even_sizes(length, self.transport.world_size)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"transport": self.transport, "slices_per_rank": self.config.slices_per_rank, "order": self.order}
+
+    @property
+    def order(self) -> str:
+        return "ring" if self.config.order == "ring" else "pairwise"
+
+
+# ---- hooks -----------------------------------------------------------------------------------------------------------
+class StyleHook(Hook):
+    """In place of a style's hook of one module. Copies of the module have the style's own."""
+
+    def __init__(self, module: nn.Module, style: Style) -> None:
+        self._module = weakref.ref(module)
+        self._stock = style.hook
+        self.hook_id = style.hook_id
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        if module is not self._module() or torch.compiler.is_compiling():
+            return self._stock(module, args)
+        return self.run(module, args)
+
+    def stock(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        """What the style's hook makes of it."""
+        return self._stock(module, tuple(arg.whole() if type(arg) is StandIn else arg for arg in args))
+
+    def run(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._stock
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a module with hooks of torch.distributed.tensor.parallel cannot be pickled")
+
+
+class GatherHook(StyleHook):
+    """Of a group: hands on a stand-in for the gathered input."""
+
+    def __init__(self, group: ColumnGroup) -> None:
+        super().__init__(group.holder, group.style)
+        self._group = group
+
+    def run(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        group = self._group
+        x = args[group.position] if len(args) > group.position else None
+        if len(args) != len(group.style.inputs) or not group.takes(x):
+            return self.stock(module, args)
+        assert isinstance(x, torch.Tensor)
+        return (*args[: group.position], group.stand_in(x), *args[group.position + 1 :])
+
+
+class PassHook(StyleHook):
+    """Of a member inside of a group's module: its input is a stand-in already."""
+
+    def run(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        return None if type(args[0]) is StandIn else self.stock(module, args)
+
+
+class FeaturesHook(StyleHook):
+    """Of a row-parallel layer: its own features."""
+
+    def run(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        x = args[0]
+        if isinstance(x, DTensor):
+            last = (Shard(x.dim() - 1),), (Shard(-1),)
+            return (x.to_local(), *args[1:]) if x.placements in last else self.stock(module, args)
+        return None if isinstance(x, torch.Tensor) and type(x) is not StandIn else self.stock(module, args)
+
+
+# ---- columns ---------------------------------------------------------------------------------------------------------
+class ColumnGroup:
+    """Column-parallel layers that share one gather."""
+
+    def __init__(self, group: Group, division: Division) -> None:
+        self._module = weakref.ref(group.module)
+        self._members = [weakref.ref(member.module) for member in group.members]
+        self.name, self.style, self.position = group.name, group.style, group.position
+        self.alone = group.members[0].module is group.module
+        self._mesh = group.style.mesh
+        self._division = division
+        self.materialised = 0  # how often the framework's own gather was needed
+
+    @property
+    def holder(self) -> nn.Module:
+        module = self._module()
+        assert module is not None
+        return module
+
+    @property
+    def _dim(self) -> int:
+        layout = self.style.inputs[self.position]
+        assert isinstance(layout, Shard)
+        return layout.dim
+
+    def takes(self, x: Any) -> bool:
+        """Whether x is laid out as the style expects: this rank's shard."""
+        if isinstance(x, DTensor):
+            return x.placements == (Shard(self._dim),) and x.device_mesh == self._mesh and self._holds_own()
+        return isinstance(x, torch.Tensor) and type(x) is not StandIn and x.dim() > self._dim + 1 and self._holds_own()
+
+    def _holds_own(self) -> bool:
+        """`functional_call` may have put other weights in."""
+        return all(_local_weight(member(), 0, self._mesh) is not None for member in self._members)
+
+    def stand_in(self, x: torch.Tensor) -> StandIn:
+        local = x.to_local() if isinstance(x, DTensor) else x
+        dim = self._dim
+        sizes = self._division.of(self.name, local, dim)
+        shape = (*local.shape[:dim], sum(sizes), *local.shape[dim + 1 :])
+
+        def gather() -> torch.Tensor:
+            self.materialised += 1
+            return self._stock_gather(local, shape)
+
+        stand_in = StandIn(local, shape, gather)
+        stand_in.group, stand_in.sizes = self, sizes
+        return stand_in
+
+    def _stock_gather(self, local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """As the framework does; its input may be uneven, which it takes if it is told the whole shape."""
+        layout = (Shard(self._dim),)
+        stride = torch.empty(shape, device="meta").stride()
+        sharded = DTensor.from_local(local, self._mesh, layout, run_check=False, shape=torch.Size(shape), stride=stride)
+        whole = sharded.redistribute(placements=(Replicate(),))
+        return whole.to_local() if self.style.local_output else whole
+
+    def forward(self, module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+        """A member's."""
+        if not isinstance(input, StandIn):
+            return own_class(module).forward(module, input)
+        if input.group is not self:
+            return own_class(module).forward(module, _replicated(input.whole(), self._mesh))
+        if input.outputs is None:
+            input.outputs = self._compute(input)
+        y = input.outputs.pop(id(module), None)
+        if y is None:  # called a second time with the same input
+            return own_class(module).forward(module, _replicated(input.whole(), self._mesh))
+        return _as_dtensor(y, self._mesh, y.dim() - 1, module.out_features)  # type: ignore[arg-type]
+
+    def _compute(self, input: StandIn) -> dict[int, torch.Tensor]:
+        members = [member() for member in self._members]
+        weights = [_local_weight(member, 0, self._mesh) for member in members]
+        biases = [_local_bias(member) for member in members]
+        ys = column_parallel_of(
+            self.name,
+            input.local,
+            weights,  # type: ignore[arg-type]
+            biases,
+            dim=self._dim,
+            sizes=input.sizes,
+            save=self._division.config.save_activations,
+            **self._division.options,
+        )
+        return {id(member): y for member, y in zip(members, ys, strict=True)}
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+class RowLayer:
+    """A row-parallel layer whose output is sharded along the sequence."""
+
+    def __init__(self, member: Member, division: Division) -> None:
+        self.name = member.name
+        layout = member.style.outputs[0]
+        assert isinstance(layout, Shard)
+        self._dim, self._mesh = layout.dim, member.style.mesh
+        self._division = division
+
+    def forward(self, module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+        weight = None if isinstance(input, DTensor) else _local_weight(module, 1, self._mesh)
+        if weight is None or input.dim() < self._dim + 2 or input.shape[-1] != weight.shape[1]:
+            features = () if isinstance(input, DTensor) else (Shard(-1),)
+            stock = DTensor.from_local(input, self._mesh, features, run_check=False) if features else input
+            return own_class(module).forward(module, stock)
+        length = int(input.shape[self._dim])
+        y = row_parallel_of(
+            self.name,
+            input,
+            weight,
+            _local_bias(module),
+            dim=self._dim,
+            sizes=self._division.divided(length),
+            **self._division.options,
+        )
+        return _as_dtensor(y, self._mesh, self._dim, length)
+
+
+# ---- parameters and layouts ------------------------------------------------------------------------------------------
+def _local_weight(module: nn.Module | None, dim: int, mesh: DeviceMesh) -> torch.Tensor | None:
+    """This rank's part of the weight, if it is one that is sharded along `dim` over the mesh."""
+    weight = None if module is None else module.weight
+    if not isinstance(weight, DTensor) or weight.device_mesh != mesh or weight.placements != (Shard(dim),):
+        return None
+    return weight.to_local()
+
+
+def _local_bias(module: nn.Module | None) -> torch.Tensor | None:
+    bias: Any = None if module is None else module.bias
+    return bias.to_local() if isinstance(bias, DTensor) else bias
+
+
+def _replicated(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    if isinstance(whole, DTensor):
+        return whole
+    return DTensor.from_local(whole, mesh, (Replicate(),), run_check=False)
+
+
+def _as_dtensor(local: torch.Tensor, mesh: DeviceMesh, dim: int, extent: int) -> DTensor:
+    """`local` is this rank's shard along `dim` of a tensor with `extent` there."""
+    shape = torch.Size((*local.shape[:dim], extent, *local.shape[dim + 1 :]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, (Shard(dim),), run_check=False, shape=shape, stride=stride)

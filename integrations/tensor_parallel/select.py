@@ -1,0 +1,265 @@
+"""Which tensor-parallel layers are served, and why others stay as they are. Reads the model; changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from commfuse_dp.integrations.attach.forwards import own_class
+from commfuse_dp.integrations.attach.rules import excluded, form_of, original_type
+from commfuse_dp.integrations.tensor_parallel import compat
+from commfuse_dp.integrations.tensor_parallel.compat import COLUMN, INPUT, ROW, SEQUENCE, Style
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from commfuse_dp.config import CommFuseConfig
+
+
+@dataclass
+class Member:
+    name: str
+    module: nn.Module
+    style: Style
+
+
+@dataclass
+class Group:
+    """Column-parallel layers that share one gather: of the input of `module`."""
+
+    name: str
+    module: nn.Module  # where the gather belongs: the members' parent, or the only member itself
+    style: Style
+    position: int  # of the gathered input among the module's
+    members: list[Member]
+
+
+@dataclass
+class Selection:
+    mesh: DeviceMesh | None = None
+    groups: list[Group] = field(default_factory=list)
+    rows: list[Member] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)  # module -> why it stays as it is
+    stock_gathers: list[str] = field(default_factory=list)  # modules whose sharded input the framework gathers
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self.mesh.get_group() if self.mesh is not None else None
+
+
+def parallelized(model: nn.Module) -> bool:
+    """Whether a style of torch.distributed.tensor.parallel was applied to anything in the model."""
+    return any(compat.styles_of(module) for module in model.modules())
+
+
+def select(model: nn.Module, config: CommFuseConfig) -> Selection:
+    out = Selection()
+    names = _names(model)
+    parents = {id(child): module for module in model.modules() for child in module.children()}
+    styled = {id(module): compat.styles_of(module) for module in model.modules()}
+    taken: set[int] = set()
+    for name, module in model.named_modules():
+        if compat.unreadable(module) and any(isinstance(param, DTensor) for param in module.parameters()):
+            out.left[name] = "its hooks are not those of PyTorch's own styles: they cannot be read"
+        for style in styled[id(module)]:
+            if style.kind == INPUT:
+                _take_input(name, module, style, config, names, parents, styled, out, taken)
+    for name, module in model.named_modules():
+        for style in styled[id(module)]:
+            if id(module) in taken or style.kind == INPUT:
+                continue
+            if style.kind == SEQUENCE:
+                out.left[name] = "sequence-parallel: it computes with its own tokens, nothing is moved"
+            elif style.kind == COLUMN:
+                _take_column(name, module, style, config, names, parents, out)
+            elif style.kind == ROW:
+                _take_row(name, module, style, config, names, parents, out)
+    return out
+
+
+def _names(model: nn.Module) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(id(module), []).append(name)
+    return found
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+def _take_input(
+    name: str,
+    module: nn.Module,
+    style: Style,
+    config: CommFuseConfig,
+    names: dict[int, list[str]],
+    parents: dict[int, nn.Module],
+    styled: dict[int, list[Style]],
+    out: Selection,
+    taken: set[int],
+) -> None:
+    gathered = [at for at, pair in enumerate(zip(style.inputs, style.wanted, strict=True)) if _is_gather(*pair)]
+    members = [
+        Member(f"{name}.{inner}" if name else inner, child, column)
+        for inner, child in _inside(module, styled)
+        for column in styled[id(child)]
+        if column.kind == COLUMN and _is_replicated(column.inputs)
+    ]
+    if not gathered:
+        return  # nothing of this module's input is gathered; its members are looked at one by one
+    why = "fuse='never'" if config.fuse == "never" else excluded(name, config)
+    others = [layout for at, layout in enumerate(style.inputs) if at not in gathered and layout is not None]
+    if why is None and (len(gathered) > 1 or others or style.with_kwargs):
+        why = "PrepareModuleInput converts more than one positional input"
+    if why is None and not members:
+        why = "no column-parallel layer inside takes what PrepareModuleInput gathers"
+    why = why or _mesh_obstacle(style, out)
+    for member in members:
+        obstacle = why or _obstacle(member, config, names, parents, within=module)
+        if obstacle is not None and why is None:
+            why = f"{member.name}, which shares its input, is not served: {obstacle}"
+    dtypes = {param.dtype for member in members for param in member.module.parameters(recurse=False)}
+    if why is None and len(dtypes) > 1:
+        why = f"its input's members have different dtypes: {', '.join(sorted(map(str, dtypes)))}"
+    taken.update(id(member.module) for member in members)
+    if why is not None:
+        out.stock_gathers.append(name)
+        out.left.update({member.name: why for member in members})
+        return
+    out.groups.append(Group(name, module, style, gathered[0], members))
+
+
+def _inside(module: nn.Module, styled: dict[int, list[Style]]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules below `module`, without those below another PrepareModuleInput."""
+    for name, child in module.named_children():
+        if any(style.kind == INPUT for style in styled[id(child)]):
+            continue
+        yield name, child
+        for inner, deeper in _inside(child, styled):
+            yield f"{name}.{inner}", deeper
+
+
+def _take_column(
+    name: str,
+    module: nn.Module,
+    style: Style,
+    config: CommFuseConfig,
+    names: dict[int, list[str]],
+    parents: dict[int, nn.Module],
+    out: Selection,
+) -> None:
+    gathers = _is_gather(style.inputs[0], style.wanted[0])
+    member = Member(name, module, style)
+    why = "fuse='never'" if config.fuse == "never" else None
+    if why is None and not gathers:
+        why = "its input is not gathered from a sequence that is sharded over the ranks"
+    why = why or _mesh_obstacle(style, out) or _obstacle(member, config, names, parents)
+    if why is None:
+        out.groups.append(Group(name, module, style, 0, [member]))
+        return
+    out.left[name] = why
+    if gathers:
+        out.stock_gathers.append(name)
+
+
+def _take_row(
+    name: str,
+    module: nn.Module,
+    style: Style,
+    config: CommFuseConfig,
+    names: dict[int, list[str]],
+    parents: dict[int, nn.Module],
+    out: Selection,
+) -> None:
+    member = Member(name, module, style)
+    why = "fuse='never'" if config.fuse == "never" else None
+    if why is None and not isinstance(module, nn.Embedding):
+        if not isinstance(style.outputs[0], Shard) or style.outputs[0].dim == -1:
+            why = f"its output is laid out as {style.outputs[0]}: only one that is sharded along the sequence is served"
+        elif not isinstance(style.inputs[0], Shard):
+            why = f"its input is laid out as {style.inputs[0]}, not sharded along its features"
+    why = why or _obstacle(member, config, names, parents) or _mesh_obstacle(style, out)
+    if why is None:
+        out.rows.append(member)
+    else:
+        out.left[name] = why
+
+
+# ---- obstacles -------------------------------------------------------------------------------------------------------
+def _is_gather(given: Placement | None, wanted: Placement | None) -> bool:
+    return isinstance(given, Shard) and given.dim != -1 and isinstance(wanted, Replicate)
+
+
+def _is_replicated(layouts: tuple[Placement | None, ...]) -> bool:
+    return len(layouts) == 1 and isinstance(layouts[0], Replicate)
+
+
+def _mesh_obstacle(style: Style, out: Selection) -> str | None:
+    mesh = style.mesh
+    if mesh.ndim != 1:
+        return f"its mesh has {mesh.ndim} dimensions: one is served"
+    if mesh.size() == 1:
+        return "its mesh has one rank: nothing is to be communicated"
+    if mesh.device_type != "cpu":
+        return f"its mesh is of {mesh.device_type}: tensor parallelism is served on CPUs so far"
+    if out.mesh is None:
+        out.mesh = mesh
+    if mesh != out.mesh:
+        return f"it is sharded over {mesh}, other layers over {out.mesh}: one mesh is served"
+    return None
+
+
+def _obstacle(
+    member: Member,
+    config: CommFuseConfig,
+    names: dict[int, list[str]],
+    parents: dict[int, nn.Module],
+    within: nn.Module | None = None,
+) -> str | None:
+    """Why a layer is not served (None: it is)."""
+    name, module = member.name, member.module
+    kind = original_type(module)
+    why = excluded(name, config)
+    if why is not None:
+        return why
+    form = form_of(module)
+    if form is None or form.transposed:
+        return f"{kind.__name__} does not compute what nn.Linear does"
+    if own_class(module).forward is not kind.forward or "forward" in vars(module):
+        return f"the forward of this {kind.__name__} was replaced"
+    if hasattr(module, "parametrizations"):
+        return "its parameters are parametrized"
+    if len(names[id(module)]) > 1:
+        return f"the same module is used as {' and as '.join(names[id(module)])}"
+    users = [
+        other for params in (module.parameters(recurse=False),) for param in params for other in _users(param, parents, module)
+    ]
+    if users:
+        return "its parameters are tied to those of another module"
+    beside = _beside(module, parents, within)
+    if beside is not None:
+        return f"{beside} computes with other weights beside it, from the same input"
+    dtypes = {param.dtype for param in module.parameters(recurse=False)}
+    if len(dtypes) > 1:
+        return f"its parameters are of different dtypes: {', '.join(sorted(map(str, dtypes)))}"
+    return None
+
+
+def _users(param: nn.Parameter, parents: dict[int, nn.Module], module: nn.Module) -> list[nn.Module]:
+    """Other modules that hold the same parameter."""
+    return [
+        child
+        for parent in {id(parent): parent for parent in parents.values()}.values()
+        for child in parent.children()
+        if child is not module and any(param is other for other in child.parameters(recurse=False))
+    ]
+
+
+def _beside(module: nn.Module, parents: dict[int, nn.Module], within: nn.Module | None) -> str | None:
+    """The adapter (LoRA, say) that a layer is wrapped in: its parent, with plain weights beside this layer's sharded ones."""
+    parent = parents.get(id(module))
+    if within is None or parent is None or parent is within:
+        return None
+    inside = {id(param) for param in module.parameters()}
+    plain = [param for param in parent.parameters() if id(param) not in inside and not isinstance(param, DTensor)]
+    return original_type(parent).__name__ if plain else None

@@ -1,0 +1,136 @@
+"""A small Llama-like model and its plan of tensor and sequence parallelism, as torchtitan and pytorch/examples write it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import commfuse_dp
+from commfuse_dp import CommFuseConfig
+
+VOCABULARY, WIDTH, HEADS, HEAD, HIDDEN = 24, 12, 12, 2, 24
+
+
+class Attention(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        for name in ("wq", "wk", "wv"):
+            setattr(self, name, nn.Linear(WIDTH, HEADS * HEAD, bias=bias))
+        self.wo = nn.Linear(HEADS * HEAD, WIDTH, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (layer(x).view(batch, length, -1, HEAD).transpose(1, 2) for layer in (self.wq, self.wk, self.wv))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(out.transpose(1, 2).reshape(batch, length, -1))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(WIDTH, HIDDEN, bias=bias)
+        self.w3 = nn.Linear(WIDTH, HIDDEN, bias=bias)
+        self.w2 = nn.Linear(HIDDEN, WIDTH, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.attention, self.feed_forward = Attention(bias), FeedForward(bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    def __init__(self, layers: int = 2, bias: bool = True) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList([Block(bias) for _ in range(layers)])
+        self.norm = nn.RMSNorm(WIDTH)
+        self.output = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.run_block: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda block, x: block(x)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tok_embeddings(tokens)
+        for block in self.layers:
+            x = self.run_block(block, x)
+        return self.output(self.norm(x))
+
+
+def whole(*, seed: int = 0, dtype: torch.dtype = torch.float64, **kw: Any) -> Llama:
+    torch.manual_seed(seed)
+    return Llama(**kw).to(dtype)
+
+
+def parallelize(model: Llama, mesh: DeviceMesh, *, loss_parallel: bool = False) -> Llama:
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "output": ColwiseParallel(
+                input_layouts=Shard(1),
+                output_layouts=Shard(-1) if loss_parallel else Replicate(),
+                use_local_output=not loss_parallel,
+            ),
+        },
+    )
+    for block in model.layers:
+        parallelize_module(
+            block,
+            mesh,
+            {
+                "attention_norm": SequenceParallel(),
+                "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+                "attention.wq": ColwiseParallel(),
+                "attention.wk": ColwiseParallel(),
+                "attention.wv": ColwiseParallel(),
+                "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+                "ffn_norm": SequenceParallel(),
+                "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+                "feed_forward.w1": ColwiseParallel(),
+                "feed_forward.w3": ColwiseParallel(),
+                "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+            },
+        )
+    return model
+
+
+def config(**settings: Any) -> CommFuseConfig:
+    return CommFuseConfig(**{"deadline_s": 30.0, "inbox_bytes": 1 << 20, "prefetch_bytes": 1 << 20, **settings})
+
+
+@contextmanager
+def applied(model: nn.Module, **settings: Any) -> Iterator[Any]:
+    """CommFuse for the length of a block; nothing of it is left for the next test."""
+    report = commfuse_dp.apply(model, config(**settings))
+    try:
+        yield report
+    finally:
+        commfuse_dp.remove(model)
+
+
+def batch(step: int, *, size: int = 2, length: int = 12) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 + step)
+    return torch.randint(VOCABULARY, (size, length + 1), generator=generator)
