@@ -1,8 +1,8 @@
 """Attention of a block of queries against a block of keys, with the log-sum-exp that joins blocks; forward and backward.
 
 Shapes: q, o [B, h, s, d]; k, v [B, g, t, d] with h a multiple of g (grouped queries: head i attends with head i * g // h); lse
-[B, h, s]. Any strides, as long as the last dimension is dense. Queries and keys stand at positions of one sequence: `q_start` and
-`k_start` are those of their first rows, and under a causal mask a query sees the keys up to its own position.
+[B, h, s]. Any strides, as long as the last dimension is dense. Queries and keys stand at positions of one sequence: `q_start`
+and `k_start` are those of their first rows, and under a causal mask a query sees the keys up to its own position.
 
 | pass | of one block |
 | --- | --- |
@@ -10,8 +10,8 @@ Shapes: q, o [B, h, s, d]; k, v [B, g, t, d] with h a multiple of g (grouped que
 | joined | lse = log(exp lse_1 + exp lse_2), o = exp(lse_1 - lse) o_1 + exp(lse_2 - lse) o_2 |
 | backward | P = exp(S - lse), dS = P * (do v^T - rowsum(do * o)); dq += scale * dS k, dk += scale * dS^T q, dv += P^T do |
 
-The backward takes the joined lse and o, so that the blocks' shares simply add up: the sum over all blocks is the gradient of the
-unsharded attention. Sums of several blocks are kept in the `wide` type. Source: FlashAttention-2 (arXiv 2307.08691), section 3.
+The backward takes the joined lse and o, so that the blocks' shares simply add up: the sum over all blocks is the gradient of
+the unsharded attention. Sums of several blocks are kept in the `wide` type. Source: FlashAttention-2 (arXiv 2307.08691), section 3.
 
 On a CPU blocks are computed by torch's flash attention, elsewhere by plain torch operations that hold the block's scores (not
 yet run on a GPU).
@@ -117,8 +117,6 @@ class Gradients(NamedTuple):
     v: torch.Tensor
 
 
-
-
 def add_gradients(
     grads: Gradients,
     grad_out: torch.Tensor,
@@ -140,9 +138,7 @@ def add_gradients(
     """
     for (low, high), (first, last), corner in parts(q_start, q.shape[2], k_start, k.shape[2], causal):
         rows, columns = (slice(None), slice(None), slice(low, high)), (slice(None), slice(None), slice(first, last))
-        dq, dk, dv = _backward(
-            grad_out[rows], q[rows], k[columns], v[columns], out[rows], lse[rows], corner, scale
-        )
+        dq, dk, dv = _backward(grad_out[rows], q[rows], k[columns], v[columns], out[rows], lse[rows], corner, scale)
         grads.q[rows].add_(dq)
         grads.k[columns].add_(dk)
         grads.v[columns].add_(dv)

@@ -52,6 +52,12 @@ def cpu_flash_attention() -> FlashAttention | None:
     return FlashAttention(forward, backward)
 
 
+def constant_in_graphs(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compiler.assume_constant_result without importing the compiler: dynamo calls `fn` while it traces."""
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
 OPS = "commfuse-ops-3"  # rises with every change of a registered op's signature
 
 
