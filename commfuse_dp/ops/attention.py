@@ -11,7 +11,8 @@ and `k_start` are those of their first rows, and under a causal mask a query see
 | backward | P = exp(S - lse), dS = P * (do v^T - rowsum(do * o)); dq += scale * dS k, dk += scale * dS^T q, dv += P^T do |
 
 The backward takes the joined lse and o, so that the blocks' shares simply add up: the sum over all blocks is the gradient of
-the unsharded attention. Sums of several blocks are kept in the `wide` type. Source: FlashAttention-2 (arXiv 2307.08691), section 3.
+the unsharded attention. Sums of several blocks are kept in the wide type. Source: FlashAttention-2
+(arXiv 2307.08691), section 3.
 
 On a CPU blocks are computed by torch's flash attention, elsewhere by plain torch operations that hold the block's scores (not
 yet run on a GPU).

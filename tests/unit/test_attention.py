@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,7 +29,7 @@ def exact(q, k, v, causal, scale, grad):
 
 def by_blocks(q, k, v, causal, scale, grad, q_cuts, k_cuts):
     o, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    pairs = list(zip(q_cuts, q_cuts[1:], strict=False)), list(zip(k_cuts, k_cuts[1:], strict=False))
+    pairs = list(itertools.pairwise(q_cuts)), list(itertools.pairwise(k_cuts))
     for low, high in pairs[0]:
         attended = Attended(q[:, :, low:high], q_start=low, causal=causal, scale=scale)
         for first, last in reversed(pairs[1]):  # any order of keys will do
