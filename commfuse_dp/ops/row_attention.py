@@ -308,6 +308,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     q, k, v, weight, causal, scale, dim, _, *lines, _, call = inputs
     ctx.how, ctx.call = (causal, scale, dim, *lines), call
     ctx.save_for_backward(q, k, v, weight, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

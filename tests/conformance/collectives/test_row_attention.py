@@ -52,7 +52,8 @@ class Model:
 
 def assert_close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
     assert found.shape == wanted.shape
-    assert (found.double() - wanted).norm() <= tolerance * wanted.norm()
+    # A query that sees one key has a gradient of 0, as the difference of terms of size 1: their rounding is left of it.
+    assert (found.double() - wanted).norm() <= tolerance * wanted.norm().clamp(min=1.0)
 
 
 def together(model: Model, results: list[list[torch.Tensor]], dim: int = 1) -> list[torch.Tensor]:
