@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from commfuse_dp import collectives, ops
 from commfuse_dp.transport.select import open_transport
+from tests.support.cells import slow
 
 SIZES = {2: (7, 4), 3: (5, 0, 6)}
 FUNCTIONS = ("ulysses_attention", "ring_attention", "row_parallel_attention")
@@ -92,7 +93,7 @@ def _compiled(rank: int, world_size: int, name: str) -> None:
     collectives.close_transports()
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", [FUNCTIONS[0], *map(slow, FUNCTIONS[1:])])
 def test_in_a_graph(workers: Any, name: str) -> None:
     """In one graph without a break, for a group of its own."""
     workers(2).run(_compiled, name, timeout=120)

@@ -90,7 +90,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(cases())
 def test_against_the_unsharded_model(case: dict[str, Any]) -> None:
     sizes = case["sizes"]
