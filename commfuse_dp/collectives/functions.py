@@ -206,6 +206,7 @@ def all_to_all(
     sizes: Sequence[Sequence[int]] | Sequence[int] | None = None,
     row_shape: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
     group: dist.ProcessGroup | None = None,
     order: str = "pairwise",
     slices_per_rank: int = 1,
@@ -219,7 +220,7 @@ def all_to_all(
         consume: consume(source, slice) as soon as a slice is readable: the own block first, then those of r-1, r-2, ...
         sizes: sizes[source][destination] in rows, the same table on all ranks; or only this rank's line of it, which is
             exchanged first. None: the rows of the tensor given as `produce`, divided as torch.chunk does, exchanged.
-        row_shape, dtype: of the rows, if `produce` is a function (default: (), torch.get_default_dtype()).
+        row_shape, dtype, device: of the rows, if `produce` is a function (default: (), torch.get_default_dtype(), the CPU).
 
     Returns the blocks received, concatenated in the order of their sources, or None if `consume` is given.
     """
@@ -229,7 +230,7 @@ def all_to_all(
         args.check_rows("produce", given)
         row_shape, dtype, device = tuple(given.shape[1:]), given.dtype, given.device
     else:
-        row_shape, device = tuple(row_shape or ()), torch.device("cpu")
+        row_shape, device = tuple(row_shape or ()), device if device is not None else torch.device("cpu")
         dtype = dtype if dtype is not None else torch.get_default_dtype()
     session = begin(group, transport, device)
     table = _exchange_table(session, sizes, given)

@@ -171,6 +171,7 @@ def all_to_all(
     sizes: Sequence[Sequence[int]] | Sequence[int] | None = None,
     row_shape: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
     group: dist.ProcessGroup | None = None,
     order: str = "pairwise",
     slices_per_rank: int = 1,
@@ -199,7 +200,7 @@ def all_to_all(
         blocks = produce.detach().contiguous()
     else:
         kind = dtype if dtype is not None else torch.get_default_dtype()
-        blocks = torch.empty((sum(table[rank]), *(row_shape or ())), dtype=kind)
+        blocks = torch.empty((sum(table[rank]), *(row_shape or ())), dtype=kind, device=device)
         for op in program:
             if isinstance(op, Produce):
                 first = problem.slices(op.slice.owner, rank)[0].start

@@ -59,19 +59,28 @@ def begin(
 
     Raises ValueError if this process is no member of the group; what open_transport raises.
     """
+    transport = transport_for(group, transport, device, purpose)
     if transport is None:
-        if not dist.is_available() or not dist.is_initialized():
-            return Session(None, 0, 1, 0)
-        rank = dist.get_rank(group)
-        if rank < 0:
-            raise ValueError(f"global rank {dist.get_rank()} is no member of the group it calls a collective on")
-        if dist.get_world_size(group) == 1:
-            return Session(None, 0, 1, 0)
-        transport = _transport_of(group if group is not None else dist.group.WORLD, group, device, purpose)
+        return Session(None, 0, 1, 0)
     with _lock:
         call = _calls.get(transport, 0)
         _calls[transport] = (call + 1) & _LAST_CALL
     return Session(transport, transport.rank, transport.world_size, call)
+
+
+def transport_for(
+    group: dist.ProcessGroup | None, transport: Transport | None, device: torch.device, purpose: Purpose = PLAIN
+) -> Transport | None:
+    """The transport that `begin` would use, without counting a call; None in a world of one rank."""
+    if transport is not None:
+        return transport
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"global rank {dist.get_rank()} is no member of the group it calls a collective on")
+    if dist.get_world_size(group) == 1:
+        return None
+    return _transport_of(group if group is not None else dist.group.WORLD, group, device, purpose)
 
 
 def _transport_of(key: object, group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Transport:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +31,34 @@ def default_store() -> dist.Store | None:
     return found() if found is not None else None
 
 
-OPS = "commfuse-ops-2"  # rises with every change of a registered op's signature
+class FlashAttention(NamedTuple):
+    """forward(q, k, v, dropout, is_causal, scale=) -> (o, lse); backward(do, q, k, v, o, lse, dropout, is_causal, scale=)."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+@functools.cache
+def cpu_flash_attention() -> FlashAttention | None:
+    """torch's flash attention for CPUs; None, said once, if this torch has none under the name known here.
+
+    As of torch 2.13 both take any float dtype, grouped queries and any strides with a dense last dimension, but no empty
+    tensors: those end the process (SIGFPE)."""
+    forward = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    backward = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+    if forward is None or backward is None:
+        log.warning("CommFuse: this torch has no flash attention for CPUs: blocks of scores are held in memory instead")
+        return None
+    return FlashAttention(forward, backward)
+
+
+def constant_in_graphs(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compiler.assume_constant_result without importing the compiler: dynamo calls `fn` while it traces."""
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+OPS = "commfuse-ops-3"  # rises with every change of a registered op's signature
 
 
 def prepare_compiler() -> None:

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from commfuse_dp.errors import CommFuseError
-from commfuse_dp.ops.compat import prepare_compiler
+from commfuse_dp.ops.compat import constant_in_graphs, prepare_compiler
 from commfuse_dp.ops.pieces import Piece
 
 
@@ -126,13 +126,12 @@ _calls = itertools.count(1)
 def register_operand(operand: Any) -> int:
     """A number under which the registered ops find the operand again; it does not keep it alive."""
     global _next_handle
-    if not _next_handle:  # now, as it imports the compiler: `call_number` in a graph is a constant
-        torch.compiler.assume_constant_result(call_number)
     _next_handle += 1
     _OPERANDS[_next_handle] = operand
     return _next_handle
 
 
+@constant_in_graphs
 def call_number() -> int:
     """A number for each call that is traced: see [Note: Calls in graphs]. Runs while dynamo traces, before inductor."""
     prepare_compiler()

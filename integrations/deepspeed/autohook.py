@@ -17,10 +17,13 @@ _stock_engines: weakref.WeakSet[Any] = weakref.WeakSet()  # built before any eng
 
 def register() -> None:
     """Called once, at the first import of deepspeed in this process."""
+    from commfuse_dp.integrations.ulysses import autohook as ulysses
+
     from commfuse_dp.autoload import when_imported
 
     when_imported("deepspeed.runtime.config")(_check_configurations)
     when_imported("deepspeed.runtime.engine")(_hook_engines)
+    ulysses.register()
 
 
 def _check_configurations(module: ModuleType) -> None:
@@ -39,6 +42,7 @@ def _check_configurations(module: ModuleType) -> None:
 
 def _hook_engines(module: ModuleType) -> None:
     import wrapt
+    from commfuse_dp.integrations.ulysses import autohook as ulysses
 
     def build(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from commfuse_dp.integrations.deepspeed.block import config_of
@@ -51,6 +55,7 @@ def _hook_engines(module: ModuleType) -> None:
         wrapped(*args, **kwargs)
         if config is not None:  # also if it says enabled=false: a rank that says otherwise would wait for this one for ever
             switch_on(instance, config)
+            ulysses.configure(config)
         if config is None or not config.enabled:
             _leave_alone(instance)
 

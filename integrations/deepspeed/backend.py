@@ -92,6 +92,13 @@ def leave_alone(zero: Any) -> None:
         backend.leave_alone(zero)
 
 
+def settle() -> None:
+    """What every collective does that is not served here and blocks: see above. For those that others bring along."""
+    backend = standing()
+    if backend is not None:
+        backend.settle()
+
+
 class _Done(dist.distributed_c10d.Work):
     """A collective that was complete when it returned."""
 
@@ -185,7 +192,7 @@ class RingBackend:
             return value
 
         def settled(*args: Any, **kwargs: Any) -> Any:
-            self._settle()
+            self.settle()
             return value(*args, **kwargs)
 
         return settled
@@ -200,7 +207,7 @@ class RingBackend:
             return _Done() if async_op else None
         port = self._port(group, output_tensor, input_tensor)
         if port is None:
-            self._settle()
+            self.settle()
             return self.original.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
         work = port.all_gather(output_tensor.view(-1), input_tensor.view(-1))
         if async_op:
@@ -213,7 +220,7 @@ class RingBackend:
     ) -> Any:
         port = self._port(group, output_tensor, input_tensor) if _name(op) in ("SUM", "AVG") else None
         if port is None or input_tensor.dtype not in SUMMED:
-            self._settle()
+            self.settle()
             return self.original.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         divisor = float(port.world_size) if _name(op) == "AVG" else None
         port.reduce_scatter(output_tensor.view(-1), input_tensor.view(-1), divisor)
@@ -222,7 +229,7 @@ class RingBackend:
     def all_reduce(self, tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
         port = self._port(group, tensor) if _name(op) in ("SUM", "AVG") else None
         if port is None or tensor.dtype not in SUMMED or tensor.numel() < port.world_size:
-            self._settle()
+            self.settle()
             return self.original.all_reduce(tensor, op=op, group=group, async_op=async_op)
         port.all_reduce(tensor, float(port.world_size) if _name(op) == "AVG" else None)
         return _Done() if async_op else None
@@ -247,7 +254,7 @@ class RingBackend:
             found = self._members[group] = tuple(dist.get_process_group_ranks(group))
         return found
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         for client in self.clients:
             if not client.engine.transport.device_ordered:
                 client.engine.settle()

@@ -1,0 +1,151 @@
+"""Where an op communicates: a process group or a transport, as a number for ops that take tensors and numbers only; and what
+the ops over the sequence have in common.
+
+Numbers are given on first use and hold nothing alive. Inside a graph they are constants, guarded by the group or transport.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from commfuse_dp.collectives.agreement import agree
+from commfuse_dp.collectives.arguments import check_sizes
+from commfuse_dp.collectives.sessions import transport_for
+from commfuse_dp.ops.compat import constant_in_graphs
+from commfuse_dp.transport.base import Transport
+
+_DEFAULT = 0  # the default group, whichever that is when the op runs
+_lock = threading.Lock()
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_places: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_next = itertools.count(1)
+
+
+@constant_in_graphs
+def place_of(group: dist.ProcessGroup | None, transport: Transport | None) -> int:
+    """The number of a place."""
+    where = transport if transport is not None else group
+    if where is None:
+        return _DEFAULT
+    with _lock:
+        if where not in _numbers:
+            _numbers[where] = next(_next)
+            _places[_numbers[where]] = where
+        return _numbers[where]
+
+
+def _find(place: int) -> tuple[dist.ProcessGroup | None, Transport | None]:
+    if place == _DEFAULT:
+        return None, None
+    where = _places.get(place)
+    if where is None:
+        raise RuntimeError("this compiled graph uses a process group or transport that is gone: compile the model again")
+    return (None, where) if isinstance(where, Transport) else (where, None)
+
+
+@constant_in_graphs
+def rank_at(place: int) -> int:
+    group, transport = _find(place)
+    if transport is not None:
+        return transport.rank
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+
+
+@constant_in_graphs
+def world_size_at(place: int) -> int:
+    group, transport = _find(place)
+    if transport is not None:
+        return transport.world_size
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+class Lines(NamedTuple):
+    """How a sequence is divided: sizes[r] positions on rank r, each cut in `slices_per_rank`; and by which way it moves."""
+
+    sizes: tuple[int, ...]
+    slices_per_rank: int
+    order: str
+    place: int
+
+    @property
+    def rank(self) -> int:
+        return rank_at(self.place)
+
+    @property
+    def length(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def own(self) -> int:
+        return self.sizes[self.rank]
+
+    def start(self, rank: int) -> int:
+        """Position of a rank's first row."""
+        return sum(self.sizes[:rank])
+
+    def calls(self) -> dict[str, Any]:
+        """Arguments of every collective."""
+        group, transport = _find(self.place)
+        return {"group": group, "transport": transport, "order": self.order, "slices_per_rank": self.slices_per_rank}
+
+    def agree(self, what: str, device: torch.device, description: Mapping[str, object]) -> None:
+        """See collectives/agreement.py."""
+        how = {"sizes": self.sizes, "slices_per_rank": self.slices_per_rank, "order": self.order}
+        agree(transport_for(*_find(self.place), device), what, {**description, **how})
+
+
+def sizes_of(sizes: Sequence[int] | None, default: Sequence[int], place: int) -> tuple[int, ...]:
+    return check_sizes(sizes if sizes is not None else default, world_size_at(place))
+
+
+_REFUSED = {
+    "attn_mask": "masks given as tensors",
+    "mask": "masks given as tensors",
+    "attention_mask": "masks given as tensors",
+    "dropout_p": "dropout inside attention",
+    "dropout": "dropout inside attention",
+    "window_size": "sliding windows",
+    "sliding_window": "sliding windows",
+    "softcap": "capped scores",
+}
+
+
+def refuse(what: str, given: Mapping[str, object]) -> None:
+    """What attention over ranks does not have; a value that asks for nothing (None, 0) is taken."""
+    for name, value in given.items():
+        if name not in _REFUSED:
+            raise TypeError(f"{what}() got an unexpected keyword argument {name!r}")
+        if value is not None and not (isinstance(value, (int, float)) and not value):
+            raise ValueError(
+                f"{what}: {name}={value if not isinstance(value, torch.Tensor) else tuple(value.shape)!r} asks for "
+                f"{_REFUSED[name]}, which attention over ranks does not serve; leave it out, or gather the sequence and use "
+                "torch.nn.functional.scaled_dot_product_attention"
+            )
+
+
+def check_heads(what: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, positions: int) -> None:
+    """q, k, v are 4-D, `heads` and `positions` being dimensions. Raises ValueError unless they fit together."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if any(tensor.dim() != 4 for tensor in (q, k, v)):
+        raise ValueError(f"{what}: {shapes}: three tensors of 4 dimensions are needed")
+    if k.shape != v.shape:
+        raise ValueError(f"{what}: {shapes}: k and v need the same shape")
+    if q.dtype != k.dtype or q.dtype != v.dtype or not q.dtype.is_floating_point:
+        raise ValueError(f"{what}: q is {q.dtype}, k {k.dtype}, v {v.dtype}: one floating-point dtype is needed")
+    if q.device != k.device or q.device != v.device:
+        raise ValueError(f"{what}: q lies on {q.device}, k on {k.device}, v on {v.device}: one device is needed")
+    same = (0, positions, 3)
+    if any(q.shape[dim] != k.shape[dim] for dim in same):
+        raise ValueError(f"{what}: {shapes}: all but the number of heads (dim {heads}) must be equal")
+    if k.shape[heads] == 0 or q.shape[heads] % k.shape[heads]:
+        raise ValueError(
+            f"{what}: {q.shape[heads]} query heads and {k.shape[heads]} key heads: the number of query heads must be a "
+            "multiple of the number of key heads"
+        )

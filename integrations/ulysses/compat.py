@@ -1,0 +1,54 @@
+"""Names of DeepSpeed and transformers that this integration leans on: looked up here only (deepspeed 0.19.8, transformers
+5.23). What another version lacks is said, and its attention left alone."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+LAYER = "deepspeed.sequence.layer"
+ALST = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+
+CLASSES = {LAYER: "DistributedAttention", ALST: "UlyssesSPAttentionHF"}
+
+_DISTRIBUTED = ("local_attn", "spg", "scatter_idx", "gather_idx", "sp_overlap_comm", "num_kv_heads")
+_HUGGING_FACE = (
+    "attn",
+    "process_group",
+    "world_size",
+    "seq_length_is_variable",
+    "disable_in_eval",
+    "attn_head_count",
+    "global_kv_head_count",
+    "attn_head_size",
+    "batch_size",
+    "local_seq_length",
+    "skip_all_but_last_attention_debug_mode",
+)
+_FORWARDS = {
+    LAYER: ("self", "query", "key", "value", "batch_dim_idx", "rotary_pos_emb"),
+    ALST: ("self", "module", "query", "key", "value", "attention_mask"),
+}
+
+
+def unknown_forward(home: str, cls: type) -> str | None:
+    """Why the forward of a class is not the one known here; None: it is."""
+    names = tuple(inspect.signature(cls.forward).parameters)  # type: ignore[attr-defined]
+    known = _FORWARDS[home]
+    if names[: len(known)] != known:
+        return f"the forward of {cls.__name__} takes {names} in this version of DeepSpeed, not {known}"
+    return None
+
+
+def missing_attribute(home: str, instance: Any) -> str | None:
+    for name in _DISTRIBUTED if home == LAYER else _HUGGING_FACE:
+        if not hasattr(instance, name):
+            return f"{type(instance).__name__} has no {name!r} in this version of DeepSpeed"
+    return None
+
+
+def is_sdpa(attention: Any) -> bool:
+    """transformers' attention by scaled_dot_product_attention."""
+    module = sys.modules.get("transformers.integrations.sdpa_attention")
+    return module is not None and attention is getattr(module, "sdpa_attention_forward", None)

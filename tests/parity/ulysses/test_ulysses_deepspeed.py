@@ -1,0 +1,174 @@
+"""DeepSpeed's Ulysses, served, against DeepSpeed itself in the same processes: values, gradients, what is said."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from commfuse_dp.integrations.ulysses import LocalAttention, report, serve, settings
+from torch import nn
+
+from commfuse_dp.config import CommFuseConfig
+from tests.parity.deepspeed.pair import launched
+from tests.support.cells import slow
+
+LENGTH, WIDTH = 6, 4
+
+
+@contextmanager
+def deepspeed_at(rank: int, n: int) -> Iterator[Any]:
+    """DeepSpeed, and at the end nothing of ours in it."""
+    with launched(rank, n) as deepspeed:
+        deepspeed.comm.init_distributed(dist_backend="gloo", verbose=False)
+        try:
+            yield deepspeed
+        finally:
+            dist.barrier()
+            settings.configure(None)
+            serve.uninstall()
+            serve.close_transports()
+
+
+@contextmanager
+def served(module: Any, **options: Any) -> Iterator[None]:
+    settings.configure(CommFuseConfig(deadline_s=20.0, inbox_bytes=1 << 20, **options))
+    serve.install(module)
+    with mock.patch.object(dist, "all_to_all_single", side_effect=AssertionError("an all-to-all of DeepSpeed")):
+        yield
+    settings.configure(None)
+
+
+def close(ours: list[torch.Tensor], stock: list[torch.Tensor]) -> None:
+    for a, b in zip(ours, stock, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
+        assert (a - b).norm() <= 1e-6 * b.norm()
+
+
+# ---- DistributedAttention --------------------------------------------------------------------------------------------
+def layer(rank: int, n: int, causal: bool, batch_first: bool, groups: int) -> None:
+    with deepspeed_at(rank, n):
+        from deepspeed.sequence import layer as home
+
+        attention = home.DistributedAttention(
+            LocalAttention(causal=causal, batch_first=batch_first), dist.group.WORLD, 2, 1 if batch_first else 0
+        )
+
+        def step() -> list[torch.Tensor]:
+            torch.manual_seed(rank)
+            lead = (2, LENGTH) if batch_first else (LENGTH, 2)
+            q, k, v = (torch.randn(*lead, heads, WIDTH, requires_grad=True) for heads in (2 * n, groups, groups))
+            o = attention(q, k, v, 0 if batch_first else 1)
+            o.backward(torch.randn(o.shape))
+            return [o.detach(), q.grad, k.grad, v.grad]  # type: ignore[list-item]
+
+        stock = step()
+        with served(home):
+            close(step(), stock)
+        (row,) = [row for row in report().rows if row.name == "DistributedAttention(LocalAttention)"]
+        assert row.path == "ulysses" and "transport shm" in row.reason
+
+
+@pytest.mark.parametrize(("n", "causal", "batch_first", "groups"), [(2, True, True, 2), slow(4, False, False, 8)])
+def test_distributed_attention(workers: Any, n: int, causal: bool, batch_first: bool, groups: int) -> None:
+    workers(n).run(layer, causal, batch_first, groups, timeout=120)
+
+
+# ---- UlyssesSPAttentionHF --------------------------------------------------------------------------------------------
+@contextmanager
+def llama(deepspeed: Any, n: int, heads: int, groups: int, **more: Any) -> Iterator[tuple[Any, Any]]:
+    """(a Llama whose attention is DeepSpeed's, mpu)"""
+    import deepspeed.runtime.sequence_parallel.parallel_state_sp as state
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    torch.manual_seed(7)
+    sizes = {"hidden_size": heads * 4, "intermediate_size": 24, "vocab_size": 31, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=groups, attn_implementation="sdpa")
+    model = LlamaForCausalLM(config)
+    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    try:
+        mpu = UlyssesSPAttentionHF.register_with_transformers(
+            model, "sdpa", sequence_parallel_size=n, micro_batch_size=2, seq_length_is_variable=True, **more
+        )
+        yield model, mpu
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = before
+        state._release_sequence_parallel_groups()
+
+
+def tokens(rank: int, n: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token ids, positions) of a rank."""
+    ids = torch.randint(0, 31, (2, n * length), generator=torch.Generator().manual_seed(length))
+    positions = torch.arange(n * length).expand(2, -1)
+    return ids.chunk(n, 1)[rank].contiguous(), positions.chunk(n, 1)[rank].contiguous()
+
+
+def hugging_face(rank: int, n: int, heads: int, groups: int) -> None:
+    with deepspeed_at(rank, n) as deepspeed, llama(deepspeed, n, heads, groups) as (model, _):
+        model.double()
+        from deepspeed.runtime.sequence_parallel import ulysses_sp as home
+
+        def step(length: int) -> list[torch.Tensor]:
+            ids, positions = tokens(rank, n, length)
+            model.zero_grad()
+            logits = model(input_ids=ids, position_ids=positions).logits
+            logits.sin().sum().backward()
+            return [logits.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+        lengths = (LENGTH, 1, 5)  # another number of tokens in each step
+        stock = [step(length) for length in lengths]
+        with served(home), mock.patch.object(dist, "all_gather", side_effect=AssertionError("of position_ids")):
+            for length, wanted in zip(lengths, stock, strict=True):
+                for a, b in zip(step(length), wanted, strict=True):
+                    assert (a - b).norm() <= 1e-12 * b.norm().clamp(min=1.0)  # gradients of scores nearly cancel
+        (row,) = [row for row in report().rows if row.name.startswith("UlyssesSPAttentionHF")]
+        assert row.path == "ulysses"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "heads", "groups"), [(2, 4, 4), (4, 8, 2), (4, 8, 4)])
+def test_hugging_face(workers: Any, n: int, heads: int, groups: int) -> None:
+    """Also with fewer key heads than ranks."""
+    workers(n).run(hugging_face, heads, groups, timeout=240)
+
+
+def with_a_block(rank: int, n: int, block: dict[str, Any] | None) -> tuple[list[float], list[str]]:
+    with deepspeed_at(rank, n) as deepspeed, llama(deepspeed, n, 4, 2) as (model, mpu):
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": 2},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4, "torch_adam": True}},
+            "sequence_parallel_size": n,
+            **({} if block is None else {"commfuse": block}),
+        }
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, mpu=mpu)
+        losses = []
+        for length in itertools.islice(itertools.cycle((LENGTH, 5)), 4):
+            ids, positions = tokens(rank, n, length)
+            logits = engine(input_ids=ids, position_ids=positions).logits
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        rows = [f"{row.path}: {row.reason}" for row in report().rows if row.name.startswith("UlyssesSPAttentionHF")]
+        engine.destroy()
+        return losses, rows
+
+
+@pytest.mark.slow
+def test_the_block_switches_it_on_in_an_unmodified_script(workers: Any) -> None:
+    pool = workers(2)
+    stock = pool.run(with_a_block, None, timeout=240)
+    off = pool.run(with_a_block, {"enabled": False}, timeout=240)
+    ours = pool.run(with_a_block, {"deadline_s": 20.0, "inbox_bytes": 1 << 20}, timeout=240)
+    for (wanted, nothing), (same, none), (found, rows) in zip(stock, off, ours, strict=True):
+        assert nothing == none == [] and same == wanted
+        assert rows and all(row.startswith("ulysses: ") for row in rows)
+        assert found == pytest.approx(wanted, rel=1e-5)

@@ -1,0 +1,97 @@
+"""Attention by blocks, joined by log-sum-exp: against torch's attention over everything, in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from commfuse_dp.ops import attention
+from commfuse_dp.ops.attention import Attended, Gradients, add_gradients, parts
+
+
+@pytest.fixture(params=["library", "plain"])
+def backend(request, monkeypatch):
+    if request.param == "plain":
+        monkeypatch.setattr(attention, "cpu_flash_attention", lambda: None)
+    return request.param
+
+
+def exact(q, k, v, causal, scale, grad):
+    """(o, dq, dk, dv) of unsharded attention in float64."""
+    inputs = [t.double().requires_grad_() for t in (q, k, v)]
+    o = F.scaled_dot_product_attention(*inputs, is_causal=causal, scale=scale, enable_gqa=True)
+    o.backward(grad.double())
+    return [o.detach(), *(t.grad for t in inputs)]
+
+
+def by_blocks(q, k, v, causal, scale, grad, q_cuts, k_cuts):
+    o, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    pairs = list(itertools.pairwise(q_cuts)), list(itertools.pairwise(k_cuts))
+    for low, high in pairs[0]:
+        attended = Attended(q[:, :, low:high], q_start=low, causal=causal, scale=scale)
+        for first, last in reversed(pairs[1]):  # any order of keys will do
+            attended.take(k[:, :, first:last], v[:, :, first:last], first)
+        o[:, :, low:high], lse[:, :, low:high] = attended.result()
+    wide = torch.promote_types(q.dtype, torch.float32)
+    grads = Gradients(*(torch.zeros(t.shape, dtype=wide) for t in (q, k, v)))
+    for low, high in pairs[0]:
+        for first, last in pairs[1]:
+            rows, columns = slice(low, high), slice(first, last)
+            add_gradients(
+                Gradients(grads.q[:, :, rows], grads.k[:, :, columns], grads.v[:, :, columns]),
+                *(grad[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns], o[:, :, rows], lse[:, :, rows]),
+                q_start=low,
+                k_start=first,
+                causal=causal,
+                scale=scale,
+            )
+    return [o, *grads]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize("cuts", [((0, 9), (0, 9)), ((0, 2, 5, 9), (0, 3, 4, 9)), ((0, 4, 9), (0, 1, 7, 9))])
+def test_blocks_join_to_the_whole(backend, causal, heads, cuts):
+    generator = torch.Generator().manual_seed(3)
+    h, g = heads
+    q, grad = (torch.randn(2, h, 9, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(2, 9, g, 8, generator=generator, dtype=torch.float64).transpose(1, 2) for _ in range(2))
+    found = by_blocks(q, k, v, causal, 0.4, grad, *cuts)
+    for ours, wanted in zip(found, exact(q, k, v, causal, 0.4, grad), strict=True):
+        assert (ours - wanted).norm() <= 1e-14 * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision(backend, dtype):
+    """Each block is rounded to the dtype, then joined in float32: within twice the error of the unsharded kernel."""
+    generator = torch.Generator().manual_seed(4)
+    q, k, v, grad = (torch.randn(1, 2, 12, 8, generator=generator).to(dtype) for _ in range(4))
+    wanted = exact(q, k, v, True, 0.3, grad)
+    whole = by_blocks(q, k, v, True, 0.3, grad, (0, 12), (0, 12))
+    found = by_blocks(q, k, v, True, 0.3, grad, (0, 5, 12), (0, 7, 12))
+    for ours, unsharded, right in zip(found, whole, wanted, strict=True):
+        error, base = (ours.double() - right).norm(), (unsharded.double() - right).norm()
+        assert error <= 2 * base + 1e-7 * right.norm()
+
+
+@pytest.mark.parametrize("q_range", [(0, 4), (3, 8), (2, 2), (7, 9)])
+@pytest.mark.parametrize("k_range", [(0, 3), (0, 9), (4, 6), (5, 5), (8, 9)])
+def test_parts_cover_what_the_mask_shows(q_range, k_range):
+    (q0, q1), (k0, k1) = q_range, k_range
+    seen = torch.zeros(q1 - q0, k1 - k0, dtype=torch.int)
+    for (low, high), (first, last), corner in parts(q0, q1 - q0, k0, k1 - k0, True):
+        assert high > low and last > first
+        shown = torch.ones(high - low, last - first, dtype=torch.int)
+        seen[low:high, first:last] += shown.tril() if corner else shown
+    mask = torch.arange(q0, q1)[:, None] >= torch.arange(k0, k1)[None, :]
+    assert torch.equal(seen, mask.int())
+
+
+def test_queries_without_keys_are_zero(backend):
+    attended = Attended(torch.randn(1, 1, 3, 4), q_start=0, causal=True, scale=1.0)
+    attended.take(torch.randn(1, 1, 2, 4), torch.randn(1, 1, 2, 4), 5)
+    o, lse = attended.result()
+    assert not o.any() and torch.isneginf(lse).all()
