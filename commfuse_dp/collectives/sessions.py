@@ -69,7 +69,7 @@ def begin(
 
 
 def transport_for(
-    group: dist.ProcessGroup | None, transport: Transport | None, device: torch.device, purpose: Purpose = PLAIN
+    group: dist.ProcessGroup | None, transport: Transport | None, device: torch.device, purpose: Purpose = COLLECTIVES
 ) -> Transport | None:
     """The transport that `begin` would use, without counting a call; None in a world of one rank."""
     if transport is not None:
