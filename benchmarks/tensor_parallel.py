@@ -1,0 +1,224 @@
+"""The paper's table (arXiv 2604.24013): tensor-parallel layers over a link, CommFuse beside what it is compared with there.
+
+    python benchmarks/tensor_parallel.py --op mlp --link 0.56x                      forward, as the paper measured
+    python benchmarks/tensor_parallel.py --op mlp --link 0.56x --pass both          and backward
+    python benchmarks/tensor_parallel.py --op mlp --link 0.56x --sweep sequence     four lengths of the sequence, 16 : 1
+    python benchmarks/tensor_parallel.py --op attention --variants compute,vanilla,commfuse-row,commfuse
+
+`--link 0.56x`: a link on which the communication that vanilla needs takes 0.56 of compute alone, measured before. All variants
+run over one transport (tcp) in one run, alternating; `dtensor` is what a user has today: PyTorch's styles over gloo, whose
+reduce-scatter is an all-reduce. fp32, one batch entry. What the variants do: benchmarks/tp/variants.py.
+
+Exposed is what the compute thread was seen to wait; `over compute` needs no such measurement and holds for dtensor, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import re
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a script: make `benchmarks` importable
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import report
+from benchmarks.case import BenchmarkError, CaseResult
+from benchmarks.launch import run_case
+from benchmarks.tp.models import OPS, least_bytes
+from benchmarks.tp.worker import TpCase
+from commfuse_dp.cli import netns
+from commfuse_dp.cli.launch import python_module
+from commfuse_dp.errors import CommFuseError, ConfigError
+
+FORWARD = ("compute", "vanilla", "slicing-2", "slicing-4", "slicing-8", "commfuse", "dtensor")
+BOTH = ("compute", "vanilla", "commfuse", "dtensor")
+KNOWN = (*FORWARD, "commfuse-row")
+SWEEP = (0.25, 0.5, 1, 2, 4)
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parse(argv)
+    command = "python " + shlex.join(["benchmarks/tensor_parallel.py", *(sys.argv[1:] if argv is None else argv)])
+    try:
+        record = run(arguments, command)
+    except (BenchmarkError, CommFuseError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: ranks and namespaces are removed, nothing is stored", file=sys.stderr)
+        return 130
+    print(markdown(record))
+    return 0
+
+
+def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
+    base = _case(arguments)
+    record: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "conditions": report.conditions(command),
+        "settings": asdict(base),
+        "cases": [],
+    }
+    scales = SWEEP if arguments.sweep == "sequence" else (1,)
+    rate = _rate(arguments, base)  # of all lengths: compute of linear layers and communication grow alike
+    for scale in scales:
+        case = replace(base, tokens=int(base.tokens * scale))
+        title = f"{case.op}, {case.passes}, {case.tokens} tokens, {case.world_size} ranks, link {arguments.link}"
+        _say(f"== {title}")
+        record["cases"].append({"title": title, **_measure(case, rate, arguments)})
+        _store(record, arguments.json)
+    return record
+
+
+def _rate(arguments: argparse.Namespace, base: TpCase) -> str | None:
+    """The link's rate, as netns takes it; None: no link."""
+    if arguments.link == "none":
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)x", arguments.link)
+    if match is None:
+        netns.parse_rate(arguments.link)
+        return str(arguments.link)
+    if float(match[1]) <= 0:
+        raise ConfigError(f"--link {arguments.link}: the factor must be above 0.")
+    _say("measuring compute alone, to choose the link's rate")
+    result = _launch(replace(base, variants=("compute",)), None, arguments)
+    seconds = statistics.median(report.step_seconds(result.variants[0], base.steps))
+    least = least_bytes(base.op, base.shape, base.world_size, base.passes, "vanilla")
+    return f"{round(8 * least / (float(match[1]) * seconds))}bit"
+
+
+def _measure(case: TpCase, rate: str | None, arguments: argparse.Namespace) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+        world = goodput = None
+        if rate is not None:
+            world = stack.enter_context(netns.shaped_world(case.world_size, rate))
+            goodput = world.measure_rate()
+        result = _launch(case, world, arguments)
+    summary = report.summarize(result, steps=case.steps, link_bytes_per_s=goodput)
+    times = {record.name: report.step_seconds(record, case.steps) for record in result.variants}
+    for name, row in summary["variants"].items():
+        least = least_bytes(case.op, case.shape, case.world_size, case.passes, name)
+        row["least_bytes"] = least
+        row["bytes_over_least"] = row["bytes_per_step"] / least if least and row["bytes_per_step"] is not None else None
+        for reference in ("compute", "vanilla"):
+            if reference in times:
+                pairs = zip(times[name], times[reference], strict=True)
+                row[f"step_over_{reference}"] = report.spread([own / other for own, other in pairs])
+    return {"link": {"rate_gbit": (world.rate or 0) / 1e9} if world is not None else None, "summary": summary}
+
+
+def _launch(case: TpCase, world: netns.ShapedWorld | None, arguments: argparse.Namespace) -> CaseResult:
+    program = python_module("benchmarks.tp.worker")
+    return run_case(case, world, timeout_s=arguments.timeout, say=_say, program=program)  # type: ignore[arg-type]
+
+
+def _store(record: dict[str, Any], target: Path | None) -> None:
+    if target is not None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(record, indent=1) + "\n")
+        target.with_suffix(".md").write_text(markdown(record))
+
+
+def markdown(record: dict[str, Any]) -> str:
+    about, settings = record["conditions"], record["settings"]
+    lines = [
+        f"# Tensor parallelism: {record['date']}",
+        "",
+        f"{about['device']}, {about['cores']} cores; torch {about['torch']}, Python {about['python']}, kernel {about['kernel']}"
+        f"; commit {about['commit']}; load average at start {about['load_average_at_start']:.2f}.",
+        "",
+        f"    {about['command']}",
+        "",
+        f"Width {settings['width']}, hidden {settings['hidden']}, {settings['heads']} heads, fp32, one thread a rank, transport"
+        f" {settings['transport']}; {settings['rounds']} rounds of {settings['steps']} passes, variants alternating in rotated "
+        "order; the slowest rank's time; p50 (p20-p80). Ratios are paired by round.",
+    ]
+    for case in record["cases"]:
+        summary, link = case["summary"], case["link"]
+        lines += ["", f"## {case['title']}", ""]
+        if link:
+            lines += [
+                f"Link {link['rate_gbit']:.3f} Gbit/s, goodput {summary['link_goodput_gbit']:.3f} both ways at once: "
+                f"{summary['wire_ms']:.0f} ms on the wire for what vanilla sends.",
+                "",
+            ]
+        lines += [
+            "| variant | ms | over compute | over vanilla | exposed ms | bytes over least |",
+            "| --- | --- | --- | --- | --- | --- |",
+        ]
+        for name, row in summary["variants"].items():
+            share = row["bytes_over_least"]
+            cells = [
+                name,
+                report._range(row["step_ms"]),
+                report._range(row.get("step_over_compute"), 3),
+                report._range(row.get("step_over_vanilla"), 3),
+                report._range(row["exposed_ms"], 1),
+                "" if share is None else f"{share:.2f}",
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+        lines += [f"\nWarning: {text}" for text in summary["warnings"]]
+    return "\n".join(lines) + "\n"
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", choices=OPS, default="mlp")
+    parser.add_argument("--pass", dest="passes", choices=("forward", "both"), default="forward")
+    parser.add_argument("--link", default="0.56x", help="none, a rate (1gbit), or <number>x compute (%(default)s)")
+    parser.add_argument("--variants", help=f"of {', '.join(KNOWN)} (default: those that fit --pass)")
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--sweep", choices=("sequence",), help=f"tokens x {', '.join(map(str, SWEEP))}")
+    parser.add_argument("--tokens", type=int, default=1024, help="of the whole sequence (%(default)s)")
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--slices-per-rank", type=int, help="of CommFuse (its own choice)")
+    parser.add_argument("--transport", choices=("tcp", "shm"), default="tcp")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="store FILE, and .md beside it")
+    parser.add_argument("--timeout", type=float, default=1200.0)
+    return parser.parse_args(argv)
+
+
+def _case(arguments: argparse.Namespace) -> TpCase:
+    names = arguments.variants or ",".join(FORWARD if arguments.passes == "forward" else BOTH)
+    variants = tuple(name for name in names.split(",") if name)
+    if not variants or any(name not in KNOWN for name in variants) or len(set(variants)) < len(variants):
+        raise ConfigError(f"--variants {names!r}: give each at most once, of {', '.join(KNOWN)}.")
+    if arguments.passes == "both" and any(name.startswith("slicing") for name in variants):
+        raise ConfigError("--pass both: data slicing is measured forward only, as in the paper. Leave it out of --variants.")
+    for name in ("world_size", "tokens", "width", "hidden", "heads", "steps", "rounds", "warmup"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: must be at least 1.")
+    n = arguments.world_size
+    for name in ("tokens", "hidden", "heads"):
+        if getattr(arguments, name) % (n * (8 if name == "tokens" else 1)):
+            raise ConfigError(f"--{name} {getattr(arguments, name)}: must be divisible by the ranks, tokens by 8 x the ranks.")
+    if arguments.width % arguments.heads:
+        raise ConfigError(f"--width {arguments.width}: must be divisible by --heads {arguments.heads}.")
+    if arguments.sweep and arguments.tokens % (32 * n):
+        raise ConfigError(f"--tokens {arguments.tokens}: a sweep needs a multiple of {32 * n}.")
+    fields = {name: getattr(arguments, name) for name in TpCase.__dataclass_fields__ if hasattr(arguments, name)}
+    return TpCase(**{**fields, "variants": variants})
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
