@@ -23,7 +23,7 @@ CODE := commfuse_dp integrations tests benchmarks
 # With bytecode kept, whatever the shell says: else each of the many processes compiles all modules, and pytest rewrites all tests.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: demo test test-slow test-all sweep peer-suites bench gpu-check lint format clean
+.PHONY: demo test test-slow test-all sweep peer-suites bench bench-tp gpu-check lint format clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -53,6 +53,10 @@ peer-suites: $(STAMP_SWEEP)
 
 bench: $(STAMP_DEV)
 	$(BIN)/python benchmarks/train_step.py $(ARGS)
+
+# The paper's table: tensor-parallel layers over a shaped link.  make bench-tp ARGS="--op attention --pass both"
+bench-tp: $(STAMP_DEV)
+	$(BIN)/python benchmarks/tensor_parallel.py $(ARGS)
 
 # Needs a GPU and nothing installed but torch: runs from the checkout with PYTHON, not in .venv.
 #   make gpu-check ARGS="--parts kernels_check,timings"      make gpu-check PYTHON=.venv/bin/python

@@ -1,0 +1,47 @@
+"""benchmarks/tensor_parallel.py, in small: every variant computes the same (the benchmark itself compares), and what it stores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import tensor_parallel
+
+SMALL = ["--tokens", "64", "--width", "32", "--hidden", "64", "--heads", "4", "--link", "none", "--transport", "shm"]
+
+
+@pytest.mark.parametrize(
+    ("op", "passes", "variants"),
+    [
+        ("mlp", "forward", "compute,vanilla,slicing-2,commfuse,dtensor"),
+        pytest.param("attention", "forward", "vanilla,slicing-4,commfuse-row,commfuse,dtensor", marks=pytest.mark.slow),
+        pytest.param("block", "both", "compute,vanilla,commfuse,dtensor", marks=pytest.mark.slow),
+    ],
+)
+def test_variants_compute_the_same(op: str, passes: str, variants: str, tmp_path: Path) -> None:
+    target = tmp_path / "record.json"
+    arguments = ["--op", op, "--pass", passes, "--variants", variants, "--rounds", "2", "--steps", "1", "--json", str(target)]
+    assert tensor_parallel.main([*SMALL, *arguments]) == 0
+    (case,) = json.loads(target.read_text())["cases"]
+    rows = case["summary"]["variants"]
+    assert list(rows) == variants.split(",")
+    assert all(row["step_ms"]["p50"] > 0 for row in rows.values())
+    assert rows["commfuse"]["exposed_ms"] is not None and rows["dtensor"]["exposed_ms"] is None
+    assert "| commfuse |" in target.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--variants", "vanila"], "vanilla"),
+        (["--pass", "both", "--variants", "slicing-2"], "forward only"),
+        (["--tokens", "63"], "divisible"),
+        (["--link", "0x"], "above 0"),
+        (["--heads", "3"], "divisible"),
+    ],
+)
+def test_bad_input(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tensor_parallel.main([*SMALL, *arguments]) == 1
+    assert words in capsys.readouterr().err
