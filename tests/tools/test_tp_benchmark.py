@@ -1,4 +1,4 @@
-"""benchmarks/tensor_parallel.py, in small: every variant computes the same (the benchmark itself compares), and what it stores."""
+"""benchmarks/tensor_parallel.py, in small: all variants compute the same (the benchmark compares), and what it stores."""
 
 from __future__ import annotations
 
