@@ -17,7 +17,7 @@ from commfuse_dp.integrations.attach.report import ParameterRow, Path, Report
 from commfuse_dp.integrations.attach.rules import check_exclude, original_type
 from commfuse_dp.integrations.fsdp2 import apply as apply_fsdp2
 from commfuse_dp.integrations.fsdp2 import remove as remove_fsdp2
-from commfuse_dp.integrations.tensor_parallel import compat
+from commfuse_dp.integrations.tensor_parallel import autohook, compat
 from commfuse_dp.integrations.tensor_parallel.layers import (
     ColumnGroup,
     Division,
@@ -48,6 +48,7 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     Parameters, optimizer and state_dict stay as they are. The report has path `column` or `row` for what is served, and the
     reason for whatever stays with DTensor. Raises ConfigError, MismatchError, TransportError, as apply() for FSDP2 does.
     """
+    autohook.forget(model)
     groups = _groups(model)
     config, selection = Ranks(groups).together(lambda: _prepare(model, config))
     group = selection.group if selection.groups or selection.rows else None
