@@ -140,7 +140,10 @@ def _install(attachment: Attachment, model: nn.Module, selection: Selection, con
         rows += _rows(member.name, member.module, "row", "partial sums leave as they are computed")
     _follow_root(attachment, model, division)
     rows += _left(model, selection, {row.name for row in rows})
-    return attachment.finish(rows, config, names=[name for name, _ in model.named_parameters()], minimum_bytes_per_step=0)
+    names = [name for name, _ in model.named_parameters()]
+    report = attachment.finish(rows, config, names=names, minimum_bytes_per_step=0)
+    report.gathered_inputs = division.gathered_inputs
+    return report
 
 
 def _replace_hook(attachment: Attachment, module: nn.Module, hook: StyleHook) -> None:
@@ -213,5 +216,5 @@ def _over_data_parallel(model: nn.Module, config: CommFuseConfig, report: Report
         else:
             rows.append(tensor._replace(reason=f"{tensor.reason}; data parallel: {row.path} ({row.reason})"))
     data.rows[:] = rows
-    data.tensor_parallel = report
+    data.tensor_parallel, data.gathered_inputs = report, report.gathered_inputs
     return data
