@@ -2,8 +2,8 @@
 
 `activate` is an entry point of the group "torch.backends", PyTorch's own way to load extensions
 (TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches all of them off, COMMFUSE=0 this one). It puts one finder on sys.meta_path and
-returns. When deepspeed or accelerate is imported, and not before, the integration's hooks are registered; they act when a
-JSON block, a flag or COMMFUSE=1 asks for CommFuse.
+returns. When one of FRAMEWORKS is imported, and not before, the integration's hooks are registered; they act when a JSON block,
+a flag or COMMFUSE=1 asks for CommFuse.
 
 An exception here would break `import torch` for programs that never heard of CommFuse. So nothing is imported before it is
 needed (torch, pydantic and wrapt neither), and what goes wrong becomes one warning: that the hooks could not be set.
@@ -26,7 +26,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
-FRAMEWORKS = ("deepspeed", "accelerate")
+FRAMEWORKS = {  # module whose first import is waited for -> its integration
+    "deepspeed": "deepspeed",
+    "accelerate": "accelerate",
+    "torch.distributed.tensor.parallel": "tensor_parallel",
+}
 ON = ("1", "true", "yes", "on")
 OFF = ("0", "false", "no", "off")
 
@@ -65,7 +69,7 @@ def register(framework: str) -> None:
     try:
         import importlib
 
-        importlib.import_module(f"commfuse_dp.integrations.{framework}.autohook").register()
+        importlib.import_module(f"commfuse_dp.integrations.{FRAMEWORKS[framework]}.autohook").register()
     except Exception as error:
         warn(
             f"CommFuse could not hook into {framework}, which therefore runs without it, whatever its configuration says: "

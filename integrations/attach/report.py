@@ -50,6 +50,9 @@ class Report:
         self.rows = rows
         self.memory = memory
         """Bytes that CommFuse holds on this rank; None: nothing."""
+        self.gathered_inputs: Mapping[str, int] = {}
+        """Tensor parallelism: module -> how often so far the framework gathered its input after all, because a forward used it
+        beside the layers that share it."""
         self.tensor_parallel: Report | None = None
         """Of a model that is sharded by data parallelism over tensor parallelism: the latter's own report."""
         self.transport = transport
@@ -95,6 +98,9 @@ class Report:
         if self.probe.bound_for:
             why = ", ".join(f"{count} for {reason}" for reason, count in self.probe.bound_for.items())
             lines += ["", f"  backward passes of layers so far: {self.probe.counters.replayed} replayed, bound anew: {why}"]
+        if self.gathered_inputs:
+            lines += ["", "  inputs that were gathered once more so far, as something beside their column layers used them:"]
+            lines += [f"    {name:<{width}}  {count} times" for name, count in self.gathered_inputs.items()]
         products = self.kernels()
         if products:
             lines += ["", "  products so far (tokens x columns x rows of all slices):"]

@@ -46,6 +46,7 @@ class Division:
         self.transport = transport
         self.config = config
         self._stock_gathers = list(stock_gathers)
+        self.gathered_inputs: dict[str, int] = {}  # group -> how often the framework's own gather was needed
         self._lengths: tuple[int, ...] | None = None
         self._in_root = False
 
@@ -157,7 +158,6 @@ class ColumnGroup:
         self.alone = group.members[0].module is group.module
         self._mesh = group.style.mesh
         self._division = division
-        self.materialised = 0  # how often the framework's own gather was needed
 
     @property
     def holder(self) -> nn.Module:
@@ -188,7 +188,8 @@ class ColumnGroup:
         shape = (*local.shape[:dim], sum(sizes), *local.shape[dim + 1 :])
 
         def gather() -> torch.Tensor:
-            self.materialised += 1
+            counts = self._division.gathered_inputs
+            counts[self.name] = counts.get(self.name, 0) + 1
             return self._stock_gather(local, shape)
 
         stand_in = StandIn(local, shape, gather)

@@ -133,7 +133,7 @@ def compare(case: dict[str, Any], dtype: torch.dtype, tolerance: float, faults: 
     return results
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(cases())
 def test_against_the_unsharded_block_in_float64(case: dict[str, Any]) -> None:
     compare(case, torch.float64, 1e-12, Faults(seed=case["seed"], max_delay=3))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from commfuse_dp.integrations.attach.attachment import attachment_of
-from commfuse_dp.integrations.attach.forwards import TENSOR_ATTACHMENT
+from commfuse_dp.integrations.attach.forwards import TENSOR_ATTACHMENT, Served
+from commfuse_dp.integrations.tensor_parallel import serving
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.utils.checkpoint import checkpoint
 
 import commfuse_dp
-from commfuse_dp.errors import ConfigError
+from commfuse_dp.errors import CommFuseError, ConfigError, TransportError
 from tests.parity.tensor_parallel.block import WIDTH, Llama, applied, batch, config, parallelize, whole
 from tests.support.workers import WorkerError
 
@@ -76,12 +79,11 @@ def _ways(rank: int, world_size: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(again, gradients(model, tokens), strict=True))
         with pytest.raises(ConfigError, match="called twice"):
             commfuse_dp.apply(model, config())
-        groups = [hook for block in model.layers for hook in block.feed_forward._forward_pre_hooks.values()]
-        assert [hook._group.materialised for hook in groups] == [0, 0]
+        assert not report.gathered_inputs
         for block in (*model.layers, *stock.layers):
             block.feed_forward.forward = _reading.__get__(block.feed_forward)
         alike(gradients(model, tokens), gradients(stock, tokens))
-        assert all(hook._group.materialised for hook in groups)
+        assert set(report.gathered_inputs) == {"layers.0.feed_forward", "layers.1.feed_forward"} and "once more" in str(report)
     assert type(model.layers[0].attention.wq) is nn.Linear and not hasattr(model, TENSOR_ATTACHMENT)
     alike(gradients(model, tokens), gradients(stock, tokens), 0.0)
     with pytest.raises(ConfigError, match="has no CommFuse"):
@@ -269,6 +271,50 @@ def test_ranks_that_differ(workers: Any) -> None:
     with pytest.raises(WorkerError, match="inner: ranks call it with inputs that do not fit together") as caught:
         workers(2).run(_lengths, timeout=60)
     assert len(caught.value.errors) == 2
+
+
+def _one_fails(rank: int, world_size: int) -> None:
+    """While the third module is attached, on rank 1: no rank keeps anything."""
+    net, twin = styled(Quiet(), mesh_of(world_size)), styled(Quiet(), mesh_of(world_size))
+    hooks = {name: dict(module._forward_pre_hooks) for name, module in net.named_modules()}
+    stock, calls = serving.serve, []
+
+    def serve(*args: Any) -> None:
+        calls.append(args)
+        if rank == 1 and len(calls) == 3:
+            raise RuntimeError("no more")
+        stock(*args)
+
+    serving.serve = serve
+    try:
+        with pytest.raises((RuntimeError, CommFuseError), match="no more"):
+            commfuse_dp.apply(net, config())
+    finally:
+        serving.serve = stock
+    assert {name: dict(module._forward_pre_hooks) for name, module in net.named_modules()} == hooks
+    assert all(not isinstance(module, Served) for module in net.modules())
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    assert torch.equal(net(x), twin(x))
+    with applied(net):
+        assert torch.allclose(net(x), twin(x), rtol=1e-12, atol=1e-12)
+
+
+def _dropped(rank: int, world_size: int) -> None:
+    net = styled(Quiet(), mesh_of(world_size))
+    commfuse_dp.apply(net, config())
+    transport = attachment_of(net, TENSOR_ATTACHMENT).transport
+    net(torch.randn(2, 3, WIDTH, dtype=torch.float64)).sum().backward()
+    ref = weakref.ref(net)
+    del net
+    gc.collect()
+    assert ref() is None
+    with pytest.raises(TransportError):  # closed with its model
+        transport.progress()
+
+
+def test_all_or_nothing_and_nothing_left(workers: Any) -> None:
+    workers(2).run(_one_fails, timeout=60)
+    workers(2).run(_dropped, timeout=60)
 
 
 # ---- data parallelism over tensor parallelism ------------------------------------------------------------------------

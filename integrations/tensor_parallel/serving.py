@@ -17,7 +17,7 @@ from commfuse_dp.integrations.attach.report import ParameterRow, Path, Report
 from commfuse_dp.integrations.attach.rules import check_exclude, original_type
 from commfuse_dp.integrations.fsdp2 import apply as apply_fsdp2
 from commfuse_dp.integrations.fsdp2 import remove as remove_fsdp2
-from commfuse_dp.integrations.tensor_parallel import compat
+from commfuse_dp.integrations.tensor_parallel import autohook, compat
 from commfuse_dp.integrations.tensor_parallel.layers import (
     ColumnGroup,
     Division,
@@ -48,6 +48,7 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     Parameters, optimizer and state_dict stay as they are. The report has path `column` or `row` for what is served, and the
     reason for whatever stays with DTensor. Raises ConfigError, MismatchError, TransportError, as apply() for FSDP2 does.
     """
+    autohook.forget(model)
     groups = _groups(model)
     config, selection = Ranks(groups).together(lambda: _prepare(model, config))
     group = selection.group if selection.groups or selection.rows else None
@@ -139,7 +140,10 @@ def _install(attachment: Attachment, model: nn.Module, selection: Selection, con
         rows += _rows(member.name, member.module, "row", "partial sums leave as they are computed")
     _follow_root(attachment, model, division)
     rows += _left(model, selection, {row.name for row in rows})
-    return attachment.finish(rows, config, names=[name for name, _ in model.named_parameters()], minimum_bytes_per_step=0)
+    names = [name for name, _ in model.named_parameters()]
+    report = attachment.finish(rows, config, names=names, minimum_bytes_per_step=0)
+    report.gathered_inputs = division.gathered_inputs
+    return report
 
 
 def _replace_hook(attachment: Attachment, module: nn.Module, hook: StyleHook) -> None:
@@ -212,5 +216,5 @@ def _over_data_parallel(model: nn.Module, config: CommFuseConfig, report: Report
         else:
             rows.append(tensor._replace(reason=f"{tensor.reason}; data parallel: {row.path} ({row.reason})"))
     data.rows[:] = rows
-    data.tensor_parallel = report
+    data.tensor_parallel, data.gathered_inputs = report, report.gathered_inputs
     return data

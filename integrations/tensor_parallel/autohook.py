@@ -1,0 +1,88 @@
+"""What serves an unmodified script under COMMFUSE=1: models that `parallelize_module` was applied to, from their first forward.
+
+Only then is a model complete: a script calls parallelize_module for every block, and perhaps fully_shard behind it. So what it
+was called with is remembered, and whichever module is called first that holds any of it is the model. A hook that torch calls
+ahead of every module's own finds it; it is gone as soon as nothing is left to be found.
+
+A model that `fully_shard` was applied to as well has to be begun before its forward: the script calls commfuse_dp.apply(model).
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from types import ModuleType
+from typing import Any
+
+_waiting: weakref.WeakSet[Any] = weakref.WeakSet()  # what parallelize_module was called with, and is not served yet
+_handle: Any = None  # of the hook ahead of every module
+
+
+def register() -> None:
+    """Called once, when torch.distributed.tensor.parallel is imported first."""
+    from commfuse_dp.autoload import ON, when_imported
+
+    if os.environ.get("COMMFUSE", "").strip().lower() in ON:
+        when_imported("torch.distributed.tensor.parallel.api")(follow)
+
+
+def follow(module: ModuleType) -> None:
+    """Have `module.parallelize_module` remember what it is called with."""
+    import wrapt
+
+    def note(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = wrapped(*args, **kwargs)
+        _watch(result)
+        return result
+
+    wrapt.wrap_function_wrapper(module, "parallelize_module", note)
+
+
+def forget(model: Any) -> None:
+    """The script serves this model itself, or has it left as it is."""
+    global _handle
+    for module in model.modules():
+        _waiting.discard(module)
+    if not _waiting and _handle is not None:
+        _handle.remove()
+        _handle = None
+
+
+def _watch(module: Any) -> None:
+    global _handle
+    from torch.nn.modules.module import register_module_forward_pre_hook
+
+    _waiting.add(module)
+    if _handle is None:
+        _handle = register_module_forward_pre_hook(_before_any)
+
+
+def _before_any(module: Any, args: tuple[Any, ...]) -> None:
+    if any(inner in _waiting for inner in module.modules()):
+        forget(module)
+        _serve(module)
+
+
+def _serve(model: Any) -> None:
+    """All ranks come here: they call the model together. An error leaves the framework as it was, on all of them."""
+    import torch.distributed as dist
+    from commfuse_dp.integrations.attach.announce import announce
+    from commfuse_dp.integrations.tensor_parallel.serving import apply
+    from torch.distributed.fsdp import FSDPModule
+
+    from commfuse_dp.autoload import warn
+    from commfuse_dp.errors import CommFuseError
+
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        warn(
+            "CommFuse: this model is sharded by fully_shard over tensor parallelism, and its forward has begun. It stays as it "
+            "is: to serve both, call commfuse_dp.apply(model) after the last fully_shard."
+        )
+        return
+    try:
+        report = apply(model)
+    except CommFuseError as error:
+        warn(f"CommFuse could not serve this model's tensor parallelism, which stays with DTensor: {error}")
+        return
+    if dist.get_rank() == 0:
+        announce(str(report))

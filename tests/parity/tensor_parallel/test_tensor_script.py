@@ -1,0 +1,25 @@
+"""Unmodified scripts with tensor parallelism: COMMFUSE=1, and `python -m commfuse_dp.run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.launching import launch
+
+SCRIPT = str(Path(__file__).parent / "programs" / "sequence_parallel_script.py")
+
+
+@pytest.mark.slow
+def test_an_unmodified_script(tmp_path: Path) -> None:
+    command = ["torchrun", "--nproc-per-node", "2", "--master-port", "{port}"]
+    stock, err = launch([*command, SCRIPT], tmp_path)
+    assert "CommFuse" not in err and len(stock.split()) == 4
+    for words, environment in (
+        ([*command, SCRIPT], {"COMMFUSE": "1"}),
+        ([*command, "-m", "commfuse_dp.run", SCRIPT], {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}),
+    ):
+        out, err = launch(words, tmp_path, **environment)
+        assert out == stock
+        assert "in_proj.weight   column" in err and "out_proj.weight  row" in err, err
