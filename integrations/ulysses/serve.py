@@ -106,7 +106,7 @@ def _distributed_obstacle(
         return "it was given a stream (sp_stream) to overlap its all-to-alls on"
     if args or kwargs:
         return f"further arguments for the local attention: {[*map(_name, args), *kwargs]}"
-    if local._forward_hooks or local._forward_pre_hooks or local._backward_hooks:
+    if compat.foreign_hooks(local):
         return "the local attention has hooks"
     return _common_obstacle(qkv, heads=2, ranks=_size(self.spg), config=config)
 
