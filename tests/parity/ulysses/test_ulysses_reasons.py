@@ -70,6 +70,12 @@ def test_distributed_attention_is_served():
     assert served == "served" and args[-3:] == (False, None, "sbhd")
 
 
+def test_what_is_compiled_stays_with_deepspeed(monkeypatch, transformers):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert serve._distributed(stock)(distributed(), X, X, X, 0) == "stock"
+    assert call(hugging_face()) == "stock"
+
+
 def test_hooks_of_deepspeed_fetch_nothing_here():
     attention, calls = distributed(), []
 
