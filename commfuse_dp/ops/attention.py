@@ -1,8 +1,8 @@
 """Attention of a block of queries against a block of keys, with the log-sum-exp that joins blocks; forward and backward.
 
 Shapes: q, o [B, h, s, d]; k, v [B, g, t, d] with h a multiple of g (grouped queries: head i attends with head i * g // h); lse
-[B, h, s]. Any strides, as long as the last dimension is dense. Queries and keys stand at positions of one sequence: `q_start`
-and `k_start` are those of their first rows, and under a causal mask a query sees the keys up to its own position.
+[B, h, s]. Any strides. Queries and keys stand at positions of one sequence: `q_start` and `k_start` are those of their first
+rows, and under a causal mask a query sees the keys up to its own position.
 
 | pass | of one block |
 | --- | --- |
@@ -151,7 +151,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     flash = cpu_flash_attention() if q.device.type == "cpu" and q.numel() else None
     if flash is not None:
-        o, lse = flash.forward(q, k, v, 0.0, corner, scale=scale)
+        o, lse = flash.forward(_dense(q), _dense(k), _dense(v), 0.0, corner, scale=scale)
         return o, lse
     scores = _scores(q, k, corner, scale)
     lse = scores.logsumexp(-1)
@@ -171,7 +171,8 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     flash = cpu_flash_attention() if q.device.type == "cpu" and q.numel() else None
     if flash is not None:
-        dq, dk, dv = flash.backward(grad_out, q, k, v, out, lse, 0.0, corner, scale=scale)
+        tensors = map(_dense, (grad_out, q, k, v, out))
+        dq, dk, dv = flash.backward(*tensors, lse, 0.0, corner, scale=scale)
         return dq, dk, dv
     scores = _scores(q, k, corner, scale)
     groups, wide = k.shape[1], scores.dtype
@@ -181,6 +182,11 @@ def _backward(
     ds = (do @ values.transpose(1, 2)).sub_(delta).mul_(probabilities).mul_(scale)
     dk, dv = ds.transpose(1, 2) @ queries, probabilities.transpose(1, 2) @ do
     return (ds @ keys).view(q.shape), dk.view(k.shape), dv.view(v.shape)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """With a dense last dimension. The kernel takes it for dense without asking, and reads beside the tensor otherwise."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _by_group(tensor: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:

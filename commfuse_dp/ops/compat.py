@@ -42,8 +42,8 @@ class FlashAttention(NamedTuple):
 def cpu_flash_attention() -> FlashAttention | None:
     """torch's flash attention for CPUs; None, said once, if this torch has none under the name known here.
 
-    As of torch 2.13 both take any float dtype, grouped queries and any strides with a dense last dimension, but no empty
-    tensors: those end the process (SIGFPE)."""
+    As of torch 2.13 both take any float dtype, grouped queries and any strides but of the last dimension, which must be dense
+    (it is not checked), and no empty tensors: those end the process (SIGFPE)."""
     forward = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
     backward = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
     if forward is None or backward is None:

@@ -52,3 +52,9 @@ def is_sdpa(attention: Any) -> bool:
     """transformers' attention by scaled_dot_product_attention."""
     module = sys.modules.get("transformers.integrations.sdpa_attention")
     return module is not None and attention is getattr(module, "sdpa_attention_forward", None)
+
+
+def foreign_hooks(module: Any) -> bool:
+    """Whether others than DeepSpeed wait for its call. ZeRO-3 hooks all modules, to fetch parameters: this has none."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), *module._backward_hooks.values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in hooks)

@@ -70,7 +70,8 @@ def _distributed(original: Forward) -> Forward:
     def forward(
         self: Any, query: Any, key: Any, value: Any, batch_dim_idx: int, rotary_pos_emb: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        config = current()
+        # Asked first, where dynamo sees a constant: what is compiled stays with DeepSpeed.
+        config = None if torch.compiler.is_compiling() else current()
         if config is None:
             return original(self, query, key, value, batch_dim_idx, rotary_pos_emb, *args, **kwargs)
         reason = compat.missing_attribute(compat.LAYER, self) or _distributed_obstacle(
@@ -106,7 +107,7 @@ def _distributed_obstacle(
         return "it was given a stream (sp_stream) to overlap its all-to-alls on"
     if args or kwargs:
         return f"further arguments for the local attention: {[*map(_name, args), *kwargs]}"
-    if local._forward_hooks or local._forward_pre_hooks or local._backward_hooks:
+    if compat.foreign_hooks(local):
         return "the local attention has hooks"
     return _common_obstacle(qkv, heads=2, ranks=_size(self.spg), config=config)
 
@@ -117,7 +118,8 @@ def _hugging_face(original: Forward) -> Forward:
     def forward(
         self: Any, module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        config = current()
+        # Asked first, where dynamo sees a constant: what is compiled stays with DeepSpeed.
+        config = None if torch.compiler.is_compiling() else current()
         if config is None:
             return original(self, module, query, key, value, attention_mask, *args, **kwargs)
         reason = compat.missing_attribute(compat.ALST, self) or _hugging_face_obstacle(
@@ -183,8 +185,6 @@ def _common_obstacle(qkv: tuple[Any, ...], *, heads: int, ranks: int, config: Co
     """In a layout in which only the number of heads may differ."""
     if config.fuse == "never":
         return "fuse='never'"
-    if torch.compiler.is_compiling():
-        return "it is being compiled"
     if ranks == 1:
         return "its group has one rank"
     if any(not isinstance(tensor, torch.Tensor) or tensor.dim() != 4 for tensor in qkv):

@@ -172,3 +172,63 @@ def test_the_block_switches_it_on_in_an_unmodified_script(workers: Any) -> None:
         assert nothing == none == [] and same == wanted
         assert rows and all(row.startswith("ulysses: ") for row in rows)
         assert found == pytest.approx(wanted, rel=1e-5)
+
+
+# ---- beside fused gradients ------------------------------------------------------------------------------------------
+class Layers(nn.Module):
+    """Attention over the ranks between linears that ZeRO shards over the same ranks. DeepSpeed knows nothing of the former."""
+
+    def __init__(self, layers: int = 3, width: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        from deepspeed.sequence.layer import DistributedAttention
+
+        self.heads = heads
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(layers))
+        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.attention = DistributedAttention(LocalAttention(causal=True), dist.group.WORLD, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for qkv, out in zip(self.qkv, self.out, strict=True):
+            q, k, v = qkv(x).unflatten(2, (-1, self.heads, x.shape[2] // self.heads)).unbind(2)
+            x = x + out(self.attention(q, k, v, 0).flatten(2))
+        return x
+
+
+def beside_zero(rank: int, n: int, stage: int, block: dict[str, Any] | None) -> tuple[list[float], list[str], bool]:
+    with deepspeed_at(rank, n) as deepspeed:
+        from commfuse_dp.integrations.deepspeed import engine_of, remove
+
+        torch.manual_seed(3)
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4, "torch_adam": True}},
+            **({} if block is None else {"commfuse": block}),
+        }
+        model = Layers()
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        losses = []
+        torch.manual_seed(rank)
+        for _ in range(4):
+            loss = (engine(torch.randn(2, LENGTH, 16)) - 1).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        paths = [row.path for row in report().rows if row.name == "DistributedAttention(LocalAttention)"]
+        fused = engine_of(engine) is not None
+        if fused:
+            remove(engine)
+        engine.destroy()
+        return losses, paths, fused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_beside_fused_gradients(workers: Any, stage: int) -> None:
+    """Room for a message or two: ranks wait for credit all the time, and not in a circle."""
+    pool = workers(2)
+    stock = pool.run(beside_zero, stage, None, timeout=120)
+    ours = pool.run(beside_zero, stage, {"deadline_s": 20.0, "inbox_bytes": 4096}, timeout=120)
+    for (wanted, _, _), (found, paths, fused) in zip(stock, ours, strict=True):
+        assert fused and "ulysses" in paths
+        assert found == pytest.approx(wanted, rel=1e-5)

@@ -70,6 +70,23 @@ def test_distributed_attention_is_served():
     assert served == "served" and args[-3:] == (False, None, "sbhd")
 
 
+def test_what_is_compiled_stays_with_deepspeed(monkeypatch, transformers):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert serve._distributed(stock)(distributed(), X, X, X, 0) == "stock"
+    assert call(hugging_face()) == "stock"
+
+
+def test_hooks_of_deepspeed_fetch_nothing_here():
+    attention, calls = distributed(), []
+
+    def fetch(*_: Any) -> None:
+        calls.append(1)
+
+    fetch.__module__ = "deepspeed.runtime.zero.parameter_offload"
+    attention.local_attn.register_forward_pre_hook(fetch)
+    assert serve._distributed(stock)(attention, X, X, X, 0)[0] == "served" and not calls
+
+
 @pytest.mark.parametrize(
     ("changed", "inputs", "told"),
     [
