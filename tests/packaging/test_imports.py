@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -158,3 +159,11 @@ def test_rooms_are_reachable_from_the_package():
         assert getattr(commfuse_dp, name).__name__ == f"commfuse_dp.{name}"
     with pytest.raises(AttributeError, match="nonsense"):
         commfuse_dp.nonsense  # noqa: B018
+
+
+def test_every_package_is_installed():
+    """An editable installation finds folders that pyproject.toml leaves out; a wheel does not have them."""
+    text = (ROOT.parent / "pyproject.toml").read_text()
+    listed = set(re.findall(r'"(commfuse_dp[\w.]*)"', text.partition("packages = [")[2].partition("]")[0]))
+    found = {path.parent.relative_to(ROOT.parent).parts for top in (ROOT, INTEGRATIONS) for path in top.rglob("*.py")}
+    assert {".".join(parts if parts[0] == ROOT.name else (ROOT.name, *parts)) for parts in found} == listed
