@@ -101,6 +101,7 @@ def llama(deepspeed: Any, n: int, heads: int, groups: int, **more: Any) -> Itera
     finally:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = before
         state._release_sequence_parallel_groups()
+        deepspeed.utils.groups.mpu = None  # an engine leaves it for those that come later
 
 
 def tokens(rank: int, n: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,6 +140,14 @@ def test_hugging_face(workers: Any, n: int, heads: int, groups: int) -> None:
     workers(n).run(hugging_face, heads, groups, timeout=240)
 
 
+def ended(engine: Any) -> None:
+    from commfuse_dp.integrations.deepspeed import engine_of, remove
+
+    if engine_of(engine) is not None:
+        remove(engine)
+    engine.destroy()
+
+
 def with_a_block(rank: int, n: int, block: dict[str, Any] | None) -> tuple[list[float], list[str]]:
     with deepspeed_at(rank, n) as deepspeed, llama(deepspeed, n, 4, 2) as (model, mpu):
         config: dict[str, Any] = {
@@ -158,7 +167,7 @@ def with_a_block(rank: int, n: int, block: dict[str, Any] | None) -> tuple[list[
             engine.step()
             losses.append(loss.item())
         rows = [f"{row.path}: {row.reason}" for row in report().rows if row.name.startswith("UlyssesSPAttentionHF")]
-        engine.destroy()
+        ended(engine)
         return losses, rows
 
 
@@ -196,7 +205,7 @@ class Layers(nn.Module):
 
 def beside_zero(rank: int, n: int, stage: int, block: dict[str, Any] | None) -> tuple[list[float], list[str], bool]:
     with deepspeed_at(rank, n) as deepspeed:
-        from commfuse_dp.integrations.deepspeed import engine_of, remove
+        from commfuse_dp.integrations.deepspeed import engine_of
 
         torch.manual_seed(3)
         config: dict[str, Any] = {
@@ -216,9 +225,7 @@ def beside_zero(rank: int, n: int, stage: int, block: dict[str, Any] | None) -> 
             losses.append(loss.item())
         paths = [row.path for row in report().rows if row.name == "DistributedAttention(LocalAttention)"]
         fused = engine_of(engine) is not None
-        if fused:
-            remove(engine)
-        engine.destroy()
+        ended(engine)
         return losses, paths, fused
 
 
