@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch.distributed as dist
 from commfuse_dp.integrations.attach.forwards import own_class
@@ -54,59 +55,62 @@ def parallelized(model: nn.Module) -> bool:
     return any(compat.styles_of(module) for module in model.modules())
 
 
+class _Tree(NamedTuple):
+    """What is asked of a model again and again. Keys are ids."""
+
+    names: dict[int, list[str]]  # of modules: all that lead to it
+    parents: dict[int, nn.Module]
+    styles: dict[int, list[Style]]
+    holders: dict[int, set[int]]  # parameter -> modules that hold it
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Tree:
+        names: dict[int, list[str]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            names.setdefault(id(module), []).append(name)
+        holders: dict[int, set[int]] = {}
+        for module in model.modules():
+            for param in module.parameters(recurse=False):
+                holders.setdefault(id(param), set()).add(id(module))
+        parents = {id(child): module for module in model.modules() for child in module.children()}
+        return cls(names, parents, {id(module): compat.styles_of(module) for module in model.modules()}, holders)
+
+
 def select(model: nn.Module, config: CommFuseConfig) -> Selection:
-    out = Selection()
-    names = _names(model)
-    parents = {id(child): module for module in model.modules() for child in module.children()}
-    styled = {id(module): compat.styles_of(module) for module in model.modules()}
-    taken: set[int] = set()
+    out, tree = Selection(), _Tree.of(model)
+    grouped: set[int] = set()  # layers that have been looked at as members of a group
     for name, module in model.named_modules():
         if compat.unreadable(module) and any(isinstance(param, DTensor) for param in module.parameters()):
             out.left[name] = "its hooks are not those of PyTorch's own styles: they cannot be read"
-        for style in styled[id(module)]:
+        for style in tree.styles[id(module)]:
             if style.kind == INPUT:
-                _take_input(name, module, style, config, names, parents, styled, out, taken)
+                grouped |= _take_input(Member(name, module, style), config, tree, out)
     for name, module in model.named_modules():
-        for style in styled[id(module)]:
-            if id(module) in taken or style.kind == INPUT:
+        for style in tree.styles[id(module)]:
+            if id(module) in grouped or style.kind == INPUT:
                 continue
             if style.kind == SEQUENCE:
                 out.left[name] = "sequence-parallel: it computes with its own tokens, nothing is moved"
             elif style.kind == COLUMN:
-                _take_column(name, module, style, config, names, parents, out)
+                _take_column(Member(name, module, style), config, tree, out)
             elif style.kind == ROW:
-                _take_row(name, module, style, config, names, parents, out)
+                _take_row(Member(name, module, style), config, tree, out)
     return out
 
 
-def _names(model: nn.Module) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        found.setdefault(id(module), []).append(name)
-    return found
-
-
 # ---- groups ----------------------------------------------------------------------------------------------------------
-def _take_input(
-    name: str,
-    module: nn.Module,
-    style: Style,
-    config: CommFuseConfig,
-    names: dict[int, list[str]],
-    parents: dict[int, nn.Module],
-    styled: dict[int, list[Style]],
-    out: Selection,
-    taken: set[int],
-) -> None:
+def _take_input(holder: Member, config: CommFuseConfig, tree: _Tree, out: Selection) -> set[int]:
+    """Serve the column-parallel layers below a PrepareModuleInput, or say why not. Returns the ids of these layers."""
+    name, module, style = holder.name, holder.module, holder.style
     gathered = [at for at, pair in enumerate(zip(style.inputs, style.wanted, strict=True)) if _is_gather(*pair)]
     members = [
         Member(f"{name}.{inner}" if name else inner, child, column)
-        for inner, child in _inside(module, styled)
-        for column in styled[id(child)]
+        for inner, child in _inside(module, tree)
+        for column in tree.styles[id(child)]
         if column.kind == COLUMN and _is_replicated(column.inputs)
     ]
     if not gathered:
-        return  # nothing of this module's input is gathered; its members are looked at one by one
+        return set()  # nothing of this module's input is gathered; its members are looked at one by one
     why = "fuse='never'" if config.fuse == "never" else excluded(name, config)
     others = [layout for at, layout in enumerate(style.inputs) if at not in gathered and layout is not None]
     if why is None and (len(gathered) > 1 or others or style.with_kwargs):
@@ -115,45 +119,37 @@ def _take_input(
         why = "no column-parallel layer inside takes what PrepareModuleInput gathers"
     why = why or _mesh_obstacle(style, out)
     for member in members:
-        obstacle = why or _obstacle(member, config, names, parents, within=module)
+        obstacle = why or _obstacle(member, config, tree, within=module)
         if obstacle is not None and why is None:
             why = f"{member.name}, which shares its input, is not served: {obstacle}"
     dtypes = {param.dtype for member in members for param in member.module.parameters(recurse=False)}
     if why is None and len(dtypes) > 1:
         why = f"its input's members have different dtypes: {', '.join(sorted(map(str, dtypes)))}"
-    taken.update(id(member.module) for member in members)
     if why is not None:
         out.stock_gathers.append(name)
         out.left.update({member.name: why for member in members})
-        return
-    out.groups.append(Group(name, module, style, gathered[0], members))
+    else:
+        out.groups.append(Group(name, module, style, gathered[0], members))
+    return {id(member.module) for member in members}
 
 
-def _inside(module: nn.Module, styled: dict[int, list[Style]]) -> Iterator[tuple[str, nn.Module]]:
+def _inside(module: nn.Module, tree: _Tree) -> Iterator[tuple[str, nn.Module]]:
     """Modules below `module`, without those below another PrepareModuleInput."""
     for name, child in module.named_children():
-        if any(style.kind == INPUT for style in styled[id(child)]):
+        if any(style.kind == INPUT for style in tree.styles[id(child)]):
             continue
         yield name, child
-        for inner, deeper in _inside(child, styled):
+        for inner, deeper in _inside(child, tree):
             yield f"{name}.{inner}", deeper
 
 
-def _take_column(
-    name: str,
-    module: nn.Module,
-    style: Style,
-    config: CommFuseConfig,
-    names: dict[int, list[str]],
-    parents: dict[int, nn.Module],
-    out: Selection,
-) -> None:
+def _take_column(member: Member, config: CommFuseConfig, tree: _Tree, out: Selection) -> None:
+    name, module, style = member.name, member.module, member.style
     gathers = _is_gather(style.inputs[0], style.wanted[0])
-    member = Member(name, module, style)
     why = "fuse='never'" if config.fuse == "never" else None
     if why is None and not gathers:
         why = "its input is not gathered from a sequence that is sharded over the ranks"
-    why = why or _mesh_obstacle(style, out) or _obstacle(member, config, names, parents)
+    why = why or _mesh_obstacle(style, out) or _obstacle(member, config, tree)
     if why is None:
         out.groups.append(Group(name, module, style, 0, [member]))
         return
@@ -162,23 +158,15 @@ def _take_column(
         out.stock_gathers.append(name)
 
 
-def _take_row(
-    name: str,
-    module: nn.Module,
-    style: Style,
-    config: CommFuseConfig,
-    names: dict[int, list[str]],
-    parents: dict[int, nn.Module],
-    out: Selection,
-) -> None:
-    member = Member(name, module, style)
+def _take_row(member: Member, config: CommFuseConfig, tree: _Tree, out: Selection) -> None:
+    name, module, style = member.name, member.module, member.style
     why = "fuse='never'" if config.fuse == "never" else None
     if why is None and not isinstance(module, nn.Embedding):
-        if not isinstance(style.outputs[0], Shard) or style.outputs[0].dim == -1:
+        if not isinstance(style.outputs[0], Shard) or style.outputs[0].dim < 0:
             why = f"its output is laid out as {style.outputs[0]}: only one that is sharded along the sequence is served"
         elif not isinstance(style.inputs[0], Shard):
             why = f"its input is laid out as {style.inputs[0]}, not sharded along its features"
-    why = why or _obstacle(member, config, names, parents) or _mesh_obstacle(style, out)
+    why = why or _obstacle(member, config, tree) or _mesh_obstacle(style, out)
     if why is None:
         out.rows.append(member)
     else:
@@ -187,7 +175,7 @@ def _take_row(
 
 # ---- obstacles -------------------------------------------------------------------------------------------------------
 def _is_gather(given: Placement | None, wanted: Placement | None) -> bool:
-    return isinstance(given, Shard) and given.dim != -1 and isinstance(wanted, Replicate)
+    return isinstance(given, Shard) and given.dim >= 0 and isinstance(wanted, Replicate)
 
 
 def _is_replicated(layouts: tuple[Placement | None, ...]) -> bool:
@@ -209,13 +197,7 @@ def _mesh_obstacle(style: Style, out: Selection) -> str | None:
     return None
 
 
-def _obstacle(
-    member: Member,
-    config: CommFuseConfig,
-    names: dict[int, list[str]],
-    parents: dict[int, nn.Module],
-    within: nn.Module | None = None,
-) -> str | None:
+def _obstacle(member: Member, config: CommFuseConfig, tree: _Tree, within: nn.Module | None = None) -> str | None:
     """Why a layer is not served (None: it is)."""
     name, module = member.name, member.module
     kind = original_type(module)
@@ -229,14 +211,11 @@ def _obstacle(
         return f"the forward of this {kind.__name__} was replaced"
     if hasattr(module, "parametrizations"):
         return "its parameters are parametrized"
-    if len(names[id(module)]) > 1:
-        return f"the same module is used as {' and as '.join(names[id(module)])}"
-    users = [
-        other for params in (module.parameters(recurse=False),) for param in params for other in _users(param, parents, module)
-    ]
-    if users:
+    if len(tree.names[id(module)]) > 1:
+        return f"the same module is used as {' and as '.join(tree.names[id(module)])}"
+    if any(len(tree.holders[id(param)]) > 1 for param in module.parameters(recurse=False)):
         return "its parameters are tied to those of another module"
-    beside = _beside(module, parents, within)
+    beside = _beside(module, tree, within)
     if beside is not None:
         return f"{beside} computes with other weights beside it, from the same input"
     dtypes = {param.dtype for param in module.parameters(recurse=False)}
@@ -245,19 +224,9 @@ def _obstacle(
     return None
 
 
-def _users(param: nn.Parameter, parents: dict[int, nn.Module], module: nn.Module) -> list[nn.Module]:
-    """Other modules that hold the same parameter."""
-    return [
-        child
-        for parent in {id(parent): parent for parent in parents.values()}.values()
-        for child in parent.children()
-        if child is not module and any(param is other for other in child.parameters(recurse=False))
-    ]
-
-
-def _beside(module: nn.Module, parents: dict[int, nn.Module], within: nn.Module | None) -> str | None:
+def _beside(module: nn.Module, tree: _Tree, within: nn.Module | None) -> str | None:
     """The adapter (LoRA, say) that a layer is wrapped in: its parent, with plain weights beside this layer's sharded ones."""
-    parent = parents.get(id(module))
+    parent = tree.parents.get(id(module))
     if within is None or parent is None or parent is within:
         return None
     inside = {id(param) for param in module.parameters()}

@@ -78,3 +78,30 @@ def _as_stock(rank: int, world_size: int, steps: int, parallel: bool, settings: 
 )
 def test_as_stock_and_as_unsharded(workers: Any, n: int, steps: int, parallel: bool, settings: dict[str, Any]) -> None:
     workers(n).run(_as_stock, steps, parallel, settings, timeout=200)
+
+
+def _errors(rank: int, world_size: int, microbatches: int, autocast: bool) -> None:
+    """Gradients of several microbatches, against the unsharded model in float64: no farther from it than twice stock's are."""
+    mesh = mesh_of(world_size)
+
+    def gradients(model: torch.nn.Module, low: bool) -> dict[str, torch.Tensor]:
+        for step in range(microbatches):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=low):
+                loss_of(model, batch(step)).backward()
+        return {name: full(param.grad) for name, param in model.named_parameters()}  # type: ignore[arg-type]
+
+    def worst(found: dict[str, torch.Tensor]) -> float:
+        return max(float((found[name] - wanted).abs().max() / wanted.abs().max()) for name, wanted in exact.items())
+
+    exact = gradients(whole(bias=False), False)
+    stock = worst(gradients(parallelize(whole(dtype=torch.float32, bias=False), mesh), autocast))
+    model = parallelize(whole(dtype=torch.float32, bias=False), mesh)
+    with applied(model):
+        fused = worst(gradients(model, autocast))
+    assert fused <= 2 * stock, (fused, stock)
+    assert autocast or fused <= 1e-6
+
+
+@pytest.mark.parametrize(("microbatches", "autocast"), [(3, False), (1, True)])
+def test_float32_accumulation_and_autocast(workers: Any, microbatches: int, autocast: bool) -> None:
+    workers(2).run(_errors, microbatches, autocast, timeout=60)
