@@ -11,10 +11,9 @@ positions of rank j.
 | bias | db += sum of dy_j | | | |
 
 The bias is whole on every rank. Each owner adds it to its own rows, in the GEMM of its own partial, so once. Its gradient is
-summed
-over all rows of all ranks: every rank gets them in backward anyway, and adds up one sum per slice in rank order, so db is the
-    same on all ranks bit by bit, and costs no message. Saved for backward: x and W. Source: arXiv 2604.24013, Algorithm 3; the
-    backward is ours.
+summed over all rows of all ranks: every rank gets them in backward anyway, and adds up one sum per slice in rank order, so db
+is the same on all ranks bit by bit, and costs no message. Saved for backward: x and W. Source: arXiv 2604.24013, Algorithm 3;
+the backward is ours.
 
 In bfloat16 and float16 wgrad is one GEMM over all tokens: see [Note: Sums in low precision] in products.py.
 """

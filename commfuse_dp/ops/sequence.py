@@ -15,10 +15,9 @@ least as many positions as W is wide.
 
 [Note: Agreement]
 Ranks whose shards do not fit together would wait for each other, or add up what does not belong together. So ranks compare
-shapes,
-dtypes and which gradients are wanted before anything else moves: at every call if `sizes` is not given, for the sizes are then
-exchanged with it, else once for each new combination. Where ranks are of different opinion on whether a combination is new, the
-comparison meets a message of another length, which ends on all of them with an error, too.
+shapes, dtypes and which gradients are wanted before anything else moves: at every call if `sizes` is not given, for the sizes
+are then exchanged with it, else once for each new combination. Where ranks are of different opinion on whether a combination is
+new, the comparison meets a message of another length, which ends on all of them with an error, too.
 """
 
 from __future__ import annotations
