@@ -309,6 +309,7 @@ class OneSidedTransport(Transport, Receiver):
         # An empty tensor has no address.
         address = self._outgoing_address[dst]
         offset = buffer.data_ptr() - address if nbytes else int(buffer.storage_offset()) * buffer.element_size()
+        header = msg.pack(msg.DEPOSIT, *tag, max(offset, 0), nbytes)  # first: a bad tag leaves the reservation as it is
         with self._lock:
             if not ring.send(offset):
                 raise ValueError(
@@ -316,7 +317,6 @@ class OneSidedTransport(Transport, Receiver):
                 )
             count_message(self.probe.counters, tag.channel, nbytes, sent=True)
             self._rounds.sent[dst] += 1  # before it leaves: if an exception comes in between, peers must not go on too early
-            header = msg.pack(msg.DEPOSIT, *tag, offset, nbytes)
             payload = None if self._memory.in_place else self._memory.outgoing(dst).narrow(0, offset, nbytes)
             self._channel.post(dst, header, payload, hold=more and payload is None)
 
