@@ -120,18 +120,24 @@ def failed(transport: Transport, what: str, error: BaseException) -> None:
     with contextlib.suppress(TransportError):
         transport.abort(f"its {what} failed: {type(error).__name__}: {error}")
     with _lock:
-        holders = [opened for opened in _opened.values() if transport in opened.values()]
-        for opened in holders:
-            opened.pop(next(kind for kind, known in opened.items() if known is transport))
+        holders = [by_place for by_place in _opened.values() if transport in by_place.values()]
+        for by_place in holders:
+            by_place.pop(next(place for place, known in by_place.items() if known is transport))
     if holders:
         with contextlib.suppress(TransportError):
             transport.close()
 
 
+def opened(purpose: Purpose = COLLECTIVES) -> list[Transport]:
+    """The transports that are open for process groups, for this purpose."""
+    with _lock:
+        return [found for by_place in _opened.values() for (kind, _), found in by_place.items() if kind == purpose]
+
+
 def close_transports() -> None:
     """Close every transport that was opened for a process group; collective calls after that open new ones."""
     with _lock:
-        transports = [transport for opened in _opened.values() for transport in opened.values()]
+        transports = [transport for by_place in _opened.values() for transport in by_place.values()]
         _opened.clear()
     for transport in transports:
         transport.close()

@@ -16,8 +16,26 @@ BIN = Path(sys.executable).parent
 
 # DeepSpeed compiles a C++ op for its all-reduce of inference when its communication starts: a minute, and under a lock that a
 # rank which is killed leaves behind. Nothing here needs it.
+#
+# Stock gloo aborts a process that exits while its worker threads live ("terminate called without an active exception"): one of
+# them asks for the GIL to drop the tensors of its last work, and finds an interpreter that finalizes. Scripts destroy their
+# groups against that, but DeepSpeed's modules keep references to them. The handler is registered first and so runs after all
+# others.
 _SITE = """
+    import atexit
     import collections
+    import glob
+    import os
+    import sys
+
+    def leave_before_finalization():
+        gloo = any("pt_gloo" in open(path).read() for path in glob.glob("/proc/self/task/*/comm"))
+        if gloo and not hasattr(sys, "last_value"):  # a script that raised ends as Python ends it
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+
+    atexit.register(leave_before_finalization)
 
     try:
         import wrapt
@@ -46,17 +64,7 @@ def launch(command: Sequence[str], folder: Path, *, timeout_s: float = 200.0, **
     site = folder / "site"
     site.mkdir(exist_ok=True)
     (site / "sitecustomize.py").write_text(dedent(_SITE))
-    jobs = (
-        "COMMFUSE",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_",
-        "MASTER_",
-        "TORCHELASTIC_",
-        "ACCELERATE_",
-        "TORCH_DEVICE_BACKEND_AUTOLOAD",
-    )
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(jobs)}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_JOBS)}
     inherited |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(site)}
     inherited |= {"PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}", "HF_HUB_OFFLINE": "1", **environment}
     words = [word.replace("{port}", str(free_port())) for word in command]
