@@ -240,7 +240,7 @@ def _case_lines(case: Summary) -> list[str]:
             + (f"; {link['ranks_per_host']} ranks behind each end" if who == "host" else "")
         )
     if summary["bound_ms"]:
-        facts.append(f"bound {_range(summary['bound_ms'])} ms")
+        facts.append(f"bound {spread_text(summary['bound_ms'])} ms")
     lines = [
         "; ".join(facts) + ".",
         "",
@@ -251,11 +251,11 @@ def _case_lines(case: Summary) -> list[str]:
     for name, row in summary["variants"].items():
         cells = [
             name,
-            _range(row["step_ms"]),
-            _range(row.get("over_bound"), 2),
-            _range(row.get("over_compute"), 2),
-            _range(row.get("speedup_over_stock"), 2),
-            _range(row["exposed_ms"]),
+            spread_text(row["step_ms"]),
+            spread_text(row.get("over_bound"), 2),
+            spread_text(row.get("over_compute"), 2),
+            spread_text(row.get("speedup_over_stock"), 2),
+            spread_text(row["exposed_ms"]),
             "" if row["bytes_over_minimum"] is None else f"{row['bytes_over_minimum']:.2f}",
             f"{row['cpu']['network_s']:.2f}" if "network_s" in row["cpu"] else "n/a",
             f"{row['cpu']['softirq_s']:.2f}",
@@ -273,7 +273,8 @@ def _case_lines(case: Summary) -> list[str]:
     return lines
 
 
-def _range(values: dict[str, float] | None, digits: int = 0) -> str:
+def spread_text(values: dict[str, float] | None, digits: int = 0) -> str:
+    """The median, with the range from p20 to p80."""
     if values is None:
         return "n/a"
     return f"{values['p50']:.{digits}f} ({values['p20']:.{digits}f}-{values['p80']:.{digits}f})"

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks import models_llama
 from benchmarks.case import Case, CaseResult, VariantRecord
-from benchmarks.report import spread, step_seconds
+from benchmarks.report import spread, spread_text, step_seconds
 
 Summary = dict[str, Any]
 _BASES = ("fsdp2-best", "fsdp2")  # what the others are compared with: the first that ran
@@ -75,11 +75,11 @@ def lines(case: Summary) -> list[str]:
         memory = row["memory_bytes"]
         cells = [
             name,
-            _range(row["step_ms"], 1),
-            _range(row["tokens_per_s"], 0),
-            _range(row["mfu"], 3),
-            _range(row.get("speedup_over_base"), 3),
-            _range(row["host_ms"], 1),
+            spread_text(row["step_ms"], 1),
+            spread_text(row["tokens_per_s"], 0),
+            spread_text(row["mfu"], 3),
+            spread_text(row.get("speedup_over_base"), 3),
+            spread_text(row["host_ms"], 1),
             "n/a" if memory is None else " + ".join(f"{memory[key] / 1e9:.1f}" for key in ("held", "beside", "peak")),
         ]
         found.append("| " + " | ".join(cells) + " |")
@@ -94,9 +94,3 @@ def lines(case: Summary) -> list[str]:
         if "tried" in notes:
             found.append(f"\n{name}: {notes['settings']}.")
     return found + [f"\nWarning: {text}" for text in summary["warnings"]]
-
-
-def _range(values: dict[str, float] | None, digits: int) -> str:
-    if values is None:
-        return "n/a"
-    return f"{values['p50']:.{digits}f} ({values['p20']:.{digits}f}-{values['p80']:.{digits}f})"

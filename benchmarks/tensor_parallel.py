@@ -160,10 +160,10 @@ def markdown(record: dict[str, Any]) -> str:
             share = row["bytes_over_least"]
             cells = [
                 name,
-                report._range(row["step_ms"]),
-                report._range(row.get("step_over_compute"), 3),
-                report._range(row.get("step_over_vanilla"), 3),
-                report._range(row["exposed_ms"], 1),
+                report.spread_text(row["step_ms"]),
+                report.spread_text(row.get("step_over_compute"), 3),
+                report.spread_text(row.get("step_over_vanilla"), 3),
+                report.spread_text(row["exposed_ms"], 1),
                 "" if share is None else f"{share:.2f}",
             ]
             lines.append("| " + " | ".join(cells) + " |")

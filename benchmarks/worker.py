@@ -117,18 +117,18 @@ def measure(case: Case, rank: int, say: Callable[[str], None]) -> CaseResult:
         parameters = sum(parameter.numel() for parameter in task.model.parameters())
         del task
         if not together:
-            _rounds([trial], case, say)
+            run_rounds([trial], case, say)
             trial.finish()
             trial.free()
     if not trials:
         raise BenchmarkError(f"no variant can run here: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
     if together:
         say(f"warm: {', '.join(trial.name for trial in trials)}")
-        _rounds(trials, case, say)
+        run_rounds(trials, case, say)
         for trial in trials:
             trial.finish()
     check_losses(trials, rank, tolerance=_LOSS_TOLERANCE[case.precision])
-    everyone = _gather([trial.blocks for trial in trials])
+    everyone = gather_objects([trial.blocks for trial in trials])
     records = [
         VariantRecord(
             name=trial.name,
@@ -139,7 +139,7 @@ def measure(case: Case, rank: int, say: Callable[[str], None]) -> CaseResult:
         for k, trial in enumerate(trials)
     ]
     least = minimum_bytes(*sizes, case.world_size, keep=case.keep, ranks_per_host=case.ranks_per_host)
-    facts = {"parameters": parameters, "schedule": schedule, **_facts(case)}
+    facts = {"parameters": parameters, "schedule": schedule, **facts_of(case)}
     return CaseResult(*sizes, minimum_bytes=least, variants=records, left_out=left_out, facts=facts)
 
 
@@ -182,7 +182,7 @@ def _start(name: str, case: Case, data: list[Batch], rank: int, say: Callable[[s
     return Trial(name, variant, variant.notes), ""
 
 
-def _rounds(trials: list[Trial], case: Case, say: Callable[[str], None]) -> None:
+def run_rounds(trials: list[Trial], case: Case, say: Callable[[str], None]) -> None:
     """All timed blocks of these variants, in rotated order."""
     clock = clock_of(case.device)
     for turn in range(case.rounds):
@@ -194,7 +194,7 @@ def _rounds(trials: list[Trial], case: Case, say: Callable[[str], None]) -> None
         say(f"round {turn + 1}/{case.rounds}, ms a step: {shown}")
 
 
-def _gather(item: Any) -> list[Any]:
+def gather_objects(item: Any) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, item)
     return everyone
@@ -202,7 +202,7 @@ def _gather(item: Any) -> list[Any]:
 
 def _anyone(reason: str | None) -> str | None:
     """The first rank's reason that has one, on all ranks."""
-    reasons = _gather(reason)
+    reasons = gather_objects(reason)
     found = [(rank, text) for rank, text in enumerate(reasons) if text is not None]
     if not found:
         return None
@@ -215,9 +215,9 @@ def _collect() -> None:
         torch.cuda.empty_cache()
 
 
-def _facts(case: Case) -> dict[str, Any]:
+def facts_of(case: Case) -> dict[str, Any]:
     """What the ranks ran on. Collective."""
-    places = _gather((platform.node(), torch.cuda.get_device_name() if case.device == "cuda" else None))
+    places = gather_objects((platform.node(), torch.cuda.get_device_name() if case.device == "cuda" else None))
     facts: dict[str, Any] = {
         "hosts": len({host for host, _ in places}),
         "devices": sorted({device for _, device in places if device}),

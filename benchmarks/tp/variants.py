@@ -19,6 +19,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -43,7 +44,7 @@ class Seams(Protocol):
     def exposed_ns(self) -> int | None: ...
 
 
-class _Whole:
+class _Whole(ABC):
     """Base: what `column` gives are whole tensors."""
 
     def __init__(self, transport: Transport) -> None:
@@ -59,8 +60,9 @@ class _Whole:
         o = F.scaled_dot_product_attention(*heads)
         return self.row(o.squeeze(0).transpose(0, 1).flatten(1), weight)
 
+    @abstractmethod
     def row(self, x: Any, weight: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        """Own rows of the sum over the ranks."""
 
     def exposed_ns(self) -> int | None:
         return None

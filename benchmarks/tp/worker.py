@@ -21,7 +21,7 @@ from benchmarks.case import BenchmarkError, CaseResult, VariantRecord
 from benchmarks.tp.models import Shape, forward, least_bytes, weights
 from benchmarks.tp.stock import stock
 from benchmarks.tp.variants import CommFuse, Compute, RowOnly, Seams, Slicing, Vanilla
-from benchmarks.worker import PROGRESS, Trial, _facts, _gather, _rounds, check_losses, meet
+from benchmarks.worker import PROGRESS, Trial, check_losses, facts_of, gather_objects, meet, run_rounds
 from commfuse_dp.cli.launch import die_with_parent
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import Transport
@@ -154,11 +154,11 @@ def measure(case: TpCase, rank: int, transport: Transport, say: Any) -> CaseResu
             variant.step()
         trials.append(Trial(name, variant, variant.notes))
     say(f"warm: {', '.join(case.variants)}")
-    _rounds(trials, case, say)  # type: ignore[arg-type]
+    run_rounds(trials, case, say)  # type: ignore[arg-type]
     for trial in trials:
         trial.finish()
     check_losses(trials, rank)
-    everyone = _gather([trial.blocks for trial in trials])
+    everyone = gather_objects([trial.blocks for trial in trials])
     records = [
         VariantRecord(
             name=trial.name,
@@ -171,7 +171,7 @@ def measure(case: TpCase, rank: int, transport: Transport, say: Any) -> CaseResu
     least = least_bytes(case.op, case.shape, case.world_size, case.passes, "vanilla")
     if not records:
         raise BenchmarkError("no variant was asked for")
-    return CaseResult(0, 0, minimum_bytes=least, variants=records, facts=_facts(case))  # type: ignore[arg-type]
+    return CaseResult(0, 0, minimum_bytes=least, variants=records, facts=facts_of(case))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

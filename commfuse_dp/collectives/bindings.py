@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from commfuse_dp.collectives.execution import Bindings, ConsumeFn, ProduceFn
+from commfuse_dp.collectives.execution import Bindings, ConsumeFn, ProduceFn, nothing_yet
 from commfuse_dp.collectives.summation import wide_dtype
 from commfuse_dp.program.operations import TOTAL, Piece
 
@@ -32,7 +32,7 @@ def of_scatter(
     rank: int,
     partial_dtype: torch.dtype,
     produce: ProduceFn | None,
-    data: Callable[[Piece], torch.Tensor | None],
+    data: Callable[[Piece], torch.Tensor | None] = nothing_yet,
     divisor: float | None = None,
 ) -> Bindings:
     """result: [own rows, ...], contiguous, receives the sums. partial_dtype: of what is summed, in which it travels.
@@ -53,8 +53,3 @@ def of_scatter(
         produce=produce,
         divisor=divisor,
     )
-
-
-def nothing_yet(_piece: Piece) -> torch.Tensor | None:
-    """`data` of what a callback makes."""
-    return None

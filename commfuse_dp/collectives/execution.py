@@ -8,9 +8,8 @@ The proof in program/network.py holds as long as no lane is kept waiting for rea
 data or for credit, goes on taking in what others send and sending what is ready (`_pump`). A message may stay in the inbox
 until it is used, which saves a copy but keeps its sender's credit; whenever this rank has to wait, messages of senders that
 have more to send are moved out of the inbox (`_evict`), so that credit always comes back without waiting for compute. Channels
-of one
-pair of ranks share the room in its inbox: so all of them are taken in, whichever of them is waited for. Sums beside the compute
-lane are made between its operations and while it waits, as soon as their terms are here.
+of one pair of ranks share the room in its inbox: so all of them are taken in, whichever of them is waited for. Sums beside the
+compute lane are made between its operations and while it waits, as soon as their terms are here.
 
 [Note: Other streams]
 Two ranks that wait here for each other may each be what a rank of another group waits for (data parallelism over tensor
@@ -66,7 +65,8 @@ ConsumeFn = Callable[[Owner, torch.Tensor], object]
 ProduceFn = Callable[[Owner, torch.Tensor], object]
 
 
-def _nothing(_piece: Piece) -> torch.Tensor | None:
+def nothing_yet(_piece: Piece) -> torch.Tensor | None:
+    """`data` of what a callback makes; `landing` of what only passes through."""
     return None
 
 
@@ -81,8 +81,8 @@ class Bindings:
 
     row_shape: tuple[int, ...]
     dtype: Callable[[Piece], torch.dtype]
-    data: Callable[[Piece], torch.Tensor | None] = _nothing
-    landing: Callable[[Piece], torch.Tensor | None] = _nothing
+    data: Callable[[Piece], torch.Tensor | None] = nothing_yet
+    landing: Callable[[Piece], torch.Tensor | None] = nothing_yet
     produce: ProduceFn | None = None
     consume: ConsumeFn | None = None
     divisor: float | None = None

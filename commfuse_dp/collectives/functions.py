@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from commfuse_dp.collectives import arguments as args
 from commfuse_dp.collectives.arguments import Op
-from commfuse_dp.collectives.bindings import nothing_yet, of_gather, of_scatter
-from commfuse_dp.collectives.execution import Bindings, ConsumeFn, ProduceFn
+from commfuse_dp.collectives.bindings import of_gather, of_scatter
+from commfuse_dp.collectives.execution import Bindings, ConsumeFn, ProduceFn, nothing_yet
 from commfuse_dp.collectives.sessions import Session, begin, execute
 from commfuse_dp.collectives.summation import wide_dtype
 from commfuse_dp.errors import MismatchError
@@ -291,13 +291,7 @@ def gather_integers(session: Session, row: list[int]) -> list[list[int]]:
     out = torch.empty(session.world_size, len(row), dtype=torch.int64)
     out[session.rank] = line[0]
     problem = Problem("all_gather", (1,) * session.world_size)
-    bindings = Bindings(
-        (len(row),),
-        dtype=lambda _: torch.int64,
-        data=lambda _: line,
-        landing=lambda piece: out[piece.slice.start : piece.slice.stop],
-    )
-    _run("exchange of sizes", problem, inner, torch.device("cpu"), bindings)
+    _run("exchange of sizes", problem, inner, torch.device("cpu"), of_gather(line, session.rank, None, out))
     return out.tolist()
 
 

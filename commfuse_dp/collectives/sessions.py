@@ -68,17 +68,27 @@ def begin(
     return Session(transport, transport.rank, transport.world_size, call)
 
 
+def rank_and_size(group: dist.ProcessGroup | None, transport: Transport | None) -> tuple[int, int]:
+    """(rank, world size) of the transport given, else of the group; without torch.distributed, one rank alone.
+
+    Raises ValueError if this process is no member of the group.
+    """
+    if transport is not None:
+        return transport.rank, transport.world_size
+    if not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"global rank {dist.get_rank()} is no member of the group it communicates over")
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
 def transport_for(
     group: dist.ProcessGroup | None, transport: Transport | None, device: torch.device, purpose: Purpose = COLLECTIVES
 ) -> Transport | None:
     """The transport that `begin` would use, without counting a call; None in a world of one rank."""
     if transport is not None:
         return transport
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    if dist.get_rank(group) < 0:
-        raise ValueError(f"global rank {dist.get_rank()} is no member of the group it calls a collective on")
-    if dist.get_world_size(group) == 1:
+    if rank_and_size(group, transport)[1] == 1:
         return None
     return _transport_of(group if group is not None else dist.group.WORLD, group, device, purpose)
 

@@ -17,24 +17,9 @@ from commfuse_dp.collectives import reference
 from commfuse_dp.ops import context, row_attention, ulysses
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.places import refuse
+from commfuse_dp.ops.sequence_reference import gather_sequence, scatter_sequence
 from commfuse_dp.ops.ulysses import laid_out, rows_first
 from commfuse_dp.transport.base import Transport
-
-
-class _ScatterRows(torch.autograd.Function):
-    """[S, ...] summed over the ranks, own rows kept; backward: all rows gathered."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, partial: torch.Tensor, sizes: tuple[int, ...], dtype: torch.dtype, group: dist.ProcessGroup | None
-    ) -> torch.Tensor:
-        ctx.sizes, ctx.group = sizes, group
-        return reference.reduce_scatter(partial, sizes=sizes, dtype=dtype, group=group)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
-        return reference.all_gather(grad, sizes=ctx.sizes, group=ctx.group), None, None, None
 
 
 def row_parallel_attention_reference(
@@ -61,8 +46,7 @@ def row_parallel_attention_reference(
         q, k, v, weight, dim, sizes, group, reduce_dtype, slices_per_rank, order, None, causal
     )
     o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    partial = F.linear(o.permute(2, 0, 1, 3).flatten(2), weight).to(partial_dtype)
-    y = _ScatterRows.apply(partial, lines.sizes, q.dtype, group)
+    y = scatter_sequence(F.linear(o.permute(2, 0, 1, 3).flatten(2), weight), 0, lines.sizes, group, partial_dtype)
     return y if dim == 0 else y.transpose(0, 1).contiguous()
 
 
@@ -86,22 +70,6 @@ def _exchanged(rows: torch.Tensor, table: tuple[tuple[int, ...], ...], group: di
     found = reference.all_to_all(rows, sizes=table, group=group)
     assert found is not None  # it is only without a consume callback that there is a result
     return found
-
-
-class _GatherRows(torch.autograd.Function):
-    """All ranks' rows; backward: their gradients summed, own rows kept."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup | None) -> torch.Tensor:
-        ctx.sizes, ctx.group = sizes, group
-        found = reference.all_gather(rows, sizes=sizes, group=group)
-        assert found is not None
-        return found
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return reference.reduce_scatter(grad, sizes=ctx.sizes, group=ctx.group), None, None
 
 
 def ulysses_attention_reference(
@@ -166,7 +134,7 @@ def ring_attention_reference(
     refuse(context.NAME, refused)
     q, k, v = autocast(q), autocast(k), autocast(v)
     lines = ulysses.prepare(context.NAME, q, k, v, layout, sizes, group, slices_per_rank, order, None)
-    keys, values = (_GatherRows.apply(rows_first(tensor, layout), lines.sizes, group) for tensor in (k, v))
+    keys, values = (gather_sequence(rows_first(tensor, layout), 0, lines.sizes, group) for tensor in (k, v))
     mask = None
     if causal:
         positions = torch.arange(lines.length, device=q.device)

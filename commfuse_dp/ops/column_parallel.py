@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from commfuse_dp.collectives.bindings import nothing_yet, of_gather, of_scatter
+from commfuse_dp.collectives.bindings import of_gather, of_scatter
 from commfuse_dp.collectives.execution import Owner
 from commfuse_dp.kernels.by_slices import is_narrow
 from commfuse_dp.ops.linear import autocast
@@ -123,7 +123,7 @@ def column_backward(
         dx = torch.empty(shape, dtype=weights[0].dtype, device=saved.device)
         problems[SUMMED] = sited.problem("reduce_scatter", tokens.rows)
         base = sum(tokens.rows[: sited.rank])
-        bindings[SUMMED] = of_scatter(dx.flatten(0, -2), base, sited.rank, dx.dtype, produce, nothing_yet)
+        bindings[SUMMED] = of_scatter(dx.flatten(0, -2), base, sited.rank, dx.dtype, produce)
     if gathers:
         problems[GATHERED] = sited.problem("all_gather", tokens.rows)
         bindings[GATHERED] = of_gather(saved.flatten(0, -2), sum(tokens.rows[: sited.rank]), wgrads.consume)
@@ -330,7 +330,7 @@ def column_parallel_reference(
     x, weights, biases, call = _prepare(
         x, weights, biases, dim, sizes, group, save, slices_per_rank, order, transport, "column_parallel_reference"
     )
-    whole = gather_sequence(x, call.dim, call.tokens, call.place)
+    whole = gather_sequence(x, call.dim, call.tokens.sizes, call.place.group)
     return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
 

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 
 from commfuse_dp.collectives import Owner, all_gather, reduce_scatter, reference
 from commfuse_dp.collectives.arguments import Op, check_op, check_sizes, even_sizes
+from commfuse_dp.collectives.sessions import rank_and_size
 from commfuse_dp.ops.operands import Visit, WholeProducts
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.ops.products import linear_backward, linear_forward
@@ -221,7 +222,7 @@ def _prepare(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, _Options]:
     """Check the arguments, before any rank has sent anything, and cast them under autocast (a differentiable cast)."""
     check_op(op)
-    rank, world_size = _place(group, transport)
+    rank, world_size = rank_and_size(group, transport)
     rows = check_sizes(sizes, world_size) if sizes is not None else even_sizes(out_features, world_size)
     if sum(rows) != out_features:
         raise ValueError(f"sizes={list(rows)} add up to {sum(rows)}, but out_features={out_features}")
@@ -240,12 +241,3 @@ def _prepare(
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     calls = {"group": group, "order": order, "slices_per_rank": slices_per_rank, "transport": transport}
     return x, weight, bias, _Options(rows, op, reduce_dtype, calls)
-
-
-def _place(group: dist.ProcessGroup | None, transport: Transport | None) -> tuple[int, int]:
-    """(rank, world size)."""
-    if transport is not None:
-        return transport.rank, transport.world_size
-    if not dist.is_available() or not dist.is_initialized():
-        return 0, 1
-    return dist.get_rank(group), dist.get_world_size(group)

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from commfuse_dp.collectives import sessions
 from commfuse_dp.collectives.agreement import agree
 from commfuse_dp.collectives.arguments import check_sizes
-from commfuse_dp.collectives.sessions import transport_for
 from commfuse_dp.ops.compat import constant_in_graphs
 from commfuse_dp.transport.base import Transport
 
@@ -52,18 +52,12 @@ def _find(place: int) -> tuple[dist.ProcessGroup | None, Transport | None]:
 
 @constant_in_graphs
 def rank_at(place: int) -> int:
-    group, transport = _find(place)
-    if transport is not None:
-        return transport.rank
-    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+    return sessions.rank_and_size(*_find(place))[0]
 
 
 @constant_in_graphs
 def world_size_at(place: int) -> int:
-    group, transport = _find(place)
-    if transport is not None:
-        return transport.world_size
-    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    return sessions.rank_and_size(*_find(place))[1]
 
 
 class Lines(NamedTuple):
@@ -98,7 +92,7 @@ class Lines(NamedTuple):
     def agree(self, what: str, device: torch.device, description: Mapping[str, object]) -> None:
         """See collectives/agreement.py."""
         how = {"sizes": self.sizes, "slices_per_rank": self.slices_per_rank, "order": self.order}
-        agree(transport_for(*_find(self.place), device), what, {**description, **how})
+        agree(sessions.transport_for(*_find(self.place), device), what, {**description, **how})
 
 
 def sizes_of(sizes: Sequence[int] | None, default: Sequence[int], place: int) -> tuple[int, ...]:

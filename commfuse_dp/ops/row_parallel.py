@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from commfuse_dp.collectives.arguments import SUMMABLE, check_summable, even_sizes
-from commfuse_dp.collectives.bindings import nothing_yet, of_gather, of_scatter
+from commfuse_dp.collectives.bindings import of_gather, of_scatter
 from commfuse_dp.collectives.execution import Owner
 from commfuse_dp.collectives.summation import wide_dtype
 from commfuse_dp.kernels.by_slices import is_narrow
@@ -77,7 +77,7 @@ def row_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
     base = sum(tokens.rows[: sited.rank])
     rows = y.flatten(0, -2)
-    bindings = {SUMMED: of_scatter(rows, base, sited.rank, call.partial_dtype, produce, nothing_yet)}
+    bindings = {SUMMED: of_scatter(rows, base, sited.rank, call.partial_dtype, produce)}
     problem = sited.problem("reduce_scatter", tokens.rows)
     sited.run(program_of(None, problem, sited.rank), bindings, x.device)
     return y
@@ -237,8 +237,8 @@ def row_parallel_reference(
     x, weight, bias, call = _prepare(
         x, weight, bias, dim, sizes, group, reduce_dtype, slices_per_rank, order, transport, "row_parallel_reference"
     )
-    own = scatter_sequence(F.linear(x, weight), call.dim, call.tokens, call.place, reduce_dtype)
-    return own if bias is None else own + replicated(bias, call.place)
+    own = scatter_sequence(F.linear(x, weight), call.dim, call.tokens.sizes, call.place.group, reduce_dtype)
+    return own if bias is None else own + replicated(bias, call.place.group)
 
 
 def _prepare(

@@ -30,6 +30,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from commfuse_dp.collectives import sessions
 from commfuse_dp.collectives.arguments import SUMMABLE
 from commfuse_dp.collectives.execution import Bindings, Owner
 from commfuse_dp.collectives.functions import gather_integers
@@ -188,14 +189,7 @@ def place_of(
 ) -> Place:
     """slices_per_rank None: 2 at two ranks, where one slice would leave half of the compute with nothing to hide; else 1."""
     check_order(order)
-    if transport is not None:
-        rank, world_size = transport.rank, transport.world_size
-    elif dist.is_available() and dist.is_initialized():
-        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    else:
-        rank, world_size = 0, 1
-    if rank < 0:
-        raise ValueError(f"{name}: global rank {dist.get_rank()} is no member of the group it communicates over")
+    rank, world_size = sessions.rank_and_size(group, transport)
     m = slices_per_rank if slices_per_rank is not None else 2 if world_size == 2 else 1
     if m < 1:
         raise ValueError(f"{name}: slices_per_rank={slices_per_rank}: must be at least 1, or None")
