@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 STAMP_DEV := $(VENV)/.installed-dev
 STAMP_SWEEP := $(VENV)/.installed-sweep
-CODE := commfuse_dp integrations tests benchmarks
+CODE := commfuse_dp integrations examples tests benchmarks
 # With bytecode kept, whatever the shell says: else each of the many processes compiles all modules, and pytest rewrites all tests.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
@@ -66,7 +66,7 @@ gpu-check:
 lint: $(STAMP_DEV)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
-	$(BIN)/mypy commfuse_dp integrations
+	$(BIN)/mypy commfuse_dp integrations examples
 
 format: $(STAMP_DEV)
 	$(BIN)/ruff check --fix $(CODE)

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from benchmarks import report, report_job
 from benchmarks.case import BenchmarkError, Case, CaseResult
 from benchmarks.worker import PART, PROGRESS, work
-from commfuse_dp.cli.launch import python_module
 from commfuse_dp.errors import ConfigError
+from commfuse_dp.launch.ranks import python_module
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = "fsdp2"

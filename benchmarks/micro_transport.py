@@ -168,8 +168,8 @@ def worker(options: argparse.Namespace) -> None:
 # ---- outside ---------------------------------------------------------------------------------------------------------
 def launch(options: argparse.Namespace) -> dict[str, list[list[float]]]:
     """Run both ranks, here or in a shaped world, which is removed whatever happens."""
-    from commfuse_dp.cli.launch import Ranks, free_port
-    from commfuse_dp.cli.netns import shaped_world
+    from commfuse_dp.launch.netns import shaped_world
+    from commfuse_dp.launch.ranks import Ranks, free_port
 
     root = str(Path(__file__).resolve().parent.parent)
     common = {"WORLD_SIZE": str(WORLD_SIZE), "OMP_NUM_THREADS": "1"}

@@ -8,11 +8,11 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from commfuse_dp.examples.demo.model import VOCABULARY, ByteGPT, next_byte_loss
 from torch import nn
 
 from benchmarks import models_llama
 from benchmarks.case import BenchmarkError, Case
-from commfuse_dp.cli.demo_model import VOCABULARY, ByteGPT, next_byte_loss
 
 MODELS = ("linears", "gpt", *models_llama.SHAPES)
 

@@ -35,9 +35,9 @@ from benchmarks.case import BenchmarkError, CaseResult
 from benchmarks.launch import run_case
 from benchmarks.tp.models import OPS, least_bytes
 from benchmarks.tp.worker import TpCase
-from commfuse_dp.cli import netns
-from commfuse_dp.cli.launch import python_module
 from commfuse_dp.errors import CommFuseError, ConfigError
+from commfuse_dp.launch import netns
+from commfuse_dp.launch.ranks import python_module
 
 FORWARD = ("compute", "vanilla", "slicing-2", "slicing-4", "slicing-8", "commfuse", "dtensor")
 BOTH = ("compute", "vanilla", "commfuse", "dtensor")

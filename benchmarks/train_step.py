@@ -40,8 +40,8 @@ from benchmarks.case import DEEPSPEED, FLAT, JOB_VARIANTS, SEPARATE, VARIANTS, B
 from benchmarks.launch import run_case
 from benchmarks.models import MODELS
 from benchmarks.models_llama import SHAPES
-from commfuse_dp.cli import netns
 from commfuse_dp.errors import CommFuseError, ConfigError
+from commfuse_dp.launch import netns
 
 Say = Callable[[str], None]
 KNOWN = (*VARIANTS, FLAT, *SEPARATE, *DEEPSPEED)

@@ -25,7 +25,7 @@ from benchmarks.clock import Clock, Footprint, clock_of
 from benchmarks.cuda_variants import Fsdp2SeparateGroup, Fsdp2Symmetric, resident_bytes, why_not
 from benchmarks.models import Batch, batches
 from benchmarks.variants import CommFuse, Compute, Ddp, Fsdp2, Variant, gathered_bytes
-from commfuse_dp.cli.launch import die_with_parent
+from commfuse_dp.launch.ranks import die_with_parent
 from commfuse_dp.observe.interface import InterfaceBytes, read_interface
 
 PROGRESS = "[bench] "  # lines of rank 0 that the launcher passes on

@@ -1,7 +1,7 @@
 """Runs from a checkout with nothing installed: a GPU machine may have neither pip nor a network.
 
-The source folder integrations/ stands at the top level and is installed as `commfuse_dp.integrations`. Where the package is not
-installed, the repository's root is added to the places where submodules of `commfuse_dp` are looked for.
+The source folders integrations/ and examples/ lie at the top level and are installed inside `commfuse_dp`. Where the package is
+not installed, the repository's root is added to the places where submodules of `commfuse_dp` are looked for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ NEEDED = {"pydantic": "pydantic>=2.7"}  # what commfuse_dp.apply needs besides t
 
 
 def prepare() -> None:
-    """Make `commfuse_dp.integrations` importable. Call it before anything of it is imported; twice does no harm."""
+    """Make `commfuse_dp.integrations` and `commfuse_dp.examples` importable. Call it before anything of them is imported; twice
+    does no harm."""
     import commfuse_dp
 
     if importlib.util.find_spec("commfuse_dp.integrations") is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.gpu import checkout
-from commfuse_dp.cli.launch import RankDied, Ranks, free_port, python_module
+from commfuse_dp.launch.ranks import RankDied, Ranks, free_port, python_module
 
 Result = TypeVar("Result")
 

@@ -24,7 +24,7 @@ from benchmarks.gpu import checkout
 from benchmarks.gpu.clock import GpuClock
 from benchmarks.gpu.products import Product, worst_error
 from benchmarks.gpu.shapes import LLAMA, Shape
-from commfuse_dp.cli.launch import die_with_parent
+from commfuse_dp.launch.ranks import die_with_parent
 
 ROUNDS = 9
 SMALL = Shape("small", 256, 512, 1024)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from benchmarks.gpu import checkout
 from benchmarks.gpu.part import Options, Reporter, run_part
-from commfuse_dp.cli.launch import python_module
+from commfuse_dp.launch.ranks import python_module
 
 FOUND = 99  # exit status of compute-sanitizer where it found something
 RUN_S = 15.0  # a run needs at least that

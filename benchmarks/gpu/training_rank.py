@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.gpu import checkout
 from benchmarks.gpu.training_model import STEP_SIZE, Job, batch, build, loss_of
-from commfuse_dp.cli.launch import die_with_parent
+from commfuse_dp.launch.ranks import die_with_parent
 
 
 def main(folder: str, job_text: str) -> None:

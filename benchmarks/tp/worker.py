@@ -22,7 +22,7 @@ from benchmarks.tp.models import Shape, forward, least_bytes, weights
 from benchmarks.tp.stock import stock
 from benchmarks.tp.variants import CommFuse, Compute, RowOnly, Seams, Slicing, Vanilla
 from benchmarks.worker import PROGRESS, Trial, check_losses, facts_of, gather_objects, meet, run_rounds
-from commfuse_dp.cli.launch import die_with_parent
+from commfuse_dp.launch.ranks import die_with_parent
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.select import open_transport

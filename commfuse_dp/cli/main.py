@@ -89,7 +89,7 @@ def demo(
     if not console.is_terminal:
         console.width = max(console.width, 110)  # in a log nobody is served by narrow columns
     try:
-        from commfuse_dp.cli.demo import run_demo  # imports torch: within reach of Ctrl-C
+        from commfuse_dp.examples.demo.run import run_demo  # imports torch: within reach of Ctrl-C
 
         run_demo(
             steps=steps,

@@ -14,10 +14,11 @@ import commfuse_dp
 from commfuse_dp import CommFuseConfig
 
 ROOT = Path(commfuse_dp.__file__).parent
-INTEGRATIONS = ROOT.parent / "integrations"
+OUTSIDE = {room: ROOT.parent / room for room in ("integrations", "examples")}  # installed inside the package
 
 # A room imports only rooms to its left, and the modules of the foundation.
-ROOMS = ("program", "device", "transport", "kernels", "collectives", "ops", "engine", "observe", "integrations", "cli")
+ROOMS = ("program", "device", "transport", "kernels", "collectives", "ops", "engine", "observe", "integrations")
+ROOMS += ("launch", "examples", "cli")
 FOUNDATION = ("errors", "probe", "config", "autoload", "mpi_launch")
 ENTRIES = ("run",)  # modules that a user starts with: above all rooms
 STRANGERS = {("kernels", "transport")}  # neither needs the other: whoever uses both joins them
@@ -30,7 +31,7 @@ def files() -> list[tuple[str, Path]]:
     found = [
         (path.relative_to(ROOT).parts[0] if len(path.relative_to(ROOT).parts) > 1 else "", path) for path in ROOT.rglob("*.py")
     ]
-    found += [("integrations", path) for path in INTEGRATIONS.rglob("*.py")]
+    found += [(room, path) for room, folder in OUTSIDE.items() for path in folder.rglob("*.py")]
     above = {ROOT / "__init__.py", *(ROOT / f"{name}.py" for name in ENTRIES)}
     return [("package" if path in above else room, path) for room, path in found]
 
@@ -105,10 +106,10 @@ def test_programs_are_pure_python():
 def test_private_names_of_a_framework_are_used_in_integrations_only():
     for room, path in files():
         names = {module.split(".")[0] for _, module in imports(path)}
-        if room not in ("integrations", "cli"):
+        if room not in ("integrations", "examples", "cli"):
             assert not names & set(FRAMEWORKS), path
         private = [module for _, module in imports(path) if module.startswith("torch.distributed.fsdp")]
-        assert not private or room in ("integrations", "cli", "observe"), (path, private)
+        assert not private or room in ("integrations", "examples", "cli", "observe"), (path, private)
 
 
 def test_import_is_light_and_quiet():
@@ -165,5 +166,5 @@ def test_every_package_is_installed():
     """An editable installation finds folders that pyproject.toml leaves out; a wheel does not have them."""
     text = (ROOT.parent / "pyproject.toml").read_text()
     listed = set(re.findall(r'"(commfuse_dp[\w.]*)"', text.partition("packages = [")[2].partition("]")[0]))
-    found = {path.parent.relative_to(ROOT.parent).parts for top in (ROOT, INTEGRATIONS) for path in top.rglob("*.py")}
+    found = {path.parent.relative_to(ROOT.parent).parts for top in (ROOT, *OUTSIDE.values()) for path in top.rglob("*.py")}
     assert {".".join(parts if parts[0] == ROOT.name else (ROOT.name, *parts)) for parts in found} == listed

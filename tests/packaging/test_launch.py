@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_dp.cli import launch
-from commfuse_dp.cli.launch import RankDied, Ranks, check_port, free_port
 from commfuse_dp.errors import CommFuseError
+from commfuse_dp.launch import ranks as launch
+from commfuse_dp.launch.ranks import RankDied, Ranks, check_port, free_port
 
 SLEEP = "import time; print('up', flush=True); time.sleep(120)"
 
@@ -97,9 +97,9 @@ def test_a_command_that_does_not_exist_leaves_no_rank_behind() -> None:
 
 PARENT = """
 import sys
-from commfuse_dp.cli.launch import Ranks
+from commfuse_dp.launch.ranks import Ranks
 child = (
-    "from commfuse_dp.cli.launch import die_with_parent; import os, time; die_with_parent();"
+    "from commfuse_dp.launch.ranks import die_with_parent; import os, time; die_with_parent();"
     "print(os.getpid(), flush=True); time.sleep(120)"
 )
 with Ranks([[sys.executable, "-c", child]] * 2, [{}, {}]) as ranks:

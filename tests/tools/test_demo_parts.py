@@ -14,17 +14,20 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from commfuse_dp.examples.demo import corpus, load, worker
+from commfuse_dp.examples.demo import run as demo_run
+from commfuse_dp.examples.demo.corpus import TRAIN, VALIDATION, Batches, is_held_out, write_corpus
+from commfuse_dp.examples.demo.model import ByteGPT, next_byte_loss
+from commfuse_dp.examples.demo.results import summarise, write_json
+from commfuse_dp.examples.demo.settings import DemoSettings
+from commfuse_dp.examples.demo.view import Progression, result_table, sparkline
 from rich.console import Console
 from typer.testing import CliRunner
 
-from commfuse_dp.cli import demo, demo_corpus, demo_load, demo_worker, main, netns
-from commfuse_dp.cli.demo_corpus import TRAIN, VALIDATION, Batches, is_held_out, write_corpus
-from commfuse_dp.cli.demo_model import ByteGPT, next_byte_loss
-from commfuse_dp.cli.demo_results import summarise, write_json
-from commfuse_dp.cli.demo_settings import DemoSettings
-from commfuse_dp.cli.demo_view import Progression, result_table, sparkline
+from commfuse_dp.cli import main
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.errors import CommFuseError
+from commfuse_dp.launch import netns
 
 SETTINGS = DemoSettings(
     corpus="", result="", steps=4, block=2, world_size=2, transport="auto", order="pairwise", device="cpu", seed=1, threads=1,
@@ -44,7 +47,7 @@ def library(root: Path) -> dict[str, bytes]:
 
 
 def test_corpus_is_all_library_source_split_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_corpus, "MINIMUM_BYTES", 1)
+    monkeypatch.setattr(corpus, "MINIMUM_BYTES", 1)
     files = library(tmp_path / "lib")
     outs = []
     for name in ("a", "b"):
@@ -127,7 +130,7 @@ def raw_results() -> dict[str, Any]:
 
 
 READY = {"minimum_bytes": 1900, "transport": "shm", "transport_reason": "one host", "parameters": 123}
-CORPUS = demo_corpus.CorpusInfo("/lib", 10, 100, 1, 10, "abc")
+CORPUS = corpus.CorpusInfo("/lib", 10, 100, 1, 10, "abc")
 
 
 def test_summary_takes_the_mean_of_ranks_and_the_median_of_steps_without_warm_up() -> None:
@@ -245,9 +248,9 @@ def test_progress_on_a_terminal_shows_both_variants_and_how_far_it_is() -> None:
 def test_a_turn_is_as_long_as_the_time_allows(
     done: int, spare_s: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo_worker.dist, "broadcast", lambda tensor, source: None)
-    monkeypatch.setattr(demo_worker.time, "monotonic", lambda: 1000.0)
-    rank = object.__new__(demo_worker.DemoRank)
+    monkeypatch.setattr(worker.dist, "broadcast", lambda tensor, source: None)
+    monkeypatch.setattr(worker.time, "monotonic", lambda: 1000.0)
+    rank = object.__new__(worker.DemoRank)
     rank.settings = replace(SETTINGS, steps=10, block=3, warmup=2, started_at_s=0.0, budget_s=1007.0 + spare_s)
     rank.trained = done
     monkeypatch.setattr(rank, "_closing_s", lambda: 7.0)
@@ -260,17 +263,17 @@ def test_other_load_is_what_neither_this_process_nor_its_children_used(tmp_path:
     cores = len(os.sched_getaffinity(0))
     each = "".join(f"cpu{i} 0 0 0 0\n" for i in range(cores))
     stat.write_text(f"cpu {3 * ticks} {ticks} {2 * ticks} 999999 0 55 55\n{each}intr 5\n")
-    assert demo_load._busy_s(stat) == 6.0
+    assert load._busy_s(stat) == 6.0
     stat.write_text(f"cpu 1 1 1 1\n{each}cpu{cores} 0 0 0 0\n")
-    assert demo_load._busy_s(stat) is None, "a host with more cores than are ours"
-    assert demo_load._busy_s(tmp_path / "none") is None
+    assert load._busy_s(stat) is None, "a host with more cores than are ours"
+    assert load._busy_s(tmp_path / "none") is None
 
     readings = {"_busy_s": [100.0, 116.0], "_own_s": [1.0, 9.0]}
     for name, values in readings.items():
-        monkeypatch.setattr(demo_load, name, iter(values).__next__)
+        monkeypatch.setattr(load, name, iter(values).__next__)
     clock = iter([0.0, 4.0])
-    monkeypatch.setattr(demo_load.time, "monotonic", clock.__next__)
-    assert demo_load.OtherLoad().cores() == 2.0
+    monkeypatch.setattr(load.time, "monotonic", clock.__next__)
+    assert load.OtherLoad().cores() == 2.0
 
 
 def test_json_is_replaced_whole(tmp_path: Path) -> None:
@@ -337,21 +340,21 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(tmp_p
 
 
 def test_more_ranks_than_fit_into_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "_RANK_BYTES", 1 << 50)
+    monkeypatch.setattr(demo_run, "_RANK_BYTES", 1 << 50)
     result = run("--out", str(tmp_path / "out"))
     assert result.exit_code == 1
     assert "Lower --world-size" in result.output and not (tmp_path / "out").exists()
 
 
 def test_the_folders_of_killed_runs_are_swept_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(demo_run.tempfile, "tempdir", str(tmp_path))
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    names = {owner: f"{demo.SCRATCH}{owner}-x1" for owner in (gone.pid, os.getpid(), "other")}
+    names = {owner: f"{demo_run.SCRATCH}{owner}-x1" for owner in (gone.pid, os.getpid(), "other")}
     for name in names.values():
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.bin").write_text("x")
-    demo._sweep_scratch()
+    demo_run._sweep_scratch()
     assert {p.name for p in tmp_path.iterdir()} == {names[os.getpid()], names["other"]}
 
 
@@ -371,7 +374,7 @@ def test_a_run_that_is_ended_from_outside_says_so(
     def ended(**_: Any) -> None:
         raise ending
 
-    monkeypatch.setattr(demo, "run_demo", ended)
+    monkeypatch.setattr(demo_run, "run_demo", ended)
     result = run()
     assert result.exit_code == status
     assert says in result.output and "all ranks have been ended" in result.output

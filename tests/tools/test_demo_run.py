@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commfuse_dp.examples.demo.run import run_demo
 from rich.console import Console
 
-from commfuse_dp.cli.demo import run_demo
-from commfuse_dp.cli.launch import RankDied
+from commfuse_dp.launch.ranks import RankDied
 
 SMALL = {"width": 64, "layers": 2, "heads": 4, "context": 32, "validation_batches": 1, "warmup": 1}
 
@@ -68,7 +68,7 @@ def ranks_of(pid: int) -> list[int]:
             command = (stat.parent / "cmdline").read_bytes()
         except OSError:
             continue
-        if int(fields[1]) == pid and fields[0] not in "ZX" and b"demo_worker" in command:
+        if int(fields[1]) == pid and fields[0] not in "ZX" and b"demo.worker" in command:
             found.append(int(stat.parent.name))
     return sorted(found)
 

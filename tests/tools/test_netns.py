@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -13,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from commfuse_dp.cli import netns
-from commfuse_dp.cli.netns import LinkError, parse_rate, shaped_world, sweep_stale
 from commfuse_dp.errors import ConfigError
+from commfuse_dp.launch import netns
+from commfuse_dp.launch.netns import LinkError, parse_rate, shaped_world, sweep_stale
 
 
 def _why_not() -> str:
@@ -87,15 +88,24 @@ def _most(rate: float, seconds: float) -> float:
     return rate * seconds + netns.DEFAULT_BURST
 
 
+def _shaped_to(namespace: str) -> float:
+    """Bytes per second that the kernel has been told for the interface of a namespace."""
+    command = ["tc", "-j", "-n", namespace, "qdisc", "show", "dev", netns.INTERFACE]
+    (found,) = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert found["kind"] == "tbf"
+    return float(found["options"]["rate"])
+
+
 @needs_link
 def test_rate_is_kept_in_both_directions_and_counted() -> None:
     with shaped_world(2, "40mbit") as world:
+        assert [_shaped_to(namespace) for namespace in world.namespaces] == [5e6, 5e6]
         start = time.monotonic()
         before = [world.bytes(rank) for rank in range(2)]
         rate = world.measure_rate(1.0)
         after = [world.bytes(rank) for rank in range(2)]
         elapsed = time.monotonic() - start
-    assert rate > 0.2 * 5e6  # less where the processors are busy; bytes taken for bits would be eight times off
+    assert rate > 0  # how much depends on what else keeps the processors busy
     for b, a in zip(before, after, strict=True):  # what was sent in the second that was measured, and more before
         assert 0.9 * rate < a.tx - b.tx < _most(5e6, elapsed)
         assert 0.9 * rate < a.rx - b.rx < _most(5e6, elapsed)
@@ -105,7 +115,8 @@ def test_rate_is_kept_in_both_directions_and_counted() -> None:
 def test_three_ranks_meet_at_a_bridge() -> None:
     with shaped_world(3, "200mbit") as world:
         assert len(world.namespaces) == 4
-        assert world.measure_rate(1.0) > 0.2 * 25e6
+        assert [_shaped_to(world.namespace(rank)) for rank in range(3)] == [25e6] * 3
+        assert world.measure_rate(1.0) > 0
         # A rank that two others send to still gets no more than `rate`: shaped on the way down too.
         program = textwrap.dedent("""
             import socket, sys, threading
@@ -182,7 +193,7 @@ def test_processes_inside_end_with_the_world() -> None:
 
 _OWNER = """
 import sys, time
-from commfuse_dp.cli.netns import shaped_world
+from commfuse_dp.launch.netns import shaped_world
 with shaped_world(2, "1gbit"):
     print("up", flush=True)
     time.sleep(600)

@@ -15,8 +15,8 @@ import torch
 from benchmarks import launch, train_step
 from benchmarks.case import BenchmarkError, Case
 from benchmarks.worker import check_losses
-from commfuse_dp.cli import netns
 from commfuse_dp.errors import ConfigError
+from commfuse_dp.launch import netns
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "benchmarks" / "train_step.py")
@@ -136,7 +136,7 @@ def _children(parent: int) -> list[int]:
     ],
 )
 def test_dead_rank_is_named(program: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("commfuse_dp.cli.launch._GRACE_S", 0.3)  # the other rank sleeps
+    monkeypatch.setattr("commfuse_dp.launch.ranks._GRACE_S", 0.3)  # the other rank sleeps
     with pytest.raises(BenchmarkError, match=words):
         launch.run_case(Case(), None, timeout_s=60, say=_silent, program=[sys.executable, "-c", program])
 

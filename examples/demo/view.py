@@ -9,14 +9,13 @@ from statistics import median
 from types import TracebackType
 from typing import Any
 
+from commfuse_dp.examples.demo.results import COMMFUSE, COMPUTE_ONLY, FSDP2
+from commfuse_dp.examples.demo.settings import DemoSettings
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
-
-from commfuse_dp.cli.demo_results import COMMFUSE, COMPUTE_ONLY, FSDP2
-from commfuse_dp.cli.demo_settings import DemoSettings
 
 NAMES = {FSDP2: "FSDP2 (stock)", COMMFUSE: "CommFuse", COMPUTE_ONLY: "compute only"}
 _RECENT = 8  # steps in a running median

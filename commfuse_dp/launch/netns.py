@@ -48,6 +48,7 @@ MAX_WORLD = 250
 INTERFACE = "cf0"  # name of the shaped interface inside every rank's namespace
 SUBNET = "198.18.0"  # RFC 2544: set aside for benchmarks of network links, routed nowhere
 QUEUE_LATENCY = "50ms"  # longest time that a packet may sit in a token bucket's queue before it is dropped
+PATIENCE_S = 60.0  # for the first byte of a measurement
 
 _NAMES = re.compile(r"^commfuse-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}-(?:r\d+|sw)$")
 _CLONE_NEWNET = 0x40000000
@@ -140,6 +141,7 @@ class ShapedWorld:
         """Goodput of the link in bytes per second, the slowest rank's: each rank sends to the next and receives at once.
 
         TCP in all directions together, as a training step does; the first half second (slow start, full bucket) is left out.
+        Raises LinkError if nothing arrives.
         """
         return _measure_goodput(self, seconds)
 
@@ -365,11 +367,21 @@ def _measure_goodput(world: ShapedWorld, seconds: float, port: int = 29401) -> f
         threads += [threading.Thread(target=drain, args=pair, daemon=True) for pair in into]
         for thread in threads:
             thread.start()
+        _wait_for_bytes(received, [0] * size)
         time.sleep(warm_up)
         before, start = list(received), time.monotonic()
         time.sleep(seconds)
+        _wait_for_bytes(received, before)  # on a busy machine a rank may not have run meanwhile: a longer time, then, and not 0
         after, end = list(received), time.monotonic()
     return min(b - a for a, b in zip(before, after, strict=True)) / (end - start)
+
+
+def _wait_for_bytes(received: list[int], before: list[int]) -> None:
+    limit = time.monotonic() + PATIENCE_S
+    while silent := [rank for rank, (a, b) in enumerate(zip(before, received, strict=True)) if a == b]:
+        if time.monotonic() > limit:
+            raise LinkError(f"the link carried nothing to rank {silent[0]} within {PATIENCE_S:.0f} s.")
+        time.sleep(0.01)
 
 
 def _join(threads: list[threading.Thread]) -> None:

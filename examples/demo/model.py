@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from commfuse_dp.examples.demo.settings import DemoSettings
 from torch import nn
-
-from commfuse_dp.cli.demo_settings import DemoSettings
 
 VOCABULARY = 256
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from commfuse_dp.cli.demo_corpus import CorpusInfo
-from commfuse_dp.cli.demo_settings import DemoSettings
+from commfuse_dp.examples.demo.corpus import CorpusInfo
+from commfuse_dp.examples.demo.settings import DemoSettings
 
 FSDP2, COMMFUSE, COMPUTE_ONLY = "fsdp2", "commfuse", "compute_only"
 _PAIR = (FSDP2, COMMFUSE)

@@ -18,19 +18,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from commfuse_dp.examples.demo.corpus import write_corpus
+from commfuse_dp.examples.demo.load import NOTABLE_LOAD_CORES, OtherLoad
+from commfuse_dp.examples.demo.model import build_model
+from commfuse_dp.examples.demo.results import summarise, write_json
+from commfuse_dp.examples.demo.settings import SETTINGS_VARIABLE, DemoSettings
+from commfuse_dp.examples.demo.view import Progression, result_table
 from rich.console import Console
 
-from commfuse_dp.cli.demo_corpus import write_corpus
-from commfuse_dp.cli.demo_load import NOTABLE_LOAD_CORES, OtherLoad
-from commfuse_dp.cli.demo_model import build_model
-from commfuse_dp.cli.demo_results import summarise, write_json
-from commfuse_dp.cli.demo_settings import SETTINGS_VARIABLE, DemoSettings
-from commfuse_dp.cli.demo_view import Progression, result_table
-from commfuse_dp.cli.launch import Line, Ranks, check_port, free_port, python_module
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.errors import CommFuseError, ConfigError
+from commfuse_dp.launch.ranks import Line, Ranks, check_port, free_port, python_module
 
-WORKER = "commfuse_dp.cli.demo_worker"
+WORKER = "commfuse_dp.examples.demo.worker"
 LOOPBACK = "127.0.0.1"
 _FEWEST_STEPS = 4  # however short the time: a cold one, a warm one, one with spans, one that looks at the weights
 _RANK_BYTES = 700 << 20  # of memory that a rank needs, about: torch, and the unsharded model of the floor with its gradients
@@ -111,7 +111,7 @@ def run_demo(
 
 def _check(config: CommFuseConfig, link: str, device: str, world_size: int, port: int) -> None:
     if link:
-        from commfuse_dp.cli.netns import check_requirements, parse_rate
+        from commfuse_dp.launch.netns import check_requirements, parse_rate
 
         parse_rate(link)
         check_requirements()
@@ -143,7 +143,7 @@ def _check_link_time(settings: DemoSettings) -> None:
     """Raises ConfigError if the link is so slow that even the least number of steps takes longer than the whole run may."""
     if settings.link == "none":
         return
-    from commfuse_dp.cli.netns import parse_rate
+    from commfuse_dp.launch.netns import parse_rate
 
     bits = parse_rate(settings.link)
     assert bits is not None
@@ -191,7 +191,7 @@ def _sweep_scratch() -> None:
 @contextlib.contextmanager
 def _place(world_size: int, link: str, port: int) -> Iterator[Place]:
     if link:
-        from commfuse_dp.cli.netns import shaped_world
+        from commfuse_dp.launch.netns import shaped_world
 
         with shaped_world(world_size, link) as world:
             own = {"MASTER_PORT": str(port or 29400)}  # every namespace has all ports to itself

@@ -1,5 +1,5 @@
-"""One rank of the demo: `python -m commfuse_dp.cli.demo_worker`, started by `commfuse demo` with RANK, WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT and the settings in the environment. Rank 0 prints events as JSON lines and writes the raw results.
+"""One rank of the demo: `python -m commfuse_dp.examples.demo.worker`, started by `commfuse demo` with RANK, WORLD_SIZE,
+MASTER_ADDR, MASTER_PORT and the settings in the environment. Rank 0 prints events as JSON lines and writes the raw results.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from commfuse_dp.examples.demo.corpus import TRAIN, VALIDATION, Batches
+from commfuse_dp.examples.demo.settings import SETTINGS_VARIABLE, DemoSettings
+from commfuse_dp.examples.demo.variants import COMMFUSE, COMPUTE_ONLY, FSDP2, Variant, build_variants
 
-from commfuse_dp.cli.demo_corpus import TRAIN, VALIDATION, Batches
-from commfuse_dp.cli.demo_settings import SETTINGS_VARIABLE, DemoSettings
-from commfuse_dp.cli.demo_variants import COMMFUSE, COMPUTE_ONLY, FSDP2, Variant, build_variants
-from commfuse_dp.cli.launch import die_with_parent
 from commfuse_dp.errors import CommFuseError
+from commfuse_dp.launch.ranks import die_with_parent
 from commfuse_dp.observe import draw_timeline, read_interface, view_step, write_trace
 
 RAW, TIMELINE, TRACE = "raw.json", "timeline.png", "trace.json"

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from commfuse_dp.examples.demo.corpus import Batches
+from commfuse_dp.examples.demo.model import build_model, next_byte_loss
+from commfuse_dp.examples.demo.settings import DemoSettings
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from commfuse_dp.cli.demo_corpus import Batches
-from commfuse_dp.cli.demo_model import build_model, next_byte_loss
-from commfuse_dp.cli.demo_settings import DemoSettings
 from commfuse_dp.observe import ModuleSpans, SpanRecorder, StepMeter, StockMeter, UnshardedPeak
 from commfuse_dp.probe import Probe
 

@@ -1,0 +1,1 @@
+"""Programs to look at; installed as `commfuse_dp.examples`."""

@@ -1,0 +1,1 @@
+"""`commfuse demo`: stock FSDP2 and CommFuse, side by side."""
