@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -18,6 +19,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background by a shell, which ignores Ctrl-C there. Programs started from here would inherit that, and
     # the tests that interrupt them would wait for ever.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What broken transports of tests say when the process ends, with nobody left to capture it, is no news.
+logging.getLogger("commfuse_dp").addHandler(logging.NullHandler())
 
 # The same examples in every run, whatever ran before and however busy the machine is; --hypothesis-profile=explore looks for
 # new ones. Either prints how to see a failure again.

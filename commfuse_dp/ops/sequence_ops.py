@@ -43,11 +43,6 @@ def world_size_of(number: int) -> int:
     return _places[number].world_size
 
 
-@torch.compiler.assume_constant_result
-def rank_of(number: int) -> int:
-    return _places[number].rank
-
-
 def bits_of(flags: Sequence[bool]) -> int:
     total = 0
     for at, flag in enumerate(flags):

@@ -150,10 +150,6 @@ def own_class(module: nn.Module) -> type:
     return kind._commfuse_class if issubclass(kind, Served) else kind
 
 
-def service_of(module: nn.Module) -> Service | None:
-    return vars(module).get(SERVICE)
-
-
 def serve(transaction: Transaction, module: nn.Module, service: Service) -> None:
     """From now on `module` computes by `service`; whatever served it before comes back with the undo."""
     transaction.set(vars(module), KNOWN, {})
