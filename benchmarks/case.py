@@ -72,6 +72,7 @@ class Block:
     tx_bytes: int | None  # None: not counted
     rx_bytes: int | None
     host_s: float | None = None  # until the host had enqueued the block; None: on the CPU there is no queue
+    ends: list[tuple[int, int]] | None = None  # of each step: backward computed, gradients there; ns of a clock that all share
     peak_bytes: int | None = None  # device memory above what was allocated when the block began
 
 

@@ -105,6 +105,9 @@ class ZeroCommFuse(Zero):
     def exposed_ns(self) -> int | None:
         return self.report.probe.counters.exposed_ns if self.report is not None else None
 
+    def end(self) -> tuple[int, int] | None:
+        return self.report.probe.step_end if self.report is not None else None
+
     def finish(self) -> None:
         from commfuse_dp.integrations.deepspeed import remove
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.case import Block, CaseResult, VariantRecord
+from commfuse_dp.observe.skew import skew_ns
 
 Summary = dict[str, Any]
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,6 +62,7 @@ def summarize(result: CaseResult, *, steps: int, link_bytes_per_s: float | None)
         if stock:
             row["speedup_over_stock"] = spread([r / t for r, t in zip(stock, own, strict=True)])
         row["exposed_ms"] = _exposed(record, steps)
+        row["skew_ms"] = _skew(record)
         moved = row["bytes_per_step"] = _bytes(record, steps)
         row["bytes_over_minimum"] = moved / result.minimum_bytes if result.minimum_bytes and moved is not None else None
         row["cpu"] = _cpu(record, by_name.get("compute"), steps)
@@ -97,6 +99,18 @@ def _exposed(record: VariantRecord, steps: int) -> dict[str, float] | None:
         if not blocked:
             return None
         rounds.append(1e3 * max(blocked) / steps)
+    return spread(rounds)
+
+
+def _skew(record: VariantRecord) -> dict[str, float] | None:
+    """Of what `_exposed` has: milliseconds per step in which that rank waited for one that was behind, at most."""
+    rounds = []
+    for ranks in record.blocks:
+        if any(block.exposed_s is None or block.ends is None for block in ranks):
+            return None
+        delayed = max(range(len(ranks)), key=lambda rank: ranks[rank].exposed_s or 0.0)
+        steps = zip(*(block.ends or [] for block in ranks), strict=True)
+        rounds.append(statistics.mean(skew_ns(ends)[delayed] for ends in steps) / 1e6)
     return spread(rounds)
 
 
@@ -244,9 +258,9 @@ def _case_lines(case: Summary) -> list[str]:
     lines = [
         "; ".join(facts) + ".",
         "",
-        "| variant | step ms | x bound | x compute | x faster than stock at its best | exposed ms | bytes / minimum | "
-        "CPU s beyond compute | softirq s |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| variant | step ms | x bound | x compute | x faster than stock at its best | exposed ms | of it for a rank behind | "
+        "bytes / minimum | CPU s beyond compute | softirq s |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, row in summary["variants"].items():
         cells = [
@@ -256,6 +270,7 @@ def _case_lines(case: Summary) -> list[str]:
             spread_text(row.get("over_compute"), 2),
             spread_text(row.get("speedup_over_stock"), 2),
             spread_text(row["exposed_ms"]),
+            spread_text(row["skew_ms"]),
             "" if row["bytes_over_minimum"] is None else f"{row['bytes_over_minimum']:.2f}",
             f"{row['cpu']['network_s']:.2f}" if "network_s" in row["cpu"] else "n/a",
             f"{row['cpu']['softirq_s']:.2f}",

@@ -78,6 +78,10 @@ class Variant:
         """Nanoseconds that compute was blocked on communication, since the beginning; None if it cannot be observed."""
         return 0
 
+    def end(self) -> tuple[int, int] | None:
+        """Of the last step: see observe/skew.py. None if it cannot be observed."""
+        return None
+
     def fill(self) -> None:
         """Give a model that was made without memory its weights. Called once it is sharded."""
         if self.task.fill is not None:
@@ -200,6 +204,9 @@ class Fsdp2(Variant):
     def exposed_ns(self) -> int | None:
         return self._meter.probe.counters.exposed_ns if self._meter is not None else None
 
+    def end(self) -> tuple[int, int] | None:
+        return self._meter.probe.step_end if self._meter is not None else None
+
 
 class Ddp(Variant):
     """DistributedDataParallel over a communicator of its own."""
@@ -261,6 +268,9 @@ class CommFuse(Fsdp2):
         probe = self.report.probe
         probe.settle()
         return probe.counters.exposed_ns if self.case.device == "cpu" or probe.timing is not None else None
+
+    def end(self) -> tuple[int, int] | None:
+        return self.report.probe.step_end
 
     def finish(self) -> None:
         import commfuse_dp

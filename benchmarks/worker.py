@@ -11,7 +11,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from benchmarks.cuda_variants import Fsdp2SeparateGroup, Fsdp2Symmetric, residen
 from benchmarks.models import Batch, batches
 from benchmarks.variants import CommFuse, Compute, Ddp, Fsdp2, Variant, gathered_bytes
 from commfuse_dp.launch.ranks import die_with_parent
+from commfuse_dp.observe.clock import clock_domain
 from commfuse_dp.observe.interface import InterfaceBytes, read_interface
 
 PROGRESS = "[bench] "  # lines of rank 0 that the launcher passes on
@@ -129,6 +130,8 @@ def measure(case: Case, rank: int, say: Callable[[str], None]) -> CaseResult:
             trial.finish()
     check_losses(trials, rank, tolerance=_LOSS_TOLERANCE[case.precision])
     everyone = gather_objects([trial.blocks for trial in trials])
+    if len(set(gather_objects(clock_domain()))) > 1:  # ranks on several hosts
+        everyone = [[[replace(block, ends=None) for block in blocks] for blocks in rank] for rank in everyone]
     records = [
         VariantRecord(
             name=trial.name,
@@ -263,8 +266,10 @@ def _block(variant: Variant, case: Case, clock: Clock) -> Block:
             link, exposed, threads, softirq = _link(case), variant.exposed_ns(), _threads(), _softirq()
             cpu, main_cpu = time.process_time(), time.thread_time()
             clock.start()
+            ends = []
             for _ in range(case.steps):
                 variant.step()
+                ends.append(variant.end())
             reading = clock.stop()
             main_cpu, cpu = time.thread_time() - main_cpu, time.process_time() - cpu
             blocked = variant.exposed_ns()
@@ -285,6 +290,7 @@ def _block(variant: Variant, case: Case, clock: Clock) -> Block:
         tx_bytes=None if moved is None else moved.sent,
         rx_bytes=None if moved is None else moved.received,
         host_s=reading.host_s,
+        ends=[end for end in ends if end is not None] if None not in ends else None,
         peak_bytes=reading.peak_bytes,
     )
 

@@ -58,7 +58,7 @@ class Probe:
     On a device waits are measured by events (`timing`), and only while somebody watches: a StepMeter inside a step, an attached
     SpanRecorder. They are in the counters after `settle`. `timing` is None at all other times, and on a host always."""
 
-    __slots__ = ("_timer", "_watchers", "across", "bound_for", "counters", "exposed_by_layer", "sink", "timing")
+    __slots__ = ("_timer", "_watchers", "across", "bound_for", "counters", "exposed_by_layer", "sink", "step_end", "timing")
     made: ClassVar[int] = 0  # in this process: whatever uses CommFuse makes one
 
     def __init__(self) -> None:
@@ -66,6 +66,7 @@ class Probe:
         self.counters = Counters()
         self.across: Counters | None = None  # what crossed hosts, where `counters` counts what moved inside them
         self.exposed_by_layer: dict[str, int] = {}
+        self.step_end: tuple[int, int] | None = None  # see `ended`; of the last backward
         self.bound_for: dict[str, int] = {}  # reason -> programs that were bound anew for it
         self.sink: SpanSink | None = None
         self.timing: EventTimer | None = None
@@ -129,6 +130,10 @@ class Probe:
         """As `exposed`, where only an upper bound is known."""
         self.exposed(layer, start_ns, end_ns)
         self.counters.exposed_bound_ns += end_ns - start_ns
+
+    def ended(self, start_ns: int, end_ns: int) -> None:
+        """This rank had computed a backward at start_ns and had its gradients at end_ns. Host only: see observe/skew.py."""
+        self.step_end = (start_ns, end_ns)
 
     def bound(self, reason: str) -> None:
         """The program of a layer's backward was bound anew."""

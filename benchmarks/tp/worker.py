@@ -114,6 +114,9 @@ class TpVariant:
     def exposed_ns(self) -> int | None:
         return 0 if self.name == "compute" else self._seams.exposed_ns() if self._seams is not None else None
 
+    def end(self) -> None:
+        """A layer is not a step."""
+
     def finish(self) -> None:
         if isinstance(self._seams, Slicing):
             self._seams.close()

@@ -448,7 +448,10 @@ class Engine:
                 if unit.policy.reduce_grads:
                     self._scatter_accumulated(unit)
             self._accumulating.clear()
+            begun = now_ns()
             self.gradients.drain()
+            if not self.transport.device_ordered:
+                self.probe.ended(begun, now_ns())
         self._armed = None
         self._active = False
         self.breakage.complete = True

@@ -19,6 +19,7 @@ class StepReading:
     counters: Counters  # of this step alone (window_bytes_peak: since the meter was made)
     across: Counters | None  # what crossed hosts, in the hierarchical order; `counters` has what moved inside the host
     exposed_by_layer: dict[str, int]  # layer -> ns in which its compute was blocked; layers that never waited are left out
+    end: tuple[int, int] | None = None  # when its backward was computed, when its gradients were there (ns); None: not known
 
     @property
     def wall_ms(self) -> float:
@@ -95,6 +96,7 @@ class StepMeter:
             counters = self.probe.counters.snapshot()
             across = self.probe.across.snapshot() if self.probe.across is not None else None
             layers = dict(self.probe.exposed_by_layer)
+            self.probe.step_end = None
             start = self._clock()
             yield
             self.probe.settle()
@@ -108,6 +110,7 @@ class StepMeter:
                 self.probe.counters.since(counters),
                 self.probe.across.since(across) if self.probe.across is not None and across is not None else None,
                 {name: ns for name, ns in blocked.items() if ns},
+                self.probe.step_end,
             )
         )
 

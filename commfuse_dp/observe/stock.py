@@ -114,7 +114,7 @@ class StockMeter:
             self.collectives[kind] = self.collectives.get(kind, 0) + 1
             received = payload_received(kind, nbytes, dist.get_world_size(group), backend=backend)
             self._count(kind, received)
-            self.probe.exposed(layer, start, end)
+            self._blocked(kind, layer, start, end)
             if isinstance(work, dist.Work):
                 self._flights[id(work)] = _Flight(work, kind, layer, start, received)
             else:
@@ -133,11 +133,16 @@ class StockMeter:
             start = now_ns()
             result = original(work, *args, **kwargs)
             end = now_ns()
-            self.probe.exposed(flight.layer, start, end)
+            self._blocked(flight.kind, flight.layer, start, end)
             self._transferred(flight.kind, flight.layer, flight.start_ns, end, flight.nbytes)
             return result
 
         return wait
+
+    def _blocked(self, kind: str, layer: str, start_ns: int, end_ns: int) -> None:
+        self.probe.exposed(layer, start_ns, end_ns)
+        if kind == "reduce-scatter":  # the last one of a step ends its backward
+            self.probe.ended(start_ns, end_ns)
 
     def _count(self, kind: str, nbytes: int) -> None:
         # Every algorithm here is symmetric: a rank sends as much as it receives.

@@ -112,3 +112,15 @@ def test_markdown_and_files_survive_a_round_trip(tmp_path: Path) -> None:
     assert picture.draw(cases, tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
     assert not picture.draw(cases[:1], tmp_path / "y.png")
+
+
+def test_the_wait_for_a_rank_behind_is_told_apart() -> None:
+    early, late = (
+        _block(1.0, exposed_s=0.5, ends=[(0, 9_000_000), (0, 4_000_000)]),
+        _block(1.0, ends=[(6_000_000, 9_000_000)] * 2),
+    )
+    record = VariantRecord("commfuse", [[early, late]], losses=[2.0, 1.0])
+    row = report.summarize(_result(record), steps=2, link_bytes_per_s=None)["variants"]["commfuse"]
+    assert row["skew_ms"]["p50"] == pytest.approx((6 + 4) / 2)
+    unknown = VariantRecord("commfuse", [[early, _block(1.0)]], losses=[2.0, 1.0])
+    assert report.summarize(_result(unknown), steps=2, link_bytes_per_s=None)["variants"]["commfuse"]["skew_ms"] is None
