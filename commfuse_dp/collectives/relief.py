@@ -21,12 +21,13 @@ LOOK_S = 1e-3  # longest sleep of a wait beside which other streams want to be l
 _Callback = Callable[[], object]
 
 _lock = threading.Lock()
-_known: dict[int, tuple[weakref.WeakMethod[_Callback], ...]] = {}  # thread -> what it has registered
+# Thread -> what it has registered. By the object: an identifier comes again when its thread has ended.
+_known: weakref.WeakKeyDictionary[threading.Thread, tuple[weakref.WeakMethod[_Callback], ...]] = weakref.WeakKeyDictionary()
 
 
 def register(callback: _Callback) -> None:
     """callback: a bound method, called in waits of the calling thread for as long as its object lives."""
-    me = threading.get_ident()
+    me = threading.current_thread()
     with _lock:
         living = tuple(ref for ref in _known.get(me, ()) if ref() is not None)
         _known[me] = (*living, weakref.WeakMethod(callback))
@@ -45,7 +46,7 @@ def unregister(callback: _Callback) -> None:
 
 def callbacks() -> list[_Callback]:
     """Of the calling thread."""
-    return [found for ref in _known.get(threading.get_ident(), ()) if (found := ref()) is not None]
+    return [found for ref in _known.get(threading.current_thread(), ()) if (found := ref()) is not None]
 
 
 @contextmanager

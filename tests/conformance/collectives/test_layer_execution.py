@@ -130,6 +130,18 @@ class _Other:
         self.relieved.set()
 
 
+def test_a_thread_takes_over_nothing_from_one_that_has_ended() -> None:
+    """Threads' identifiers come again; a stream that outlives its thread is nobody's."""
+    other, found = _Other(), []
+    for number in range(8):
+        first = (lambda: relief.register(other.relieve)) if number == 0 else (lambda: found.extend(relief.callbacks()))
+        thread = threading.Thread(target=first)
+        thread.start()
+        thread.join()
+    relief.unregister(other.relieve)
+    assert not found
+
+
 def test_whoever_waits_relieves_other_streams() -> None:
     """Rank 1 does its part only after rank 0, which waits for it, has looked after another stream."""
     others = [_Other(), _Other()]
