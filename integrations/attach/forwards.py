@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from commfuse_dp.integrations.attach.linears import own_forward
 from commfuse_dp.integrations.attach.reads import Reads, properties
-from commfuse_dp.integrations.attach.slots import KNOWN, ModuleSlot
+from commfuse_dp.integrations.attach.slots import HELD, KNOWN, ModuleSlot
 from commfuse_dp.integrations.attach.transaction import Transaction
 from torch import nn
 
@@ -29,7 +29,7 @@ SERVICE = "_commfuse"  # in the dictionary of a served module
 ATTACHMENT = "_commfuse_attachment"  # in that of the object that CommFuse is on for
 TENSOR_ATTACHMENT = "_commfuse_tensor_attachment"  # likewise, for tensor parallelism
 CLAIM = "_commfuse_claim"  # in that of a claimed module
-OURS = (SERVICE, ATTACHMENT, TENSOR_ATTACHMENT, CLAIM, KNOWN)
+OURS = (SERVICE, ATTACHMENT, TENSOR_ATTACHMENT, CLAIM, KNOWN, HELD)
 
 Compute = Callable[..., torch.Tensor]  # (module, *inputs of its forward) -> output
 
@@ -154,6 +154,7 @@ def serve(transaction: Transaction, module: nn.Module, service: Service) -> None
     """From now on `module` computes by `service`; whatever served it before comes back with the undo."""
     transaction.set(vars(module), KNOWN, {})
     transaction.set(vars(module), SERVICE, service)
+    transaction.set(vars(module), HELD, vars(module)["_parameters"])
     kind = served_class(type(module))
     if kind is not type(module):
         transaction.set_class(module, kind)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from commfuse_dp.integrations.attach.slots import hold_parameters, parameters_of
 from torch import nn
 
 from commfuse_dp.ops.gathered import gather_parameters
@@ -170,7 +171,7 @@ def properties(kind: type[nn.Module], open_reads: Callable[[Any], Reads | None])
     """
 
     def get_parameters(self: nn.Module) -> dict[str, Any]:
-        held: dict[str, Any] = self.__dict__["_parameters"]
+        held = parameters_of(self)
         reads = open_reads(self)
         if reads is None:
             for name, param in held.items():
@@ -181,7 +182,7 @@ def properties(kind: type[nn.Module], open_reads: Callable[[Any], Reads | None])
         return _Whole(seen, held)
 
     def set_parameters(self: nn.Module, value: dict[str, Any]) -> None:
-        self.__dict__["_parameters"] = value
+        hold_parameters(self, value)
 
     made = {"_parameters": property(get_parameters, set_parameters)}
     for name in SERVED_NAMES:
@@ -192,7 +193,7 @@ def properties(kind: type[nn.Module], open_reads: Callable[[Any], Reads | None])
 
 def _of_one(name: str, open_reads: Callable[[Any], Reads | None]) -> property:
     def get(self: nn.Module) -> Any:
-        held = self.__dict__["_parameters"]
+        held = parameters_of(self)
         if name not in held:
             if name in self.__dict__:
                 return self.__dict__[name]

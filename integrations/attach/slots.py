@@ -12,13 +12,30 @@ from commfuse_dp.errors import CommFuseError
 from commfuse_dp.ops.on_demand import standing_for
 
 KNOWN = "_commfuse_known"  # in the dictionary of a served module: the parameters that its slots know
+HELD = "_commfuse_held"  # in the same dictionary, while the module is served: its dictionary of parameters once more
 _PUBLISHED = "published "  # before the name of a parameter, in the same dictionary
 
 
+def parameters_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """What a module really holds, also where `module._parameters` answers readers with something else: see reads.py."""
+    if torch.compiler.is_compiling() and HELD in module.__dict__:
+        # torch 2.11's Dynamo takes __dict__["_parameters"] for the attribute, and so for the property that calls us.
+        found: dict[str, torch.Tensor | None] = module.__dict__[HELD]
+        return found
+    found = module.__dict__["_parameters"]
+    return found
+
+
+def hold_parameters(module: nn.Module, parameters: dict[str, torch.Tensor | None]) -> None:
+    """From now on `parameters` is what the module really holds."""
+    module.__dict__["_parameters"] = parameters
+    if HELD in module.__dict__:
+        module.__dict__[HELD] = parameters
+
+
 def held(module: nn.Module, name: str) -> torch.Tensor | None:
-    """What a module really holds under `name`, also where its dictionary of parameters answers readers with something else."""
-    param: torch.Tensor | None = module.__dict__["_parameters"].get(name)  # not module._parameters: see reads.py
-    return param
+    """What a module really holds under `name`."""
+    return parameters_of(module).get(name)
 
 
 class ModuleSlot(ABC):
@@ -72,7 +89,7 @@ class ModuleSlot(ABC):
         (`functional_call` takes parameters away and brings them back), stays the framework's own."""
         own: torch.Tensor | None = standing_for(param)
         if own is not param:
-            module.__dict__["_parameters"][self.param_name] = own
+            parameters_of(module)[self.param_name] = own
         return own
 
     @property

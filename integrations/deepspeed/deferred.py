@@ -18,6 +18,7 @@ import contextlib
 from typing import Any, NamedTuple
 
 import torch
+from commfuse_dp.integrations.attach.slots import hold_parameters
 from torch import nn
 
 from commfuse_dp.errors import CommFuseError, Where
@@ -180,9 +181,9 @@ def watch(model: nn.Module, gather: DeferredGather, places: dict[int, tuple[int,
     for module in model.modules():
         known = {name: places[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in places}
         if known:
-            vars(module)["_parameters"] = _Waiting(module._parameters, gather, known)
+            hold_parameters(module, _Waiting(module._parameters, gather, known))
 
 
 def unwatch(module: nn.Module) -> None:
     if isinstance(module._parameters, _Waiting):
-        vars(module)["_parameters"] = dict(module._parameters.items())
+        hold_parameters(module, dict(module._parameters.items()))
