@@ -315,13 +315,14 @@ def _hook_reset(attachment: Attachment, model: nn.Module, engine: Engine) -> Non
         module = ref()
         if module is not None:
             with engine.resetting():
-                type(module).reset_iter_state(module)  # type: ignore[attr-defined]
+                compat.reset_iteration(module)
 
     names: list[str] = []
     roots: list[weakref.ref[FSDPModule]] = []
     for name, module in model.named_modules():
-        if isinstance(module, FSDPModule) and hasattr(module, "reset_iter_state"):
-            attachment.transaction.set(vars(module), "reset_iter_state", functools.partial(reset, weakref.ref(module)))
+        if isinstance(module, FSDPModule):
+            if hasattr(module, "reset_iter_state"):
+                attachment.transaction.set(vars(module), "reset_iter_state", functools.partial(reset, weakref.ref(module)))
             if not any(name == outer or name.startswith(f"{outer}.") or not outer for outer in names):
                 names.append(name)
                 roots.append(weakref.ref(module))
@@ -331,7 +332,7 @@ def _hook_reset(attachment: Attachment, model: nn.Module, engine: Engine) -> Non
         for ref in roots:
             module = ref()
             if module is not None and compat.has_begun(module):
-                type(module).reset_iter_state(module)  # type: ignore[attr-defined]
+                compat.reset_iteration(module)
 
     engine.on_recovery = reset_roots
 

@@ -255,6 +255,33 @@ def has_begun(module: FSDPModule) -> bool:
     return bool(getattr(state, "_is_root", False)) and hasattr(getattr(state, "_comm_ctx", None), "all_gather_state")
 
 
+def reset_iteration(module: FSDPModule) -> None:
+    """`FSDPModule.reset_iter_state` of a root that `has_begun`; torch 2.11 has none, so there by what it is made of."""
+    own = getattr(type(module), "reset_iter_state", None)
+    if own is not None:
+        own(module)
+        return
+    state: Any = module._get_fsdp_state()
+    stream = state._device_handle.current_stream()
+    for name in ("all_gather_state", "reduce_scatter_state"):
+        pending = getattr(state._comm_ctx, name)
+        if pending is not None and pending.event is not None:
+            stream.wait_event(pending.event)
+        setattr(state._comm_ctx, name, None)
+    state._comm_ctx.post_forward_order.clear()
+    for each in state._state_ctx.all_states:
+        each._modules_to_run_forward.clear()
+        each._training_state = type(each._training_state).IDLE
+        group = each._fsdp_param_group
+        if group is not None:
+            group.finalize_backward()  # waits for what is under way, and forgets it
+            group._reshard_after_forward_event = group._partial_reduce_output = None
+            group._training_state = type(group._training_state).IDLE
+            group._to_sharded()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+
+
 def drop_pending_unshard(group: Any) -> None:
     """Forget an all-gather that was begun for a forward that did not come, as FSDP2 does at the end of a backward."""
     result = getattr(group, "_all_gather_result", None)

@@ -18,6 +18,7 @@ from tests.parity.fsdp2.models import (
 )
 from tests.parity.fsdp2.twin import Twin, settings
 from tests.support.cells import slow
+from tests.support.versions import NEEDS_RESET
 
 
 class Boom(Exception):
@@ -64,7 +65,7 @@ def failing(rank: int, world_size: int, transport: str, reset: bool) -> None:
                 twin.step()
 
 
-@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("reset", [False, pytest.param(True, marks=NEEDS_RESET)])
 @pytest.mark.parametrize(("world_size", "transport"), [slow(2, "shm"), (2, "tcp"), slow(3, "tcp")])
 def test_the_step_after_an_exception(workers, world_size, transport, reset):
     workers(world_size).run(failing, transport, reset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -161,7 +162,7 @@ def test_record(tmp_path: Path) -> None:
 
 def test_conditions_of_this_machine() -> None:
     facts = record.about("make gpu-check")
-    assert facts["packages"]["torch"] == torch.__version__ and facts["command"] == "make gpu-check"
+    assert facts["packages"]["torch"] == importlib.metadata.version("torch") and facts["command"] == "make gpu-check"
     assert record.slug("NVIDIA H200") == "nvidia-h200" and record.slug("") == "unknown"
 
 

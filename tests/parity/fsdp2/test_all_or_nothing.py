@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.attach.attachment import attachment_of
 from commfuse_dp.integrations.attach.transaction import Transaction
+from commfuse_dp.integrations.fsdp2 import compat
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -36,7 +37,7 @@ def state_of(model: nn.Module) -> list[Any]:
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
             found.append(list(state._states_to_forward_prefetch))
-            for group in state._fsdp_param_groups:
+            for group in compat.param_groups(module):
                 found += [sorted(vars(group)), list(map(id, group.fsdp_params))]
                 found += [type(group._all_gather_comm), type(group._reduce_scatter_comm)]
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 
@@ -15,6 +16,7 @@ import commfuse_dp
 from commfuse_dp import CommFuseConfig, CommFuseError, ConfigError, MismatchError, TransportError
 from tests.parity.fsdp2 import pair
 from tests.support.leftovers import assert_nothing_left, leftovers
+from tests.support.versions import RESETS
 
 
 def still_trains(net: nn.Module, rank: int, world_size: int) -> None:
@@ -382,7 +384,8 @@ def tied_over_groups(rank: int, world_size: int, served: bool) -> list[str]:
                 commfuse_dp.apply(net, pair.config())
             texts.append(str(error.value))
             commfuse_dp.apply(net, pair.config(enabled=False))  # leaves it to FSDP2
-        with pytest.raises(ValueError, match="shared with"):  # nothing has been changed
+        stock = pytest.raises(ValueError, match="shared with") if RESETS else contextlib.nullcontext()
+        with stock:  # nothing has been changed
             net(torch.ones(2, 4))
     return texts
 

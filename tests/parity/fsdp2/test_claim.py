@@ -453,9 +453,10 @@ def really_missing(rank: int, world_size: int) -> list[str | None]:
     class Bare:
         pass
 
-    for lacking in ("_fsdp_param_groups", "_states_to_forward_prefetch"):
+    groups = "_fsdp_param_groups" if hasattr(state, "_fsdp_param_groups") else "_fsdp_param_group"
+    for lacking in (groups, "_states_to_forward_prefetch"):
         bare = Bare()
-        for name in ("_fsdp_param_groups", "_states_to_forward_prefetch"):
+        for name in (groups, "_states_to_forward_prefetch"):
             if name != lacking:
                 setattr(bare, name, getattr(state, name))
         FSDPModule._get_fsdp_state = lambda self, bare=bare: bare

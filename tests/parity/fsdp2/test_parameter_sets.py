@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from commfuse_dp import CommFuseError
 from tests.parity.fsdp2 import pair
+from tests.support.versions import NEEDS_RESET
 
 REFUSED = r"set of parameters.*functional_call.*backward\(\).*exclude=\["
 
@@ -119,6 +120,7 @@ def in_a_forward(rank: int, world_size: int) -> None:
         pair.assert_gradients_of_one_step(net, stock, rank, world_size)
 
 
+@NEEDS_RESET
 def test_a_set_of_one_layer_inside_the_forward_is_refused(workers):
     workers(2).run(in_a_forward)
 
@@ -146,5 +148,6 @@ def accumulated(rank: int, world_size: int) -> None:
         assert all(net.get_parameter(name).grad is None for name in sets)
 
 
+@NEEDS_RESET
 def test_accumulation_over_two_sets_is_refused(workers):
     workers(2).run(accumulated)

@@ -1,0 +1,9 @@
+"""What the FSDP2 of the installed torch has: 2.11 is supported, and lacks some of what 2.13 has."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed.fsdp import FSDPModule
+
+RESETS = hasattr(FSDPModule, "reset_iter_state")  # the same versions refuse a weight that is tied over groups
+NEEDS_RESET = pytest.mark.skipif(not RESETS, reason="FSDPModule.reset_iter_state: torch 2.13")
