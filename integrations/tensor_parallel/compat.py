@@ -54,7 +54,7 @@ def unreadable(module: nn.Module) -> bool:
 
 
 def _read(module: nn.Module, hook_id: int, hook: Any) -> Style | None:
-    variables = _closure(hook)
+    variables = closure_of(hook)
     mesh = variables.get("device_mesh")
     if not isinstance(mesh, DeviceMesh):
         return None
@@ -70,13 +70,14 @@ def _read(module: nn.Module, hook_id: int, hook: Any) -> Style | None:
         return Style(SEQUENCE, mesh, hook_id, hook, layouts, layouts)
     inputs, wanted = arguments
     for after in module._forward_hooks.values():
-        if _method(_closure(after).get("output_fn"), "_prepare_output_fn")[0] == kind:
-            outputs = _method(_closure(after)["output_fn"], "_prepare_output_fn")[1][0]
+        if _method(closure_of(after).get("output_fn"), "_prepare_output_fn")[0] == kind:
+            outputs = _method(closure_of(after)["output_fn"], "_prepare_output_fn")[1][0]
             return Style(str(kind), mesh, hook_id, hook, inputs, wanted, outputs)
     return None
 
 
-def _closure(function: Any) -> dict[str, Any]:
+def closure_of(function: Any) -> dict[str, Any]:
+    """Variables of the functions around a function, by name."""
     if not isinstance(function, FunctionType) or function.__closure__ is None:
         return {}
     found = {}

@@ -179,7 +179,7 @@ class ColumnGroup:
 
     def _holds_own(self) -> bool:
         """`functional_call` may have put other weights in."""
-        return all(_local_weight(member(), 0, self._mesh) is not None for member in self._members)
+        return all(local_weight(member(), 0, self._mesh) is not None for member in self._members)
 
     def stand_in(self, x: torch.Tensor) -> StandIn:
         local = x.to_local() if isinstance(x, DTensor) else x
@@ -215,12 +215,12 @@ class ColumnGroup:
         y = input.outputs.pop(id(module), None)
         if y is None:  # called a second time with the same input
             return own_class(module).forward(module, _replicated(input.whole(), self._mesh))
-        return _as_dtensor(y, self._mesh, y.dim() - 1, module.out_features)  # type: ignore[arg-type]
+        return as_dtensor(y, self._mesh, y.dim() - 1, module.out_features)  # type: ignore[arg-type]
 
     def _compute(self, input: StandIn) -> dict[int, torch.Tensor]:
         members = [member() for member in self._members]
-        weights = [_local_weight(member, 0, self._mesh) for member in members]
-        biases = [_local_bias(member) for member in members]
+        weights = [local_weight(member, 0, self._mesh) for member in members]
+        biases = [local_bias(member) for member in members]
         ys = column_parallel_of(
             self.name,
             input.local,
@@ -246,7 +246,7 @@ class RowLayer:
         self._division = division
 
     def forward(self, module: nn.Module, input: torch.Tensor) -> torch.Tensor:
-        weight = None if isinstance(input, DTensor) else _local_weight(module, 1, self._mesh)
+        weight = None if isinstance(input, DTensor) else local_weight(module, 1, self._mesh)
         if weight is None or input.dim() < self._dim + 2 or input.shape[-1] != weight.shape[1]:
             features = () if isinstance(input, DTensor) else (Shard(-1),)
             stock = DTensor.from_local(input, self._mesh, features, run_check=False) if features else input
@@ -256,16 +256,16 @@ class RowLayer:
             self.name,
             input,
             weight,
-            _local_bias(module),
+            local_bias(module),
             dim=self._dim,
             sizes=self._division.divided(length),
             **self._division.options,
         )
-        return _as_dtensor(y, self._mesh, self._dim, length)
+        return as_dtensor(y, self._mesh, self._dim, length)
 
 
 # ---- parameters and layouts ------------------------------------------------------------------------------------------
-def _local_weight(module: nn.Module | None, dim: int, mesh: DeviceMesh) -> torch.Tensor | None:
+def local_weight(module: nn.Module | None, dim: int, mesh: DeviceMesh) -> torch.Tensor | None:
     """This rank's part of the weight, if it is one that is sharded along `dim` over the mesh."""
     weight = None if module is None else module.weight
     if not isinstance(weight, DTensor) or weight.device_mesh != mesh or weight.placements != (Shard(dim),):
@@ -273,7 +273,7 @@ def _local_weight(module: nn.Module | None, dim: int, mesh: DeviceMesh) -> torch
     return weight.to_local()
 
 
-def _local_bias(module: nn.Module | None) -> torch.Tensor | None:
+def local_bias(module: nn.Module | None) -> torch.Tensor | None:
     bias: Any = None if module is None else module.bias
     return bias.to_local() if isinstance(bias, DTensor) else bias
 
@@ -284,7 +284,7 @@ def _replicated(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return DTensor.from_local(whole, mesh, (Replicate(),), run_check=False)
 
 
-def _as_dtensor(local: torch.Tensor, mesh: DeviceMesh, dim: int, extent: int) -> DTensor:
+def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, dim: int, extent: int) -> DTensor:
     """`local` is this rank's shard along `dim` of a tensor with `extent` there."""
     shape = torch.Size((*local.shape[:dim], extent, *local.shape[dim + 1 :]))
     stride = torch.empty(shape, device="meta").stride()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from commfuse_dp.integrations.attach.forwards import own_class
 from commfuse_dp.integrations.attach.rules import excluded, form_of, original_type
+from commfuse_dp.integrations.hugging_face_tp.compat import sharded
 from commfuse_dp.integrations.tensor_parallel import compat
 from commfuse_dp.integrations.tensor_parallel.compat import COLUMN, INPUT, ROW, SEQUENCE, Style
 from torch import nn
@@ -38,24 +40,40 @@ class Group:
 
 
 @dataclass
-class Selection:
+class Selected(ABC):
+    """What is served of a model, by whatever it was sharded."""
+
     mesh: DeviceMesh | None = None
-    groups: list[Group] = field(default_factory=list)
-    rows: list[Member] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)  # module -> why it stays as it is
-    stock_gathers: list[str] = field(default_factory=list)  # modules whose sharded input the framework gathers
+
+    @property
+    @abstractmethod
+    def any(self) -> bool:
+        """Whether anything is served."""
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        return self.mesh.get_group() if self.mesh is not None else None
+        """Over which what is served communicates; None: nothing is."""
+        return self.mesh.get_group() if self.mesh is not None and self.any else None
+
+
+@dataclass
+class Selection(Selected):
+    groups: list[Group] = field(default_factory=list)
+    rows: list[Member] = field(default_factory=list)
+    stock_gathers: list[str] = field(default_factory=list)  # modules whose sharded input the framework gathers
+
+    @property
+    def any(self) -> bool:
+        return bool(self.groups or self.rows)
 
 
 def parallelized(model: nn.Module) -> bool:
-    """Whether a style of torch.distributed.tensor.parallel was applied to anything in the model."""
-    return any(compat.styles_of(module) for module in model.modules())
+    """Whether a style of torch.distributed.tensor.parallel, or of transformers, was applied to anything in the model."""
+    return sharded(model) or any(compat.styles_of(module) for module in model.modules())
 
 
-class _Tree(NamedTuple):
+class Tree(NamedTuple):
     """What is asked of a model again and again. Keys are ids."""
 
     names: dict[int, list[str]]  # of modules: all that lead to it
@@ -64,7 +82,7 @@ class _Tree(NamedTuple):
     holders: dict[int, set[int]]  # parameter -> modules that hold it
 
     @classmethod
-    def of(cls, model: nn.Module) -> _Tree:
+    def of(cls, model: nn.Module) -> Tree:
         names: dict[int, list[str]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
             names.setdefault(id(module), []).append(name)
@@ -77,7 +95,7 @@ class _Tree(NamedTuple):
 
 
 def select(model: nn.Module, config: CommFuseConfig) -> Selection:
-    out, tree = Selection(), _Tree.of(model)
+    out, tree = Selection(), Tree.of(model)
     grouped: set[int] = set()  # layers that have been looked at as members of a group
     for name, module in model.named_modules():
         if compat.unreadable(module) and any(isinstance(param, DTensor) for param in module.parameters()):
@@ -99,7 +117,7 @@ def select(model: nn.Module, config: CommFuseConfig) -> Selection:
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
-def _take_input(holder: Member, config: CommFuseConfig, tree: _Tree, out: Selection) -> set[int]:
+def _take_input(holder: Member, config: CommFuseConfig, tree: Tree, out: Selection) -> set[int]:
     """Serve the column-parallel layers below a PrepareModuleInput, or say why not. Returns the ids of these layers."""
     name, module, style = holder.name, holder.module, holder.style
     gathered = [at for at, pair in enumerate(zip(style.inputs, style.wanted, strict=True)) if _is_gather(*pair)]
@@ -117,9 +135,9 @@ def _take_input(holder: Member, config: CommFuseConfig, tree: _Tree, out: Select
         why = "PrepareModuleInput converts more than one positional input"
     if why is None and not members:
         why = "no column-parallel layer inside takes what PrepareModuleInput gathers"
-    why = why or _mesh_obstacle(style, out)
+    why = why or mesh_obstacle(style.mesh, out)
     for member in members:
-        obstacle = why or _obstacle(member, config, tree, within=module)
+        obstacle = why or layer_obstacle(member.name, member.module, config, tree, within=module)
         if obstacle is not None and why is None:
             why = f"{member.name}, which shares its input, is not served: {obstacle}"
     dtypes = {param.dtype for member in members for param in member.module.parameters(recurse=False)}
@@ -133,7 +151,7 @@ def _take_input(holder: Member, config: CommFuseConfig, tree: _Tree, out: Select
     return {id(member.module) for member in members}
 
 
-def _inside(module: nn.Module, tree: _Tree) -> Iterator[tuple[str, nn.Module]]:
+def _inside(module: nn.Module, tree: Tree) -> Iterator[tuple[str, nn.Module]]:
     """Modules below `module`, without those below another PrepareModuleInput."""
     for name, child in module.named_children():
         if any(style.kind == INPUT for style in tree.styles[id(child)]):
@@ -143,13 +161,13 @@ def _inside(module: nn.Module, tree: _Tree) -> Iterator[tuple[str, nn.Module]]:
             yield f"{name}.{inner}", deeper
 
 
-def _take_column(member: Member, config: CommFuseConfig, tree: _Tree, out: Selection) -> None:
+def _take_column(member: Member, config: CommFuseConfig, tree: Tree, out: Selection) -> None:
     name, module, style = member.name, member.module, member.style
     gathers = _is_gather(style.inputs[0], style.wanted[0])
     why = "fuse='never'" if config.fuse == "never" else None
     if why is None and not gathers:
         why = "its input is not gathered from a sequence that is sharded over the ranks"
-    why = why or _mesh_obstacle(style, out) or _obstacle(member, config, tree)
+    why = why or mesh_obstacle(style.mesh, out) or layer_obstacle(name, module, config, tree)
     if why is None:
         out.groups.append(Group(name, module, style, 0, [member]))
         return
@@ -158,7 +176,7 @@ def _take_column(member: Member, config: CommFuseConfig, tree: _Tree, out: Selec
         out.stock_gathers.append(name)
 
 
-def _take_row(member: Member, config: CommFuseConfig, tree: _Tree, out: Selection) -> None:
+def _take_row(member: Member, config: CommFuseConfig, tree: Tree, out: Selection) -> None:
     name, module, style = member.name, member.module, member.style
     why = "fuse='never'" if config.fuse == "never" else None
     if why is None and not isinstance(module, nn.Embedding):
@@ -166,7 +184,7 @@ def _take_row(member: Member, config: CommFuseConfig, tree: _Tree, out: Selectio
             why = f"its output is laid out as {style.outputs[0]}: only one that is sharded along the sequence is served"
         elif not isinstance(style.inputs[0], Shard):
             why = f"its input is laid out as {style.inputs[0]}, not sharded along its features"
-    why = why or _obstacle(member, config, tree) or _mesh_obstacle(style, out)
+    why = why or layer_obstacle(name, module, config, tree) or mesh_obstacle(style.mesh, out)
     if why is None:
         out.rows.append(member)
     else:
@@ -182,8 +200,8 @@ def _is_replicated(layouts: tuple[Placement | None, ...]) -> bool:
     return len(layouts) == 1 and isinstance(layouts[0], Replicate)
 
 
-def _mesh_obstacle(style: Style, out: Selection) -> str | None:
-    mesh = style.mesh
+def mesh_obstacle(mesh: DeviceMesh, out: Selected) -> str | None:
+    """Why layers on this mesh are not served. The first mesh that is asked about is the one that is served."""
     if mesh.ndim != 1:
         return f"its mesh has {mesh.ndim} dimensions: one is served"
     if mesh.size() == 1:
@@ -197,9 +215,16 @@ def _mesh_obstacle(style: Style, out: Selection) -> str | None:
     return None
 
 
-def _obstacle(member: Member, config: CommFuseConfig, tree: _Tree, within: nn.Module | None = None) -> str | None:
-    """Why a layer is not served (None: it is)."""
-    name, module = member.name, member.module
+def layer_obstacle(
+    name: str,
+    module: nn.Module,
+    config: CommFuseConfig,
+    tree: Tree,
+    within: nn.Module | None = None,
+    *,
+    forward_of_framework: bool = False,
+) -> str | None:
+    """Why a layer is not served (None: it is). forward_of_framework: the one in its dictionary, if any, is known."""
     kind = original_type(module)
     why = excluded(name, config)
     if why is not None:
@@ -207,7 +232,7 @@ def _obstacle(member: Member, config: CommFuseConfig, tree: _Tree, within: nn.Mo
     form = form_of(module)
     if form is None or form.transposed:
         return f"{kind.__name__} does not compute what nn.Linear does"
-    if own_class(module).forward is not kind.forward or "forward" in vars(module):
+    if own_class(module).forward is not kind.forward or ("forward" in vars(module) and not forward_of_framework):
         return f"the forward of this {kind.__name__} was replaced"
     if hasattr(module, "parametrizations"):
         return "its parameters are parametrized"
@@ -224,7 +249,7 @@ def _obstacle(member: Member, config: CommFuseConfig, tree: _Tree, within: nn.Mo
     return None
 
 
-def _beside(module: nn.Module, tree: _Tree, within: nn.Module | None) -> str | None:
+def _beside(module: nn.Module, tree: Tree, within: nn.Module | None) -> str | None:
     """The adapter (LoRA, say) that a layer is wrapped in: its parent, with plain weights beside this layer's sharded ones."""
     parent = tree.parents.get(id(module))
     if within is None or parent is None or parent is within:

@@ -13,10 +13,13 @@ from commfuse_dp.integrations.attach.attachment import Attachment, attach, attac
 from commfuse_dp.integrations.attach.fingerprint import check_equal, describe
 from commfuse_dp.integrations.attach.forwards import TENSOR_ATTACHMENT, Hook, Service, serve
 from commfuse_dp.integrations.attach.ranks import Ranks
-from commfuse_dp.integrations.attach.report import ParameterRow, Path, Report
+from commfuse_dp.integrations.attach.report import ParameterRow, Report
 from commfuse_dp.integrations.attach.rules import check_exclude, original_type
 from commfuse_dp.integrations.fsdp2 import apply as apply_fsdp2
 from commfuse_dp.integrations.fsdp2 import remove as remove_fsdp2
+from commfuse_dp.integrations.hugging_face_tp.compat import sharded
+from commfuse_dp.integrations.hugging_face_tp.install import install as install_hugging_face
+from commfuse_dp.integrations.hugging_face_tp.select import select as select_hugging_face
 from commfuse_dp.integrations.tensor_parallel import autohook, compat
 from commfuse_dp.integrations.tensor_parallel.layers import (
     ColumnGroup,
@@ -27,7 +30,8 @@ from commfuse_dp.integrations.tensor_parallel.layers import (
     RowLayer,
     StyleHook,
 )
-from commfuse_dp.integrations.tensor_parallel.select import Selection, select
+from commfuse_dp.integrations.tensor_parallel.rows import left_rows, module_rows, shared_gather
+from commfuse_dp.integrations.tensor_parallel.select import Selected, Selection, select
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -36,6 +40,7 @@ from torch.utils.hooks import RemovableHandle
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.errors import ConfigError
 from commfuse_dp.probe import Probe
+from commfuse_dp.transport.base import Transport
 
 log = logging.getLogger("commfuse_dp")
 
@@ -51,12 +56,12 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     autohook.forget(model)
     groups = _groups(model)
     config, selection = Ranks(groups).together(lambda: _prepare(model, config))
-    group = selection.group if selection.groups or selection.rows else None
+    group = selection.group
     if group is not None and config.enabled:
         check_equal(describe(model, config), group)
         ranks = Ranks([group, *groups])
         served = config
-        report = attach(model, ranks, lambda found: _install(found, model, selection, served), TENSOR_ATTACHMENT)
+        report = attach(model, ranks, lambda found: _attach(found, model, selection, served), TENSOR_ATTACHMENT)
     else:
         reason = "no layer that can be served" if config.enabled else "enabled=False"
         report = _untouched(model, selection, config, reason)
@@ -94,7 +99,7 @@ def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
     return list(found.values())
 
 
-def _prepare(model: nn.Module, config: CommFuseConfig | None) -> tuple[CommFuseConfig, Selection]:
+def _prepare(model: nn.Module, config: CommFuseConfig | None) -> tuple[CommFuseConfig, Selected]:
     config = config if config is not None else CommFuseConfig.from_environment()
     if not isinstance(config, CommFuseConfig):
         raise ConfigError(f"config must be a CommFuseConfig, got {type(config).__name__}; use CommFuseConfig(**settings)")
@@ -106,7 +111,7 @@ def _prepare(model: nn.Module, config: CommFuseConfig | None) -> tuple[CommFuseC
     if inside:
         raise ConfigError(f"commfuse_dp.apply() was already called for the submodule {inside[0]!r}; remove() it first")
     check_exclude(model, config)
-    selection = select(model, config)
+    selection = select_hugging_face(model, config) if sharded(model) else select(model, config)
     lost = [f"{name} ({why})" for name, why in selection.left.items() if _is_linear(model.get_submodule(name))]
     if config.fuse == "always" and config.enabled and lost:
         raise ConfigError(f"fuse='always', but these linears cannot be fused: {'; '.join(lost)}. Use fuse='auto'.")
@@ -118,9 +123,23 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 # ---- attaching -------------------------------------------------------------------------------------------------------
-def _install(attachment: Attachment, model: nn.Module, selection: Selection, config: CommFuseConfig) -> Report:
+def _attach(attachment: Attachment, model: nn.Module, selection: Selected, config: CommFuseConfig) -> Report:
     assert selection.group is not None
     transport = attachment.connect(config, group=selection.group, device=torch.device("cpu"))
+    if isinstance(selection, Selection):
+        rows, gathered_inputs = _install(attachment, model, selection, config, transport)
+    else:
+        rows, gathered_inputs = install_hugging_face(attachment, model, selection, config, transport)
+    rows += left_rows(model, selection.left, {row.name for row in rows})
+    names = [name for name, _ in model.named_parameters()]
+    report = attachment.finish(rows, config, names=names, minimum_bytes_per_step=0)
+    report.gathered_inputs = gathered_inputs
+    return report
+
+
+def _install(
+    attachment: Attachment, model: nn.Module, selection: Selection, config: CommFuseConfig, transport: Transport
+) -> tuple[list[ParameterRow], dict[str, int]]:
     division = Division(transport, config, selection.stock_gathers)
     rows: list[ParameterRow] = []
     for found in selection.groups:
@@ -131,19 +150,13 @@ def _install(attachment: Attachment, model: nn.Module, selection: Selection, con
             if not group.alone:
                 _replace_hook(attachment, member.module, PassHook(member.module, member.style))
             serve(attachment.transaction, member.module, Service(member.module, group.forward))
-            others = [name for name in names if name != member.name]
-            shared = f"one gather of {found.name}'s input with {', '.join(others)}" if others else "a gather of its own"
-            rows += _rows(member.name, member.module, "column", shared)
+            rows += module_rows(member.name, member.module, "column", shared_gather(found.name, member.name, names))
     for member in selection.rows:
         _replace_hook(attachment, member.module, FeaturesHook(member.module, member.style))
         serve(attachment.transaction, member.module, Service(member.module, RowLayer(member, division).forward))
-        rows += _rows(member.name, member.module, "row", "partial sums leave as they are computed")
+        rows += module_rows(member.name, member.module, "row", "partial sums leave as they are computed")
     _follow_root(attachment, model, division)
-    rows += _left(model, selection, {row.name for row in rows})
-    names = [name for name, _ in model.named_parameters()]
-    report = attachment.finish(rows, config, names=names, minimum_bytes_per_step=0)
-    report.gathered_inputs = division.gathered_inputs
-    return report
+    return rows, division.gathered_inputs
 
 
 def _replace_hook(attachment: Attachment, module: nn.Module, hook: StyleHook) -> None:
@@ -171,25 +184,9 @@ def _follow_root(attachment: Attachment, model: nn.Module, division: Division) -
 
 
 # ---- report ----------------------------------------------------------------------------------------------------------
-def _rows(name: str, module: nn.Module, path: Path, reason: str) -> list[ParameterRow]:
-    return [
-        ParameterRow(f"{name}.{inner}" if name else inner, path, reason, param.numel())
-        for inner, param in module.named_parameters(recurse=False)
-    ]
-
-
-def _left(model: nn.Module, selection: Selection, known: set[str]) -> list[ParameterRow]:
-    """Every parameter that is not served, with the reason of the module that it belongs to."""
-    rows: list[ParameterRow] = []
-    for name, module in model.named_modules():
-        reason = selection.left.get(name, "no style of tensor parallelism that moves a sequence was applied to it")
-        rows += [row for row in _rows(name, module, "stock", reason) if row.name not in known]
-    return rows
-
-
-def _untouched(model: nn.Module, selection: Selection, config: CommFuseConfig, why: str) -> Report:
+def _untouched(model: nn.Module, selection: Selected, config: CommFuseConfig, why: str) -> Report:
     return Report(
-        _left(model, selection, set()),
+        left_rows(model, selection.left, set()),
         transport="none",
         transport_reason=why,
         config=config,

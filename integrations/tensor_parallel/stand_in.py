@@ -21,7 +21,7 @@ class StandIn(torch.Tensor):
     group, whose outputs lie here until the members fetch them."""
 
     local: torch.Tensor
-    group: Any
+    group: Any  # whose layers compute from it; None: any that is served may
     sizes: tuple[int, ...]  # positions of every rank
     outputs: dict[int, torch.Tensor] | None  # id(member) -> its output; None: nothing has been computed
     _whole: torch.Tensor | None
@@ -33,7 +33,7 @@ class StandIn(torch.Tensor):
         self = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
-        self.local, self._gather, self._whole, self.outputs = local, gather, None, None
+        self.local, self._gather, self._whole, self.outputs, self.group = local, gather, None, None, None
         if local.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 self.register_hook(_lost)
@@ -47,6 +47,11 @@ class StandIn(torch.Tensor):
         if self._whole is None:
             self._whole = self._gather()
         return self._whole
+
+    def made_by_autograd(self) -> bool:
+        """Whether a function of autograd has put it into the graph itself, where no gradient gets through."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.grad_fn is not None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
@@ -62,6 +67,8 @@ class StandIn(torch.Tensor):
         if func in _KIND_ONLY:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func is torch.Tensor.__getitem__ and _takes_all(*args):
+            return args[0]
         args, kwargs = tree_map_only(cls, cls.whole, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -71,6 +78,14 @@ class StandIn(torch.Tensor):
             f"{func} was called below autograd with an input that CommFuse gathers on demand, so its gradient would be lost. "
             "Pass a copy (x.clone()) to this function, or leave the layers to the framework with CommFuseConfig(exclude=[...])."
         )
+
+
+def _takes_all(tensor: torch.Tensor, index: Any) -> bool:
+    """x[:, 0:, ...] and the like, which are x."""
+    places = index if isinstance(index, tuple) else (index,)
+    if not isinstance(tensor, StandIn) or len(places) > tensor.dim():
+        return False
+    return all(place is Ellipsis or (isinstance(place, slice) and place.indices(2) == (0, 2, 1)) for place in places)
 
 
 def _lost(grad: torch.Tensor) -> NoReturn:

@@ -1,0 +1,117 @@
+"""Where a sequence that every rank has whole becomes shards, and back; and what replicated parameters need in between.
+
+| function | forward | backward |
+| --- | --- | --- |
+| `divide` | [B, S, D] -> own positions [B, s_r, D], nothing moves | the gradients of all positions are gathered |
+| `gather` | [B, s_r, D] -> [B, S, D] | own positions of the gradient, nothing moves |
+| `summed` | a parameter | its gradient, of own positions only, summed over the ranks |
+
+Outside of the shards ranks compute alike, so a gradient there is the whole one on every rank (as transformers has it), and is
+not summed. All sums are made in rank order in a wide type: the same bits on all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from commfuse_dp.collectives.bindings import of_gather
+from commfuse_dp.collectives.execution import Owner
+from commfuse_dp.collectives.summation import wide_dtype
+from commfuse_dp.ops.sequence import GATHERED, Place, Tokens, place, place_of, program_of
+from commfuse_dp.transport.base import Transport
+
+DIM = 1  # of the sequence, in [B, S, D]
+
+
+class Site(NamedTuple):
+    """Over which ranks, how, and for which layer."""
+
+    name: str
+    transport: Transport
+    order: str
+
+    @property
+    def place(self) -> Place:
+        return place_of(None, self.transport, self.order, 1, self.name)
+
+
+def divide(x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
+    return _Divide.apply(x, sizes, site)
+
+
+def gather(x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
+    return _Gather.apply(x, sizes, site)
+
+
+def summed(param: torch.Tensor, site: Site) -> torch.Tensor:
+    return _Summed.apply(param, site)
+
+
+def _own(x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
+    rank = site.transport.rank
+    return x.narrow(DIM, sum(sizes[:rank]), sizes[rank]).contiguous()
+
+
+def _whole(x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
+    tokens = Tokens(x.shape[0], 1, sizes)
+    whole = x.new_empty(x.shape[0], sum(sizes), *x.shape[2:])
+    rows = tokens.whole(whole)
+
+    def consume(owner: Owner, part: torch.Tensor) -> None:
+        place(part, rows, tokens.regions(owner))
+
+    _run(x.contiguous().flatten(0, -2), tokens.rows, consume, site.place)
+    return whole
+
+
+def _run(rows: torch.Tensor, sizes: tuple[int, ...], consume: Any, sited: Place) -> None:
+    bindings = {GATHERED: of_gather(rows, sum(sizes[: sited.rank]), consume)}
+    sited.run(program_of(sited.problem("all_gather", sizes), None, sited.rank), bindings, rows.device)
+
+
+class _Divide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
+        ctx.how = sizes, site
+        return _own(x, sizes, site)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _whole(grad, *ctx.how), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
+        ctx.how = sizes, site
+        return _whole(x, sizes, site)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _own(grad, *ctx.how), None, None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, param: torch.Tensor, site: Site) -> torch.Tensor:
+        ctx.site = site
+        return param.view_as(param)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        sited = ctx.site.place
+        parts: dict[int, torch.Tensor] = {}
+
+        def consume(owner: Owner, part: torch.Tensor) -> None:
+            parts[int(owner)] = part.to(wide_dtype(part.dtype), copy=True)
+
+        _run(grad.contiguous().view(1, -1), (1,) * sited.world_size, consume, sited)
+        total = parts[0]
+        for rank in range(1, sited.world_size):
+            total = total + parts[rank]
+        return total.view_as(grad).to(grad.dtype), None

@@ -1,0 +1,96 @@
+"""Puts what is selected into a model, through an attachment's transaction, so that all of it can be taken back."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from commfuse_dp.integrations.attach.attachment import Attachment
+from commfuse_dp.integrations.attach.forwards import Service, serve
+from commfuse_dp.integrations.attach.report import ParameterRow
+from commfuse_dp.integrations.hugging_face_tp.layers import (
+    BlockEnters,
+    BlockLeaves,
+    ColumnGroup,
+    HeldForward,
+    LayerEnters,
+    LayerLeaves,
+    OwnerEnters,
+    RootLeaves,
+    RowLayer,
+    Running,
+    layer_forward,
+    replicated_forward,
+)
+from commfuse_dp.integrations.hugging_face_tp.select import Block, Selection, Styled
+from commfuse_dp.integrations.tensor_parallel.rows import module_rows, shared_gather
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.transport.base import Transport
+
+
+def install(
+    attachment: Attachment, model: nn.Module, selection: Any, config: CommFuseConfig, transport: Transport
+) -> tuple[list[ParameterRow], dict[str, int]]:
+    """Returns the rows of what is served, and where inputs are counted that were gathered once more."""
+    assert isinstance(selection, Selection)
+    running = Running(transport, config)
+    before = functools.partial(_before, attachment)
+    after = functools.partial(_after, attachment)
+    rows: list[ParameterRow] = []
+    for owner in selection.owners:
+        before(owner, OwnerEnters(owner, "", running))
+    for layer in selection.layers:
+        before(layer.module, LayerEnters(layer.module, layer.name, running))
+        after(layer.module, LayerLeaves(layer.module, layer.name, running), with_kwargs=True)
+        serve(attachment.transaction, layer.module, Service(layer.module, layer_forward(running)))
+        for block in layer.blocks:
+            rows += _install_block(attachment, block, running)
+    for name, module in [*selection.norms, *(pair for layer in selection.layers for pair in layer.replicated)]:
+        serve(attachment.transaction, module, Service(module, replicated_forward(name, running)))
+    for found in selection.heads:
+        group = ColumnGroup(found.name, [found], running)
+        _hold(attachment, found, group.forward_alone)
+        rows += module_rows(found.name, found.module, "column", shared_gather(found.name, found.name, []))
+    after(model, RootLeaves(model, "", running), with_kwargs=False)
+    return rows, running.gathered_inputs
+
+
+def _install_block(attachment: Attachment, block: Block, running: Running) -> list[ParameterRow]:
+    if block.obstacle is not None:
+        _before(attachment, block.module, BlockEnters(block, running, None))
+        _after(attachment, block.module, BlockLeaves(block.module, block.name, running), with_kwargs=False)
+        return []
+    rows: list[ParameterRow] = []
+    group = ColumnGroup(block.name, block.columns, running)
+    _before(attachment, block.module, BlockEnters(block, running, group))
+    names = [found.name for found in block.columns]
+    for found in block.columns:
+        _hold(attachment, found, group.forward)
+        rows += module_rows(found.name, found.module, "column", shared_gather(block.name, found.name, names))
+    for found in block.rows:
+        _hold(attachment, found, RowLayer(found, running).forward)
+        rows += module_rows(found.name, found.module, "row", "partial sums leave as they are computed")
+    return rows
+
+
+def _hold(attachment: Attachment, found: Styled, compute: Any) -> None:
+    attachment.transaction.set(vars(found.module), "forward", HeldForward(found, compute))
+
+
+def _before(attachment: Attachment, module: nn.Module, hook: Any) -> None:
+    def register() -> RemovableHandle:
+        return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    attachment.transaction.acquire(register, RemovableHandle.remove)
+
+
+def _after(attachment: Attachment, module: nn.Module, hook: Any, *, with_kwargs: bool) -> None:
+    """Ahead of the hooks of others, who must not see shards."""
+
+    def register() -> RemovableHandle:
+        return module.register_forward_hook(hook, prepend=True, with_kwargs=with_kwargs)
+
+    attachment.transaction.acquire(register, RemovableHandle.remove)

@@ -1,0 +1,323 @@
+"""What a served model computes in place of transformers' tensor parallelism.
+
+| module | stock | here |
+| --- | --- | --- |
+| decoder layer | computes all positions, on every rank | its own positions; what is handed on stands for all of them (`StandIn`) |
+| norms | all positions | own positions; gradients of their parameters summed over the ranks |
+| block (attention, MLP) | input whole | input stands for the gathered positions |
+| column-parallel linears | one GEMM each; an all-reduce of dx each | one gather, all GEMMs by slices; one sum of dx |
+| row-parallel linear | one GEMM, then an all-reduce | GEMM by slices, each sent as it is computed: own positions |
+| block that is not served | input whole, output whole | the same, between a gather and a division |
+
+Whatever else reads what a layer hands on gets it gathered, so nothing outside has to know of shards. A forward that has fewer
+positions than ranks (a step of generation), or returns the hidden states of its layers, is stock's altogether.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from commfuse_dp.integrations.attach.forwards import Hook, own_class
+from commfuse_dp.integrations.hugging_face_tp.boundary import DIM, Site, divide, gather, summed
+from commfuse_dp.integrations.hugging_face_tp.compat import wants_hidden_states
+from commfuse_dp.integrations.hugging_face_tp.select import Block, Styled
+from commfuse_dp.integrations.hugging_face_tp.trial import INPUT, replaced_input
+from commfuse_dp.integrations.tensor_parallel.layers import as_dtensor, local_bias, local_weight
+from commfuse_dp.integrations.tensor_parallel.stand_in import StandIn
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map_only
+
+from commfuse_dp.collectives.arguments import even_sizes
+from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.errors import MismatchError
+from commfuse_dp.ops.column_parallel import column_parallel_of
+from commfuse_dp.ops.row_parallel import row_parallel_of
+from commfuse_dp.transport.base import Transport
+
+_SIZES = "_commfuse_sizes"  # keyword of a decoder layer that runs in shards; kept by activation checkpointing
+
+
+class Running:
+    """How the decoder layer that is running is sharded, and over what it communicates."""
+
+    def __init__(self, transport: Transport, config: CommFuseConfig) -> None:
+        self.transport = transport
+        self.config = config
+        self.order = "ring" if config.order == "ring" else "pairwise"
+        self.sizes: tuple[int, ...] | None = None  # positions of every rank; None: no layer runs, or not in shards
+        self.allowed = True  # False: this forward is stock's
+        self.gathered_inputs: dict[str, int] = {}  # block -> how often its input was needed whole
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"transport": self.transport, "slices_per_rank": self.config.slices_per_rank, "order": self.order}
+
+    def site(self, name: str) -> Site:
+        return Site(name, self.transport, self.order)
+
+    @contextlib.contextmanager
+    def sharded(self, sizes: tuple[int, ...] | None) -> Iterator[None]:
+        before, self.sizes = self.sizes, sizes
+        try:
+            yield
+        finally:
+            self.sizes = before
+
+    def standing_for(self, name: str, local: torch.Tensor, sizes: tuple[int, ...], group: Any = None) -> StandIn:
+        """For all positions, of which `local` are this rank's."""
+        shape = (*local.shape[:DIM], sum(sizes), *local.shape[DIM + 1 :])
+
+        def whole() -> torch.Tensor:
+            if group is not None:
+                self.gathered_inputs[name] = self.gathered_inputs.get(name, 0) + 1
+            return gather(local, sizes, self.site(name))
+
+        stand_in = StandIn(local, shape, whole)
+        stand_in.group, stand_in.sizes = group, sizes
+        return stand_in
+
+
+# ---- decoder layers --------------------------------------------------------------------------------------------------
+class _OwnHook(Hook):
+    """Of one module, and not of its copies."""
+
+    def __init__(self, module: nn.Module, name: str, running: Running) -> None:
+        self._module = weakref.ref(module)
+        self.name, self.running = name, running
+
+    def concerns(self, module: nn.Module) -> bool:
+        return self._module() is module and not torch.compiler.is_compiling()
+
+
+class OwnerEnters(_OwnHook):
+    """Before the forward that calls the layers."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.concerns(module):
+            self.running.allowed = not wants_hidden_states(module, kwargs)
+
+
+class LayerEnters(_OwnHook):
+    """Gives the layer its own positions of the input."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = args[0] if args else kwargs.get(INPUT)
+        if not self.concerns(module) or not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
+            return None
+        ranks = self.running.transport.world_size
+        if type(x) is StandIn:
+            if x.made_by_autograd():
+                raise MismatchError(
+                    f"{self.name}: its input has come through an autograd.Function (reentrant activation checkpointing of a "
+                    "whole layer, say), which CommFuse cannot follow. Use use_reentrant=False."
+                )
+            local, sizes = x.local, x.sizes
+        elif self.running.allowed and x.dim() == 3 and x.shape[DIM] >= ranks:
+            sizes = even_sizes(int(x.shape[DIM]), ranks)
+            local = divide(x, sizes, self.running.site(self.name))
+        else:
+            return None
+        args, kwargs = replaced_input(local, args, kwargs)
+        return args, {**kwargs, _SIZES: sizes}
+
+
+class LayerLeaves(_OwnHook):
+    """What the layer hands on stands for all positions."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if self.concerns(module) and _SIZES in kwargs:
+            return self.running.standing_for(self.name, output, kwargs[_SIZES])
+        return None
+
+
+class RootLeaves(_OwnHook):
+    """A caller of the model gets tensors."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return tree_map_only(StandIn, StandIn.whole, output) if self.concerns(module) else None
+
+
+def layer_forward(running: Running) -> Callable[..., Any]:
+    def compute(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        sizes = kwargs.pop(_SIZES, None)
+        with running.sharded(sizes):
+            return own_class(layer).forward(layer, *args, **kwargs)  # type: ignore[attr-defined]
+
+    return compute
+
+
+def replicated_forward(name: str, running: Running) -> Callable[..., Any]:
+    """Of a module whose parameters all ranks have alike."""
+
+    def compute(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        stock = own_class(module).forward  # type: ignore[attr-defined]
+        x = args[0] if args else None
+        behind = type(x) is StandIn and x.group is None  # behind the layers
+        if running.sizes is None and not behind:
+            return stock(module, *args, **kwargs)
+        with _summed_parameters(module, running.site(name)):
+            if not behind:
+                return stock(module, *args, **kwargs)
+            assert isinstance(x, StandIn)
+            return running.standing_for(name, stock(module, x.local, *args[1:], **kwargs), x.sizes)
+
+    return compute
+
+
+@contextlib.contextmanager
+def _summed_parameters(module: nn.Module, site: Site) -> Iterator[None]:
+    """`module` computes with its parameters, whose gradients are summed over the ranks."""
+    own: Any = module._parameters
+    before = {name: param for name, param in own.items() if param is not None and param.requires_grad}
+    if not torch.is_grad_enabled():
+        before = {}
+    own.update({name: summed(param, site) for name, param in before.items()})
+    try:
+        yield
+    finally:
+        own.update(before)
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+class BlockEnters(_OwnHook):
+    """The block's input stands for all positions. group: its column-parallel layers; None: it is not served."""
+
+    def __init__(self, block: Block, running: Running, group: ColumnGroup | None) -> None:
+        super().__init__(block.module, block.name, running)
+        self._group = group
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        sizes = self.running.sizes
+        if sizes is None or not self.concerns(module):
+            return None
+        x = args[0] if args else kwargs[INPUT]
+        group = self._group if self._group is not None and self._group.holds_own() else self
+        return replaced_input(self.running.standing_for(self.name, x, sizes, group), args, kwargs)
+
+
+class BlockLeaves(_OwnHook):
+    """Of a block that is not served: the layer goes on with its own positions of the output."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        sizes = self.running.sizes
+        if sizes is None or not self.concerns(module):
+            return None
+        first, rest = (output[0], tuple(output[1:])) if isinstance(output, tuple) else (output, None)
+        own = divide(first.whole() if type(first) is StandIn else first, sizes, self.running.site(self.name))
+        return own if rest is None else (own, *rest)
+
+
+class HeldForward:
+    """In place of the forward that transformers keeps in a module's dictionary; a copy of the module has transformers' own."""
+
+    def __init__(self, found: Styled, compute: Callable[..., Any]) -> None:
+        self._module = weakref.ref(found.module)
+        self._stock = found.style.stock
+        self._compute = compute
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        if torch.compiler.is_compiling():
+            return self._stock(*args, **kwargs)
+        if module is None or len(args) != 1 or kwargs:
+            args, kwargs = tree_map_only(StandIn, StandIn.whole, (args, kwargs))
+            return self._stock(*args, **kwargs)
+        return self._compute(module, args[0], self.stock)
+
+    def stock(self, x: Any) -> Any:
+        return self._stock(x.whole() if type(x) is StandIn else x)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._stock
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a module that transformers has made tensor-parallel cannot be pickled")
+
+
+Stock = Callable[[Any], Any]
+
+
+class ColumnGroup:
+    """Column-parallel layers that share one gather: of the input of the block that they are in, or of their own."""
+
+    def __init__(self, name: str, members: list[Styled], running: Running) -> None:
+        self.name = name
+        self._members = [weakref.ref(found.module) for found in members]
+        self._styles = {id(found.module): found.style for found in members}
+        self._running = running
+        mesh = members[0].style.mesh
+        assert mesh is not None
+        self._mesh = mesh
+
+    def holds_own(self) -> bool:
+        """Other weights may have been put in."""
+        return all(local_weight(member(), 0, self._mesh) is not None for member in self._members)
+
+    def forward(self, module: nn.Module, x: Any, stock: Stock) -> Any:
+        """A member's."""
+        if type(x) is not StandIn or x.group is not self:
+            return stock(x)
+        if x.outputs is None:
+            x.outputs = self._compute(x)
+        y = x.outputs.pop(id(module), None)
+        return stock(x) if y is None else self._finish(module, y)  # None: called a second time with the same input
+
+    def forward_alone(self, module: nn.Module, x: Any, stock: Stock) -> Any:
+        """Of a layer behind the decoder layers."""
+        if type(x) is not StandIn or x.group is not None or not self.holds_own():
+            return stock(x)
+        return self._finish(module, self._compute(x)[id(module)])
+
+    def _compute(self, x: StandIn) -> dict[int, torch.Tensor]:
+        members = [member() for member in self._members]
+        ys = column_parallel_of(
+            self.name,
+            x.local,
+            [local_weight(member, 0, self._mesh) for member in members],  # type: ignore[misc]
+            [local_bias(member) for member in members],
+            dim=DIM,
+            sizes=x.sizes,
+            save=self._running.config.save_activations,
+            **self._running.options,
+        )
+        return {id(member): y for member, y in zip(members, ys, strict=True)}
+
+    def _finish(self, module: nn.Module, y: torch.Tensor) -> Any:
+        """In the layout that the style promises."""
+        finish = self._styles[id(module)].finish
+        assert finish is not None
+        return finish(module, as_dtensor(y, self._mesh, y.dim() - 1, module.out_features), self._mesh)  # type: ignore[arg-type]
+
+
+class RowLayer:
+    """A row-parallel layer of a block."""
+
+    def __init__(self, found: Styled, running: Running) -> None:
+        self.name = found.name
+        self._running = running
+        assert found.style.mesh is not None
+        self._mesh = found.style.mesh
+
+    def forward(self, module: nn.Module, x: Any, stock: Stock) -> Any:
+        running = self._running
+        if running.sizes is None:
+            return stock(x)
+        local = self._features(x)
+        weight = local_weight(module, 1, self._mesh)
+        if weight is None:  # others have been put in
+            return divide(stock(x), running.sizes, running.site(self.name))
+        return row_parallel_of(
+            self.name, local, weight, local_bias(module), dim=DIM, sizes=running.sizes, **running.options
+        )
+
+    def _features(self, x: Any) -> torch.Tensor:
+        if not isinstance(x, DTensor):
+            return x
+        if x.placements not in ((Shard(x.dim() - 1),), (Shard(-1),)):
+            x = x.redistribute(placements=[Shard(-1)])
+        return x.to_local()

@@ -1,0 +1,218 @@
+"""Which decoder layers of a model run in shards of the sequence, which of their layers are served, and why others are not.
+
+    layers[i]                       in shards, if a trial shows that it may (trial.py)
+      input_layernorm               replicated: computes with own positions, its gradient is summed over the ranks
+      self_attn                     block: q_proj, k_proj, v_proj share one gather; o_proj sums and scatters
+      post_attention_layernorm      replicated
+      mlp                           block; one that cannot be served gets its input whole, and its output is divided
+    norm                            replicated
+    lm_head                         column-parallel, with a gather of its own
+
+Reads the model; changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from commfuse_dp.integrations.attach.rules import original_type
+from commfuse_dp.integrations.hugging_face_tp import compat
+from commfuse_dp.integrations.hugging_face_tp.compat import COLUMN, REPLICATED, ROW, HuggingFaceStyle
+from commfuse_dp.integrations.hugging_face_tp.trial import layer_obstacle_by_trial, norm_obstacle_by_trial
+from commfuse_dp.integrations.tensor_parallel.select import Selected, Tree, layer_obstacle, mesh_obstacle
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from commfuse_dp.config import CommFuseConfig
+
+
+class Styled(NamedTuple):
+    """A module that a style of transformers was applied to."""
+
+    name: str
+    module: nn.Module
+    style: HuggingFaceStyle
+
+
+@dataclass
+class Block:
+    """A child of a decoder layer with tensor-parallel layers inside."""
+
+    name: str
+    module: nn.Module
+    columns: list[Styled] = field(default_factory=list)
+    rows: list[Styled] = field(default_factory=list)
+    obstacle: str | None = None  # why none of it is served
+
+
+@dataclass
+class DecoderLayer:
+    name: str
+    module: nn.Module
+    blocks: list[Block]
+    replicated: list[tuple[str, nn.Module]]  # modules with parameters that all ranks have alike
+
+
+@dataclass
+class Selection(Selected):
+    layers: list[DecoderLayer] = field(default_factory=list)
+    owners: list[nn.Module] = field(default_factory=list)  # modules that call the layers one after the other
+    norms: list[tuple[str, nn.Module]] = field(default_factory=list)  # of the owners, behind the layers
+    heads: list[Styled] = field(default_factory=list)  # column-parallel layers outside of decoder layers
+
+    @property
+    def any(self) -> bool:
+        return bool(self.layers)
+
+
+def select(model: nn.Module, config: CommFuseConfig) -> Selection:
+    out, tree = Selection(), Tree.of(model)
+    styled = [Styled(name, module, style) for name, module in model.named_modules() if (style := compat.style_of(module))]
+    why = _model_obstacle(model, styled, config, out)
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and id(module) not in inside and any(map(_styled_inside, module)):
+            inside |= {id(inner) for inner in module.modules()}
+            if why is None:
+                _take_stack(name, module, config, tree, out)
+    for found in styled:
+        if id(found.module) not in inside or why is not None:
+            _take_head(found, why, config, tree, out)
+    return out
+
+
+def _model_obstacle(model: nn.Module, styled: list[Styled], config: CommFuseConfig, out: Selection) -> str | None:
+    if config.fuse == "never":
+        return "fuse='never'"
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return "transformers' tensor parallelism below fully_shard is not served"
+    for found in styled:
+        if found.style.mesh is not None:
+            why = mesh_obstacle(found.style.mesh, out)
+            if why is not None:
+                return why
+    return None
+
+
+def _styled_inside(module: nn.Module) -> bool:
+    return any(compat.style_of(inner) is not None for inner in module.modules())
+
+
+# ---- decoder layers --------------------------------------------------------------------------------------------------
+def _take_stack(name: str, stack: nn.ModuleList, config: CommFuseConfig, tree: Tree, out: Selection) -> None:
+    owner = tree.parents[id(stack)]
+    before = len(out.layers)
+    for number, module in enumerate(stack):
+        layer, why = _layer(f"{name}.{number}", module, config, tree)
+        if why is None and all(block.obstacle is not None for block in layer.blocks):
+            why = "; ".join(dict.fromkeys(str(block.obstacle) for block in layer.blocks)) or "no layer inside can be served"
+        if why is None:
+            why = layer_obstacle_by_trial(layer.module, owner, layer.blocks)
+        if why is not None:
+            _leave(layer, why, out)
+            continue
+        out.layers.append(layer)
+        for block in layer.blocks:
+            if block.obstacle is not None:
+                reason = f"{block.obstacle}; {block.name} gets its input whole, and its output is divided"
+                out.left.update({inner: reason for inner in _names(block.name, block.module)})
+        reason = "it computes with its own positions of the sequence; its gradient is summed over the ranks"
+        out.left.update({inner: reason for inner, _ in layer.replicated})
+    if len(out.layers) > before:
+        out.owners.append(owner)
+        prefix = name.rpartition(".")[0]
+        for inner, child in owner.named_children():
+            if child is not stack and any(True for _ in child.parameters(recurse=False)) and not _styled_inside(child):
+                _take_norm(f"{prefix}.{inner}" if prefix else inner, child, out)
+
+
+def _layer(name: str, module: nn.Module, config: CommFuseConfig, tree: Tree) -> tuple[DecoderLayer, str | None]:
+    """The layer, and why it cannot run in shards, as far as that is seen without a trial."""
+    layer, why = DecoderLayer(name, module, [], []), None
+    if "forward" in vars(module):
+        why = f"the forward of this {original_type(module).__name__} was replaced"
+    if next(module.parameters(recurse=False), None) is not None:
+        why = why or f"{original_type(module).__name__} has parameters of its own beside its layers"
+    for inner, child in module.named_children():
+        if _styled_inside(child):
+            if compat.style_of(child) is not None:
+                why = why or f"{name}.{inner} is tensor-parallel directly inside of {original_type(module).__name__}"
+            layer.blocks.append(_block(f"{name}.{inner}", child, config, tree))
+            continue
+        for deeper, holder in child.named_modules(prefix=f"{name}.{inner}"):
+            params = list(holder.parameters(recurse=False))
+            if params and ("forward" in vars(holder) or hasattr(holder, "parametrizations")):
+                why = why or f"the forward of {deeper} was replaced"
+            if any(isinstance(param, DTensor) for param in params):
+                why = why or f"{deeper} is sharded in a way that is not known here"
+            if any(len(tree.holders[id(param)]) > 1 for param in params) or len(tree.names[id(holder)]) > 1:
+                why = why or f"parameters of {deeper} are used elsewhere, too"
+            if params:
+                layer.replicated.append((deeper, holder))
+    return layer, why
+
+
+def _block(name: str, module: nn.Module, config: CommFuseConfig, tree: Tree) -> Block:
+    block = Block(name, module)
+    if "forward" in vars(module):
+        block.obstacle = f"the forward of {name} was replaced"
+    for inner, holder in module.named_modules(prefix=name):
+        style = compat.style_of(holder)
+        if style is None:
+            if next(holder.parameters(recurse=False), None) is not None:
+                block.obstacle = block.obstacle or f"{inner} has parameters that the plan does not name"
+            continue
+        found = Styled(inner, holder, style)
+        if style.kind == COLUMN:
+            block.columns.append(found)
+        elif style.kind == ROW:
+            block.rows.append(found)
+        if style.kind != REPLICATED:
+            why = _obstacle(found, config, tree, module)
+            block.obstacle = block.obstacle or (f"{inner}: {why}" if why is not None else None)
+    if not block.columns or not block.rows:
+        block.obstacle = block.obstacle or f"{name} has no column-parallel layers with a row-parallel one behind them"
+    dtypes = {param.dtype for found in block.columns for param in found.module.parameters(recurse=False)}
+    if len(dtypes) > 1:
+        block.obstacle = block.obstacle or f"its layers have different dtypes: {', '.join(sorted(map(str, dtypes)))}"
+    return block
+
+
+def _obstacle(found: Styled, config: CommFuseConfig, tree: Tree, within: nn.Module | None) -> str | None:
+    if found.style.kind not in (COLUMN, ROW):
+        return f"its style {found.style.name} is none that is served"
+    known = layer_obstacle(found.name, found.module, config, tree, within, forward_of_framework=True)
+    return known or found.style.why
+
+
+def _leave(layer: DecoderLayer, why: str, out: Selection) -> None:
+    out.left.update({name: why for name in _names(layer.name, layer.module)})
+
+
+def _names(name: str, module: nn.Module) -> Iterator[str]:
+    for inner, _ in module.named_modules(prefix=name):
+        yield inner
+
+
+# ---- behind them -----------------------------------------------------------------------------------------------------
+def _take_norm(name: str, module: nn.Module, out: Selection) -> None:
+    row = out.layers[-1].blocks[0].rows or out.layers[-1].blocks[-1].rows
+    width = row[0].module.out_features if row else None
+    if isinstance(width, int) and "forward" not in vars(module) and norm_obstacle_by_trial(module, width) is None:
+        out.norms.append((name, module))
+        out.left[name] = "it computes with its own positions of the sequence; its gradient is summed over the ranks"
+
+
+def _take_head(found: Styled, why: str | None, config: CommFuseConfig, tree: Tree, out: Selection) -> None:
+    if why is None and not out.layers:
+        why = "no decoder layer runs in shards of the sequence"
+    if why is None and found.style.kind == ROW:
+        why = "it is row-parallel, but in no decoder layer"
+    why = why or _obstacle(found, config, tree, None)
+    if why is None:
+        out.heads.append(found)
+    else:
+        out.left[found.name] = why

@@ -1,0 +1,197 @@
+"""Whether a decoder layer may run on shards of the sequence: it is tried on a few positions, all of them and some of them.
+
+Between a row-parallel layer and the next column-parallel one a layer must compute every position by itself (norms, residuals,
+scales). That is not read from the class but seen: in both runs the tensor-parallel layers answer with fixed numbers, with all
+positions or with those of the shard; column-parallel layers are given the whole input, or what stands for it (`StandIn`). The
+output of the second run must be the shard's positions of the first one's. No rank waits for another here, no parameter changes.
+Layers are tried as in training, where dropout of what ranks have alike would differ between shards, and be seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from commfuse_dp.integrations.attach.forwards import own_class
+from commfuse_dp.integrations.attach.rules import original_type
+from commfuse_dp.integrations.tensor_parallel.stand_in import StandIn
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from commfuse_dp.integrations.hugging_face_tp.select import Block
+
+_POSITIONS, _SHARD = 5, slice(1, 3)
+INPUT = "hidden_states"  # how transformers calls the input of layers and blocks
+
+
+def layer_obstacle_by_trial(layer: nn.Module, owner: nn.Module, blocks: Sequence[Block]) -> str | None:
+    """Why a decoder layer cannot run in shards (None: it can). owner: the module that has the layers, and their rotary embedding."""
+    served = [block for block in blocks if block.obstacle is None]
+    width = int(served[0].rows[0].module.out_features)
+    dtype = next(served[0].rows[0].module.parameters()).dtype
+    name = original_type(layer).__name__
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        x = torch.randn(1, _POSITIONS, width, generator=_generator(0)).to(dtype)
+        why = "it returned no tensor"
+        for tuples in (False, True) if len(served) < len(blocks) else (False,):  # what an unserved block returns
+            try:
+                arguments = _arguments(owner, x)
+                runs = _Runs(blocks, tuples)
+                whole, part = runs.run(layer, x, arguments), runs.run(layer, x[:, _SHARD], arguments, sharded=True)
+            except Exception as error:
+                why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                continue
+            if not isinstance(whole, torch.Tensor) or not isinstance(part, torch.Tensor):
+                continue
+            if part.shape == (1, 2, width) and _close(part, whole[:, _SHARD]):
+                return None
+            return f"{name} does not compute every position of the sequence by itself between its tensor-parallel layers"
+    return f"{name} could not be tried on a shard of the sequence ({why})"
+
+
+def norm_obstacle_by_trial(module: nn.Module, width: int) -> str | None:
+    """Why a module behind the layers cannot run in shards (None: it can)."""
+    dtype = next(module.parameters()).dtype
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        x = torch.randn(1, _POSITIONS, width, generator=_generator(0)).to(dtype)
+        try:
+            whole, part = (original_type(module).forward(module, rows) for rows in (x, x[:, _SHARD]))  # type: ignore[attr-defined]
+        except Exception as error:
+            return f"it could not be tried: {type(error).__name__}"
+    same = isinstance(whole, torch.Tensor) and whole.shape == x.shape and _close(part, whole[:, _SHARD])
+    return None if same else "it does not compute every position by itself"
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    tolerance = 8 * torch.finfo(a.dtype).eps
+    return torch.allclose(a.double(), b.double(), rtol=tolerance, atol=tolerance * float(b.abs().max()))
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _arguments(owner: nn.Module, x: torch.Tensor) -> dict[str, Any]:
+    """What transformers' models hand to every decoder layer."""
+    positions = torch.arange(x.shape[1]).unsqueeze(0)
+    found = {"attention_mask": None, "position_ids": positions, "past_key_values": None, "use_cache": False}
+    rotary = getattr(owner, "rotary_emb", None)
+    if rotary is not None:
+        found["position_embeddings"] = rotary(x, position_ids=positions)
+    return found
+
+
+class _Runs:
+    """Two runs of a layer, whose tensor-parallel layers answer alike in both."""
+
+    def __init__(self, blocks: Sequence[Block], tuples: bool) -> None:
+        self._blocks = blocks
+        self._tuples = tuples
+        self._inputs: dict[int, torch.Tensor] = {}  # of a block, whole
+
+    def run(self, layer: nn.Module, x: torch.Tensor, arguments: dict[str, Any], sharded: bool = False) -> Any:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_training(layer))
+            for seed, block in enumerate(self._blocks):
+                if block.obstacle is not None:
+                    stack.enter_context(_answering(block.module, self._unserved(seed, block, x.shape[-1], sharded)))
+                    continue
+                stack.enter_context(_answering(block.module, self._entered(block, sharded)))
+                for number, found in enumerate(block.columns):
+                    fixed = _fixed(100 * seed + number, _local_features(found.module), x.dtype)
+                    stack.enter_context(_answering(found.module, _column(fixed)))
+                for number, found in enumerate(block.rows):
+                    fixed = _fixed(100 * seed + 50 + number, int(found.module.out_features), x.dtype)
+                    stack.enter_context(_answering(found.module, _row(fixed, sharded)))
+            return original_type(layer).forward(layer, x, **arguments)  # type: ignore[attr-defined]
+
+    def _entered(self, block: Block, sharded: bool) -> Callable[..., Any]:
+        """The block's own forward, with what stands for its whole input."""
+        module, stock = block.module, own_class(block.module).forward  # type: ignore[attr-defined]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = args[0] if args else kwargs[INPUT]
+            if not sharded:
+                self._inputs[id(module)] = given
+                return stock(module, *args, **kwargs)
+            whole = self._inputs[id(module)]
+            if not _close(given, whole[:, _SHARD]):
+                raise ValueError(f"the input of {block.name} depends on other positions")
+            stand_in = StandIn(given, tuple(whole.shape), lambda: whole)
+            args, kwargs = replaced_input(stand_in, args, kwargs)
+            return stock(module, *args, **kwargs)
+
+        return forward
+
+    def _unserved(self, seed: int, block: Block, width: int, sharded: bool) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = args[0] if args else kwargs[INPUT]
+            if sharded and not _close(given, self._inputs[id(block)][:, _SHARD]):
+                raise ValueError(f"the input of {block.name} depends on other positions")
+            self._inputs.setdefault(id(block), given)
+            out = _fixed(100 * seed + 99, width, given.dtype)
+            out = out[:, _SHARD] if sharded else out
+            return (out, None) if self._tuples else out
+
+        return forward
+
+
+def replaced_input(x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with another input of a layer or block."""
+    return ((x, *args[1:]), kwargs) if args else ((), {**kwargs, INPUT: x})
+
+
+def _local_features(module: nn.Module) -> int:
+    weight: Any = module.weight
+    return int((weight.to_local() if isinstance(weight, DTensor) else weight).shape[0])
+
+
+def _fixed(seed: int, features: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(1, _POSITIONS, features, generator=_generator(1 + seed)).to(dtype)
+
+
+def _column(fixed: torch.Tensor) -> Callable[..., torch.Tensor]:
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        if input.shape[:2] != fixed.shape[:2]:
+            raise ValueError(f"a column-parallel layer was given {tuple(input.shape)}, not the whole sequence")
+        return fixed.clone()
+
+    return forward
+
+
+def _row(fixed: torch.Tensor, sharded: bool) -> Callable[..., torch.Tensor]:
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        if input.shape[:2] != fixed.shape[:2]:
+            raise ValueError(f"a row-parallel layer was given {tuple(input.shape)}, not the whole sequence")
+        return (fixed[:, _SHARD] if sharded else fixed).clone()
+
+    return forward
+
+
+@contextlib.contextmanager
+def _training(layer: nn.Module) -> Iterator[None]:
+    before = [(module, module.training) for module in layer.modules()]
+    for module, _ in before:
+        module.training = True
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+@contextlib.contextmanager
+def _answering(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """`module` answers by `forward`, for the length of a block."""
+    before = vars(module).get("forward")
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = before
