@@ -30,6 +30,7 @@ FRAMEWORKS = {  # module whose first import is waited for -> its integration
     "deepspeed": "deepspeed",
     "accelerate": "accelerate",
     "torch.distributed.tensor.parallel": "tensor_parallel",
+    "transformers": "hugging_face_tp",
 }
 ON = ("1", "true", "yes", "on")
 OFF = ("0", "false", "no", "off")

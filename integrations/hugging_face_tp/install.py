@@ -8,6 +8,7 @@ from typing import Any
 from commfuse_dp.integrations.attach.attachment import Attachment
 from commfuse_dp.integrations.attach.forwards import Service, serve
 from commfuse_dp.integrations.attach.report import ParameterRow
+from commfuse_dp.integrations.hugging_face_tp.attention import attends, project
 from commfuse_dp.integrations.hugging_face_tp.layers import (
     BlockEnters,
     BlockLeaves,
@@ -19,6 +20,7 @@ from commfuse_dp.integrations.hugging_face_tp.layers import (
     RootLeaves,
     RowLayer,
     Running,
+    WholeEnters,
     layer_forward,
     replicated_forward,
 )
@@ -40,6 +42,8 @@ def install(
     before = functools.partial(_before, attachment)
     after = functools.partial(_after, attachment)
     rows: list[ParameterRow] = []
+    for name, module in selection.whole:
+        before(module, WholeEnters(module, name, running))
     for owner in selection.owners:
         before(owner, OwnerEnters(owner, "", running))
     for layer in selection.layers:
@@ -71,8 +75,13 @@ def _install_block(attachment: Attachment, block: Block, running: Running) -> li
         _hold(attachment, found, group.forward)
         rows += module_rows(found.name, found.module, "column", shared_gather(block.name, found.name, names))
     for found in block.rows:
-        _hold(attachment, found, RowLayer(found, running).forward)
-        rows += module_rows(found.name, found.module, "row", "partial sums leave as they are computed")
+        row = RowLayer(found, running)
+        _hold(attachment, found, row.forward)
+        reason = "partial sums leave as they are computed"
+        if len(block.rows) == 1 and attends(block.module):
+            project(attachment.transaction, block.module, row)
+            reason = "attention and partial sums by slices of queries, which leave as they are computed"
+        rows += module_rows(found.name, found.module, "row", reason)
     return rows
 
 

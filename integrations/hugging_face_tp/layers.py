@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from commfuse_dp.integrations.attach.forwards import Hook, own_class
+from commfuse_dp.integrations.hugging_face_tp.attention import Deferred
 from commfuse_dp.integrations.hugging_face_tp.boundary import DIM, Site, divide, gather, summed
 from commfuse_dp.integrations.hugging_face_tp.compat import wants_hidden_states
 from commfuse_dp.integrations.hugging_face_tp.select import Block, Styled
@@ -35,6 +36,7 @@ from torch.utils._pytree import tree_map_only
 from commfuse_dp.collectives.arguments import even_sizes
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.errors import MismatchError
+from commfuse_dp.ops import row_parallel_attention
 from commfuse_dp.ops.column_parallel import column_parallel_of
 from commfuse_dp.ops.row_parallel import row_parallel_of
 from commfuse_dp.transport.base import Transport
@@ -50,7 +52,7 @@ class Running:
         self.config = config
         self.order = "ring" if config.order == "ring" else "pairwise"
         self.sizes: tuple[int, ...] | None = None  # positions of every rank; None: no layer runs, or not in shards
-        self.allowed = True  # False: this forward is stock's
+        self.allowed = False  # whether the forward that calls the layers may run in shards
         self.gathered_inputs: dict[str, int] = {}  # block -> how often its input was needed whole
 
     @property
@@ -126,6 +128,13 @@ class LayerEnters(_OwnHook):
         return args, {**kwargs, _SIZES: sizes}
 
 
+class WholeEnters(_OwnHook):
+    """Of what is stock's outside of shards: functions of autograd in it take tensors only."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return tree_map_only(StandIn, StandIn.whole, (args, kwargs)) if self.concerns(module) else None
+
+
 class LayerLeaves(_OwnHook):
     """What the layer hands on stands for all positions."""
 
@@ -185,7 +194,7 @@ def _summed_parameters(module: nn.Module, site: Site) -> Iterator[None]:
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 class BlockEnters(_OwnHook):
-    """The block's input stands for all positions. group: its column-parallel layers; None: it is not served."""
+    """The block's input stands for all positions. group: its column-parallel layers; None: it is not served, and gets it whole."""
 
     def __init__(self, block: Block, running: Running, group: ColumnGroup | None) -> None:
         super().__init__(block.module, block.name, running)
@@ -196,8 +205,9 @@ class BlockEnters(_OwnHook):
         if sizes is None or not self.concerns(module):
             return None
         x = args[0] if args else kwargs[INPUT]
-        group = self._group if self._group is not None and self._group.holds_own() else self
-        return replaced_input(self.running.standing_for(self.name, x, sizes, group), args, kwargs)
+        if self._group is None or not self._group.holds_own():
+            return replaced_input(gather(x, sizes, self.running.site(self.name)), args, kwargs)
+        return replaced_input(self.running.standing_for(self.name, x, sizes, self._group), args, kwargs)
 
 
 class BlockLeaves(_OwnHook):
@@ -208,7 +218,7 @@ class BlockLeaves(_OwnHook):
         if sizes is None or not self.concerns(module):
             return None
         first, rest = (output[0], tuple(output[1:])) if isinstance(output, tuple) else (output, None)
-        own = divide(first.whole() if type(first) is StandIn else first, sizes, self.running.site(self.name))
+        own = divide(first, sizes, self.running.site(self.name))
         return own if rest is None else (own, *rest)
 
 
@@ -230,7 +240,7 @@ class HeldForward:
         return self._compute(module, args[0], self.stock)
 
     def stock(self, x: Any) -> Any:
-        return self._stock(x.whole() if type(x) is StandIn else x)
+        return self._stock(x.whole() if isinstance(x, StandIn) else x)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self._stock
@@ -303,17 +313,32 @@ class RowLayer:
         assert found.style.mesh is not None
         self._mesh = found.style.mesh
 
+    def defers(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+        """Whether attention may be left to this layer, slice by slice."""
+        sizes = self._running.sizes
+        if sizes is None or q.dim() != 4 or k.shape != v.shape or q.shape[1] % k.shape[1]:
+            return False
+        return q.shape[2] == k.shape[2] == sum(sizes) and q.shape[3] == k.shape[3] and q.dtype == k.dtype == v.dtype
+
     def forward(self, module: nn.Module, x: Any, stock: Stock) -> Any:
         running = self._running
+        deferred = x if type(x) is Deferred and x.flat and x.call.row is self else None
+        if deferred is None and isinstance(x, StandIn):
+            x = x.whole()
         if running.sizes is None:
             return stock(x)
-        local = self._features(x)
         weight = local_weight(module, 1, self._mesh)
         if weight is None:  # others have been put in
             return divide(stock(x), running.sizes, running.site(self.name))
-        return row_parallel_of(
-            self.name, local, weight, local_bias(module), dim=DIM, sizes=running.sizes, **running.options
+        bias = local_bias(module)
+        if deferred is None:
+            local = self._features(x)
+            return row_parallel_of(self.name, local, weight, bias, dim=DIM, sizes=running.sizes, **running.options)
+        q, k, v, causal, scale, _ = deferred.call
+        y = row_parallel_attention(
+            q, k, v, weight, causal=causal, scale=scale, dim=DIM, sizes=running.sizes, **running.options
         )
+        return y if bias is None else y + summed(bias, running.site(self.name))
 
     def _features(self, x: Any) -> torch.Tensor:
         if not isinstance(x, DTensor):

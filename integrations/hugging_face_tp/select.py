@@ -62,6 +62,7 @@ class Selection(Selected):
     owners: list[nn.Module] = field(default_factory=list)  # modules that call the layers one after the other
     norms: list[tuple[str, nn.Module]] = field(default_factory=list)  # of the owners, behind the layers
     heads: list[Styled] = field(default_factory=list)  # column-parallel layers outside of decoder layers
+    whole: list[tuple[str, nn.Module]] = field(default_factory=list)  # stock's: get whole inputs
 
     @property
     def any(self) -> bool:
@@ -79,7 +80,9 @@ def select(model: nn.Module, config: CommFuseConfig) -> Selection:
             if why is None:
                 _take_stack(name, module, config, tree, out)
     for found in styled:
-        if id(found.module) not in inside or why is not None:
+        if found.style.kind == REPLICATED:
+            out.left.setdefault(found.name, "replicated, and computes all positions: transformers sums its gradient")
+        elif id(found.module) not in inside or why is not None:
             _take_head(found, why, config, tree, out)
     return out
 
@@ -112,7 +115,8 @@ def _take_stack(name: str, stack: nn.ModuleList, config: CommFuseConfig, tree: T
         if why is None:
             why = layer_obstacle_by_trial(layer.module, owner, layer.blocks)
         if why is not None:
-            _leave(layer, why, out)
+            out.left.update({inner: why for inner in _names(layer.name, module)})
+            out.whole.append((layer.name, module))
             continue
         out.layers.append(layer)
         for block in layer.blocks:
@@ -156,14 +160,14 @@ def _layer(name: str, module: nn.Module, config: CommFuseConfig, tree: Tree) -> 
 
 
 def _block(name: str, module: nn.Module, config: CommFuseConfig, tree: Tree) -> Block:
-    block = Block(name, module)
+    block, unknown = Block(name, module), None
     if "forward" in vars(module):
         block.obstacle = f"the forward of {name} was replaced"
     for inner, holder in module.named_modules(prefix=name):
         style = compat.style_of(holder)
         if style is None:
             if next(holder.parameters(recurse=False), None) is not None:
-                block.obstacle = block.obstacle or f"{inner} has parameters that the plan does not name"
+                unknown = unknown or f"{inner} has parameters that the plan does not name"
             continue
         found = Styled(inner, holder, style)
         if style.kind == COLUMN:
@@ -173,6 +177,7 @@ def _block(name: str, module: nn.Module, config: CommFuseConfig, tree: Tree) -> 
         if style.kind != REPLICATED:
             why = _obstacle(found, config, tree, module)
             block.obstacle = block.obstacle or (f"{inner}: {why}" if why is not None else None)
+    block.obstacle = block.obstacle or unknown
     if not block.columns or not block.rows:
         block.obstacle = block.obstacle or f"{name} has no column-parallel layers with a row-parallel one behind them"
     dtypes = {param.dtype for found in block.columns for param in found.module.parameters(recurse=False)}
@@ -186,10 +191,6 @@ def _obstacle(found: Styled, config: CommFuseConfig, tree: Tree, within: nn.Modu
         return f"its style {found.style.name} is none that is served"
     known = layer_obstacle(found.name, found.module, config, tree, within, forward_of_framework=True)
     return known or found.style.why
-
-
-def _leave(layer: DecoderLayer, why: str, out: Selection) -> None:
-    out.left.update({name: why for name in _names(layer.name, layer.module)})
 
 
 def _names(name: str, module: nn.Module) -> Iterator[str]:
@@ -216,3 +217,4 @@ def _take_head(found: Styled, why: str | None, config: CommFuseConfig, tree: Tre
         out.heads.append(found)
     else:
         out.left[found.name] = why
+        out.whole.append((found.name, found.module))

@@ -32,7 +32,7 @@ def follow(module: ModuleType) -> None:
 
     def note(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = wrapped(*args, **kwargs)
-        _watch(result)
+        watch(result)
         return result
 
     wrapt.wrap_function_wrapper(module, "parallelize_module", note)
@@ -48,7 +48,8 @@ def forget(model: Any) -> None:
         _handle = None
 
 
-def _watch(module: Any) -> None:
+def watch(module: Any) -> None:
+    """Serve the model that `module` belongs to, when it is called first."""
     global _handle
     from torch.nn.modules.module import register_module_forward_pre_hook
 

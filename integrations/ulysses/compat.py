@@ -54,6 +54,17 @@ def is_sdpa(attention: Any) -> bool:
     return module is not None and attention is getattr(module, "sdpa_attention_forward", None)
 
 
+# What transformers hands to every attention function, and scaled_dot_product_attention never looks at.
+_UNREAD = ("position_ids", "use_cache", "cache_position", "output_hidden_states", "num_items_in_batch", "return_dict")
+_READ = ("dropout", "scaling", "is_causal", "sliding_window")
+
+
+def unread_arguments(kwargs: dict[str, Any]) -> list[str]:
+    """Arguments of an attention function of transformers whose meaning is not known here."""
+    known = (*_UNREAD, *_READ)
+    return [name for name, value in kwargs.items() if name not in known and value is not None and value is not False]
+
+
 def foreign_hooks(module: Any) -> bool:
     """Whether others than DeepSpeed wait for its call. ZeRO-3 hooks all modules, to fetch parameters: this has none."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), *module._backward_hooks.values()]

@@ -137,11 +137,6 @@ def _hugging_face(original: Forward) -> Forward:
     return forward
 
 
-# What transformers hands to every attention function, and scaled_dot_product_attention never looks at.
-_UNREAD = ("position_ids", "use_cache", "cache_position", "output_hidden_states", "num_items_in_batch", "return_dict")
-_READ = ("dropout", "scaling", "is_causal", "sliding_window")
-
-
 def _hugging_face_obstacle(
     self: Any, module: Any, qkv: tuple[Any, ...], mask: Any, args: Any, kwargs: dict[str, Any], config: CommFuseConfig
 ) -> str | None:
@@ -163,8 +158,7 @@ def _hugging_face_obstacle(
     window = kwargs.get("sliding_window")
     if window is not None and query.dim() == 4 and window < query.shape[2] * self.world_size:
         return f"sliding_window={window} is shorter than the sequence"
-    known = (*_UNREAD, *_READ)
-    asking = [name for name, value in kwargs.items() if name not in known and value is not None and value is not False]
+    asking = compat.unread_arguments(kwargs)
     if asking:
         return f"arguments whose meaning is not known here: {asking}"
     own = {query.dim() == 4 and query.shape[2]} if self.seq_length_is_variable else {self.local_seq_length}

@@ -1,0 +1,36 @@
+"""What serves an unmodified script under COMMFUSE=1: models that transformers makes tensor-parallel, from their first forward on,
+and `attn_implementation="commfuse"`."""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+from typing import Any
+
+
+def register() -> None:
+    """Called once, when transformers is imported first."""
+    from commfuse_dp.autoload import ON, when_imported
+
+    if os.environ.get("COMMFUSE", "").strip().lower() in ON:
+        when_imported("transformers.distributed.mixin")(follow)
+        when_imported("transformers.modeling_utils")(know_attention)
+
+
+def follow(module: ModuleType) -> None:
+    """Have `module.apply_tensor_parallelism` remember the model: its weights are loaded afterwards, into the same object."""
+    import wrapt
+    from commfuse_dp.integrations.tensor_parallel.autohook import watch
+
+    def note(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = wrapped(*args, **kwargs)
+        watch(result)
+        return result
+
+    wrapt.wrap_function_wrapper(module, "apply_tensor_parallelism", note)
+
+
+def know_attention(module: ModuleType) -> None:
+    from commfuse_dp.integrations.hugging_face_tp.attention import register_attention
+
+    register_attention()
