@@ -81,11 +81,12 @@ class StandIn(torch.Tensor):
 
 
 def _takes_all(tensor: torch.Tensor, index: Any) -> bool:
-    """x[:, 0:, ...] and the like, which are x."""
+    """x[:, 0:, :] and the like, which are x."""
     places = index if isinstance(index, tuple) else (index,)
     if not isinstance(tensor, StandIn) or len(places) > tensor.dim():
         return False
-    return all(place is Ellipsis or (isinstance(place, slice) and place.indices(2) == (0, 2, 1)) for place in places)
+    sizes = zip(places, tensor.shape, strict=False)
+    return all(isinstance(place, slice) and place.indices(size) == (0, size, 1) for place, size in sizes)
 
 
 def _lost(grad: torch.Tensor) -> NoReturn:

@@ -1,0 +1,177 @@
+"""Models that transformers shards, with CommFuse: losses, gradients and parameters are those of stock and of the whole model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from commfuse_dp.integrations.attach.attachment import attachment_of
+from commfuse_dp.integrations.attach.forwards import TENSOR_ATTACHMENT
+from commfuse_dp.integrations.hugging_face_tp import register_attention
+
+from tests.parity.hugging_face_tp.models import alike, applied, batch, full, gradients, load, saved, train
+
+
+def _quick(rank: int, n: int) -> None:
+    """Attention by the ops of CommFuse, in sequences that do not divide evenly; and again as stock's."""
+    register_attention()
+    with saved("llama", attention_bias=True) as path:
+        whole, model = load(path), load(path, n, attn_implementation="commfuse")
+    tokens = batch(0, length=7)
+    wanted = gradients(whole, tokens)
+    with applied(model) as report:
+        paths = {row.name.removeprefix("model.layers.1."): row.path for row in report.rows}
+        assert paths["self_attn.k_proj.weight"] == paths["mlp.up_proj.weight"] == "column"
+        assert paths["self_attn.o_proj.weight"] == paths["mlp.down_proj.weight"] == "row"
+        assert paths["lm_head.weight"] == "column" and paths["input_layernorm.weight"] == "stock"
+        alike(gradients(model, tokens), wanted)
+        first = gradients(model, tokens)
+        alike(gradients(model, tokens), first, 0.0)
+        with torch.no_grad():
+            assert torch.allclose(model(tokens).logits, whole(tokens).logits, rtol=1e-10, atol=1e-10)
+        assert not report.gathered_inputs
+    assert attachment_of(model, TENSOR_ATTACHMENT) is None
+    alike(gradients(model, tokens), wanted)
+
+
+def test_a_model_of_transformers(workers: Any) -> None:
+    workers(2).run(_quick, timeout=120)
+
+
+def _trained(rank: int, n: int, kind: str, sizes: dict[str, Any], loading: dict[str, Any], settings: dict[str, Any]) -> None:
+    """In float64, where 20 steps of AdamW let nothing but another order of summation show."""
+    register_attention()
+    with saved(kind, **sizes) as path:
+        whole, stock, model = load(path, **loading), load(path, n, **loading), load(path, n, **loading)
+    wanted = train(whole.train(), 20)
+    tolerance = 1e-8
+    alike(train(stock.train(), 20), wanted, tolerance)
+    with applied(model, **settings) as report:
+        assert {row.path for row in report.rows} == {"column", "row", "stock"}
+        alike(train(model.train(), 20), wanted, tolerance)
+
+
+MOE = {"experts_implementation": "eager"}
+OURS = {"attn_implementation": "commfuse"}
+THIRDS = {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 3}
+BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("n", "kind", "sizes", "loading", "settings"),
+    [
+        (2, "llama", {}, {}, {}),
+        (2, "llama", BIASED, OURS, {"save_activations": "gathered"}),
+        (3, "llama", THIRDS, {}, {"slices_per_rank": 2, "order": "ring"}),
+        (3, "llama", THIRDS, OURS, {"transport": "tcp"}),
+        (4, "mistral", {"num_key_value_heads": 4, "sliding_window": 5}, OURS, {}),
+        (2, "qwen2", {}, OURS, {}),
+        (2, "qwen3", {"head_dim": 4}, {}, {}),
+        (2, "starcoder2", {"residual_dropout": 0.0, "embedding_dropout": 0.0}, {}, {}),
+        (2, "olmo2", {}, {}, {}),
+        (2, "qwen3_moe", {"head_dim": 4, "num_experts": 8, "moe_intermediate_size": 8, "decoder_sparse_step": 2}, MOE, {}),
+    ],
+)
+def test_trained_as_stock_and_as_whole(
+    workers: Any, n: int, kind: str, sizes: dict[str, Any], loading: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    workers(n).run(_trained, kind, sizes, loading, settings, timeout=200)
+
+
+def _float32(rank: int, n: int, kind: str, low: bool) -> None:
+    """No farther from the whole model in float64 than twice stock is; norms of some compute in float32 always."""
+    with saved(kind, head_dim=4) as path:
+        exact, *models = load(path), *(load(path, n, dtype=torch.float32) for _ in range(2))
+
+    def worst(model: Any) -> float:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=low):
+            found = gradients(model, batch(0))
+        return max(float((found[name] - value).abs().max() / value.abs().max()) for name, value in wanted.items())
+
+    wanted = gradients(exact, batch(0))
+    stock = worst(models[0])
+    with applied(models[1]):
+        fused = worst(models[1])
+    assert fused <= 2 * stock, (fused, stock)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "low"), [("gemma2", False), ("llama", False), ("llama", True)])
+def test_float32_and_autocast(workers: Any, kind: str, low: bool) -> None:
+    workers(2).run(_float32, kind, low, timeout=120)
+
+
+# ---- ways of calling -------------------------------------------------------------------------------------------------
+def _ways(rank: int, n: int) -> None:
+    with saved("llama", num_key_value_heads=4) as path:
+        whole, model = load(path), load(path, n)
+    tokens = batch(0, length=9)
+    with applied(model):
+        generated = [one.generate(tokens, max_new_tokens=6, do_sample=False) for one in (whole, model)]
+        assert torch.equal(*generated)
+        outs = [one(tokens, output_hidden_states=True) for one in (whole, model)]
+        for a, b in zip(*(out.hidden_states for out in outs), strict=True):
+            assert torch.allclose(a, b, rtol=1e-10, atol=1e-10)
+        for length in (2, 3, 5, 8):  # also fewer positions than ranks
+            alike(gradients(model, batch(1, length=length)), gradients(whole, batch(1, length=length)))
+        kept = [one(tokens, logits_to_keep=3).logits for one in (whole, model)]
+        assert torch.allclose(*kept, rtol=1e-10, atol=1e-10)
+        padded = torch.ones_like(tokens)
+        padded[0, :4] = 0
+        alike(gradients(model, tokens, attention_mask=padded), gradients(whole, tokens, attention_mask=padded))
+        inner = [one.model(tokens).last_hidden_state * 2 for one in (whole, model)]
+        assert torch.allclose(*inner, rtol=1e-10, atol=1e-10)
+        for reentrant in (False, True):
+            for one in (whole.train(), model.train()):
+                one.gradient_checkpointing_enable({"use_reentrant": reentrant})
+                one.enable_input_require_grads()
+            alike(gradients(model, tokens), gradients(whole, tokens))
+        for one in (whole, model):
+            one.gradient_checkpointing_disable()
+        for step in range(3):  # gradients add up
+            for one in (whole, model):
+                one(batch(step), labels=batch(step)).loss.backward()
+        for a, b in zip(whole.parameters(), model.parameters(), strict=True):
+            assert torch.allclose(full(a.grad), full(b.grad), rtol=1e-9, atol=1e-12)
+        model.zero_grad(), whole.zero_grad()
+        for name, param in [*whole.named_parameters(), *model.named_parameters()]:
+            param.requires_grad_("norm" in name)
+        for one in (whole, model):
+            one.disable_input_require_grads()
+            one(tokens, labels=tokens).loss.backward()
+        for a, b in zip(whole.parameters(), model.parameters(), strict=True):
+            assert (a.grad is None) == (b.grad is None)
+            assert a.grad is None or torch.allclose(full(a.grad), full(b.grad), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_ways_of_calling_a_model_of_transformers(workers: Any) -> None:
+    for n in (2, 4):
+        workers(n).run(_ways, timeout=200)
+
+
+def _bytes(rank: int, n: int, save: str) -> tuple[int, int]:
+    """Bytes that one more decoder layer sends, forward and backward, beside the gradients of its norms; and U."""
+    sent = []
+    for layers in (1, 2):
+        with saved("llama", num_hidden_layers=layers) as path:
+            model = load(path, n)
+        tokens = batch(0, length=8)
+        with applied(model, save_activations=save):
+            gradients(model, tokens)
+            counters = attachment_of(model, TENSOR_ATTACHMENT).transport.probe.counters
+            before = counters.snapshot()
+            gradients(model, tokens)
+            since = counters.since(before)
+            sent.append(since.param_bytes_sent + since.grad_bytes_sent)
+    unit = (n - 1) * tokens.numel() * 16 * 8 // n
+    return sent[1] - sent[0] - 2 * (n - 1) * 16 * 8, unit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("save", "units"), [("shard", 10), ("gathered", 8)])
+def test_bytes_of_a_decoder_layer(workers: Any, save: str, units: int) -> None:
+    for layer, unit in workers(2).run(_bytes, save, timeout=100):
+        assert layer == units * unit, (layer, unit)
