@@ -2,11 +2,11 @@
 
     attention(q, k, v)      nothing is computed yet: the output is a `Deferred` of its shape
     .reshape(...), ...      still nothing
-    o_proj(output)          attention of a slice of queries and its part of the projection, and off it goes to the slice's owner
+    o_proj(output)          attention of a slice of queries, its part of the projection, and off it goes to its owner
     anything else           computes the output, by transformers' "sdpa"
 
-Everywhere else (models that are not served, masks given as tensors, dropout, steps of generation over a cache, arguments that are
-not known here) it is transformers' "sdpa", to the last digit.
+Everywhere else (models that are not served, masks given as tensors, dropout, steps of generation over a cache, arguments that
+are not known here) it is transformers' "sdpa", to the last digit.
 """
 
 from __future__ import annotations

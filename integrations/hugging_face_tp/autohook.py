@@ -1,5 +1,5 @@
-"""What serves an unmodified script under COMMFUSE=1: models that transformers makes tensor-parallel, from their first forward on,
-and `attn_implementation="commfuse"`."""
+"""What serves an unmodified script under COMMFUSE=1: models that transformers makes tensor-parallel, from their first forward
+on, and `attn_implementation="commfuse"`."""
 
 from __future__ import annotations
 

@@ -2,10 +2,11 @@
 
 | style of the plan | on the module | read from it |
 | --- | --- | --- |
-| colwise, colwise_gather_output, rowwise, ... | `forward` in its dictionary: a closure over style, mesh and own forward | all three |
-| replicated_with_grad_allreduce | likewise, over its own forward alone | that it is one |
+| colwise, rowwise, ... | `forward` in its dictionary: a closure over style, mesh and own forward | all three |
+| replicated_with_grad_allreduce | likewise, over its own forward | that it is one |
 
-Another version may keep it otherwise. Then nothing is found, or what is found has the kind `OTHER`, and its module is left as it is.
+Another version may keep it otherwise. Then nothing is found, or what is found has the kind `OTHER`, and its module stays
+as it is, with this reason in the report.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 | module | stock | here |
 | --- | --- | --- |
-| decoder layer | computes all positions, on every rank | its own positions; what is handed on stands for all of them (`StandIn`) |
+| decoder layer | computes all positions, on every rank | own positions; what is handed on stands for all (`StandIn`) |
 | norms | all positions | own positions; gradients of their parameters summed over the ranks |
 | block (attention, MLP) | input whole | input stands for the gathered positions |
 | column-parallel linears | one GEMM each; an all-reduce of dx each | one gather, all GEMMs by slices; one sum of dx |
@@ -112,7 +112,7 @@ class LayerEnters(_OwnHook):
         if not self.concerns(module) or not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
             return None
         ranks = self.running.transport.world_size
-        if type(x) is StandIn:
+        if isinstance(x, StandIn):
             if x.made_by_autograd():
                 raise MismatchError(
                     f"{self.name}: its input has come through an autograd.Function (reentrant activation checkpointing of a "
@@ -166,14 +166,13 @@ def replicated_forward(name: str, running: Running) -> Callable[..., Any]:
     def compute(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         stock = own_class(module).forward  # type: ignore[attr-defined]
         x = args[0] if args else None
-        behind = type(x) is StandIn and x.group is None  # behind the layers
-        if running.sizes is None and not behind:
+        behind = x if isinstance(x, StandIn) and x.group is None else None  # behind the layers
+        if running.sizes is None and behind is None:
             return stock(module, *args, **kwargs)
         with _summed_parameters(module, running.site(name)):
-            if not behind:
+            if behind is None:
                 return stock(module, *args, **kwargs)
-            assert isinstance(x, StandIn)
-            return running.standing_for(name, stock(module, x.local, *args[1:], **kwargs), x.sizes)
+            return running.standing_for(name, stock(module, behind.local, *args[1:], **kwargs), behind.sizes)
 
     return compute
 
@@ -194,7 +193,7 @@ def _summed_parameters(module: nn.Module, site: Site) -> Iterator[None]:
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 class BlockEnters(_OwnHook):
-    """The block's input stands for all positions. group: its column-parallel layers; None: it is not served, and gets it whole."""
+    """The block's input stands for all positions. group: its column-parallel layers; None: it is not served, gets it whole."""
 
     def __init__(self, block: Block, running: Running, group: ColumnGroup | None) -> None:
         super().__init__(block.module, block.name, running)
@@ -335,9 +334,7 @@ class RowLayer:
             local = self._features(x)
             return row_parallel_of(self.name, local, weight, bias, dim=DIM, sizes=running.sizes, **running.options)
         q, k, v, causal, scale, _ = deferred.call
-        y = row_parallel_attention(
-            q, k, v, weight, causal=causal, scale=scale, dim=DIM, sizes=running.sizes, **running.options
-        )
+        y = row_parallel_attention(q, k, v, weight, causal=causal, scale=scale, dim=DIM, sizes=running.sizes, **running.options)
         return y if bias is None else y + summed(bias, running.site(self.name))
 
     def _features(self, x: Any) -> torch.Tensor:

@@ -115,14 +115,14 @@ def _take_stack(name: str, stack: nn.ModuleList, config: CommFuseConfig, tree: T
         if why is None:
             why = layer_obstacle_by_trial(layer.module, owner, layer.blocks)
         if why is not None:
-            out.left.update({inner: why for inner in _names(layer.name, module)})
+            out.left.update(dict.fromkeys(_names(layer.name, module), why))
             out.whole.append((layer.name, module))
             continue
         out.layers.append(layer)
         for block in layer.blocks:
             if block.obstacle is not None:
                 reason = f"{block.obstacle}; {block.name} gets its input whole, and its output is divided"
-                out.left.update({inner: reason for inner in _names(block.name, block.module)})
+                out.left.update(dict.fromkeys(_names(block.name, block.module), reason))
         reason = "it computes with its own positions of the sequence; its gradient is summed over the ranks"
         out.left.update({inner: reason for inner, _ in layer.replicated})
     if len(out.layers) > before:

@@ -28,7 +28,7 @@ INPUT = "hidden_states"  # how transformers calls the input of layers and blocks
 
 
 def layer_obstacle_by_trial(layer: nn.Module, owner: nn.Module, blocks: Sequence[Block]) -> str | None:
-    """Why a decoder layer cannot run in shards (None: it can). owner: the module that has the layers, and their rotary embedding."""
+    """Why a decoder layer cannot run in shards (None: it can). owner: has the layers, and their rotary embedding."""
     served = [block for block in blocks if block.obstacle is None]
     width = int(served[0].rows[0].module.out_features)
     dtype = next(served[0].rows[0].module.parameters()).dtype

@@ -1,4 +1,5 @@
-"""PyTorch's tensor parallelism with sequence parallelism (`parallelize_module`), alone or below `fully_shard`: see `apply`.
+"""PyTorch's tensor parallelism with sequence parallelism (`parallelize_module`), alone or below `fully_shard`, and that of
+transformers: see `apply`; and styles that need no call of it: see styles.py.
 
 Imported with torch.distributed.tensor.parallel (autohook), so the names come when they are first used.
 """
@@ -10,8 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from commfuse_dp.integrations.tensor_parallel.select import parallelized
     from commfuse_dp.integrations.tensor_parallel.serving import applied, apply, remove
+    from commfuse_dp.integrations.tensor_parallel.styles import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
 
+_STYLES = ("ColwiseParallel", "PrepareModuleInput", "RowwiseParallel", "SequenceParallel")
 _HOME = {"applied": "serving", "apply": "serving", "remove": "serving", "parallelized": "select"}
+_HOME.update(dict.fromkeys(_STYLES, "styles"))
 
 
 def __getattr__(name: str) -> Any:
@@ -22,4 +31,13 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
 
 
-__all__ = ["applied", "apply", "parallelized", "remove"]
+__all__ = [
+    "ColwiseParallel",
+    "PrepareModuleInput",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "applied",
+    "apply",
+    "parallelized",
+    "remove",
+]

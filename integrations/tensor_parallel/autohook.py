@@ -14,7 +14,7 @@ import weakref
 from types import ModuleType
 from typing import Any
 
-_waiting: weakref.WeakSet[Any] = weakref.WeakSet()  # what parallelize_module was called with, and is not served yet
+_waiting: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # what was watched, is not served -> explicit
 _handle: Any = None  # of the hook ahead of every module
 
 
@@ -42,29 +42,32 @@ def forget(model: Any) -> None:
     """The script serves this model itself, or has it left as it is."""
     global _handle
     for module in model.modules():
-        _waiting.discard(module)
+        _waiting.pop(module, None)
     if not _waiting and _handle is not None:
         _handle.remove()
         _handle = None
 
 
-def watch(module: Any) -> None:
-    """Serve the model that `module` belongs to, when it is called first."""
+def watch(module: Any, *, explicit: bool = False) -> Any:
+    """Serve the model that `module` belongs to, when it is called first. explicit: the script has asked for it by name, so what
+    cannot be served is an error; else it is said, and stays with the framework. Returns the module."""
     global _handle
     from torch.nn.modules.module import register_module_forward_pre_hook
 
-    _waiting.add(module)
+    _waiting[module] = explicit or _waiting.get(module, False)
     if _handle is None:
         _handle = register_module_forward_pre_hook(_before_any)
+    return module
 
 
 def _before_any(module: Any, args: tuple[Any, ...]) -> None:
-    if any(inner in _waiting for inner in module.modules()):
+    found = [_waiting[inner] for inner in module.modules() if inner in _waiting]
+    if found:
         forget(module)
-        _serve(module)
+        _serve(module, any(found))
 
 
-def _serve(model: Any) -> None:
+def _serve(model: Any, explicit: bool) -> None:
     """All ranks come here: they call the model together. An error leaves the framework as it was, on all of them."""
     import torch.distributed as dist
     from commfuse_dp.integrations.attach.announce import announce
@@ -72,18 +75,19 @@ def _serve(model: Any) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     from commfuse_dp.autoload import warn
-    from commfuse_dp.errors import CommFuseError
+    from commfuse_dp.errors import CommFuseError, ConfigError
 
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        warn(
-            "CommFuse: this model is sharded by fully_shard over tensor parallelism, and its forward has begun. It stays as it "
-            "is: to serve both, call commfuse_dp.apply(model) after the last fully_shard."
-        )
-        return
     try:
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            raise ConfigError(
+                "it is sharded by fully_shard over tensor parallelism, and its forward has begun. To serve both, call "
+                "commfuse_dp.apply(model) after the last fully_shard."
+            )
         report = apply(model)
     except CommFuseError as error:
+        if explicit:
+            raise
         warn(f"CommFuse could not serve this model's tensor parallelism, which stays with DTensor: {error}")
         return
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and not explicit:
         announce(str(report))

@@ -1,4 +1,4 @@
-"""Models that transformers shards, with CommFuse: losses, gradients and parameters are those of stock and of the whole model."""
+"""Models that transformers shards, with CommFuse: losses, gradients and parameters are those of stock and of the whole."""
 
 from __future__ import annotations
 

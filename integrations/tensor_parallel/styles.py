@@ -1,0 +1,44 @@
+"""PyTorch's styles of tensor parallelism, served by CommFuse without a call of apply().
+
+    from commfuse_dp.integrations.tensor_parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+
+    parallelize_module(model, mesh, {"norm": SequenceParallel(), "output": ColwiseParallel(input_layouts=Shard(1))})
+
+Arguments and results are those of torch.distributed.tensor.parallel. The module that holds them and is called first is served
+whole, as `commfuse_dp.apply(model)` would serve it before its forward, with the settings of the environment (COMMFUSE_...). A
+call of `apply` before goes first; a model below `fully_shard` needs one."""
+
+from __future__ import annotations
+
+from commfuse_dp.integrations.tensor_parallel.autohook import watch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import parallel
+
+
+class ColwiseParallel(parallel.ColwiseParallel):
+    """torch's, served by CommFuse: columns that share an input share one gather, and compute it slice by slice."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return watch(super()._apply(module, device_mesh), explicit=True)
+
+
+class RowwiseParallel(parallel.RowwiseParallel):
+    """torch's, served by CommFuse: partial sums of a sharded output are sent as they are computed."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return watch(super()._apply(module, device_mesh), explicit=True)
+
+
+class SequenceParallel(parallel.SequenceParallel):
+    """torch's; nothing of it communicates in forward."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return watch(super()._apply(module, device_mesh), explicit=True)
+
+
+class PrepareModuleInput(parallel.PrepareModuleInput):
+    """torch's, served by CommFuse: the input that it gathers is gathered by the layers that compute with it."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return watch(super()._apply(module, device_mesh), explicit=True)

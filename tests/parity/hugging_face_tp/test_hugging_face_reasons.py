@@ -1,0 +1,206 @@
+"""What of a model of transformers stays stock, and why; all or nothing; unmodified scripts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commfuse_dp.integrations.hugging_face_tp import attention, compat, layers
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import commfuse_dp
+from commfuse_dp.errors import CommFuseError, ConfigError
+from tests.parity.hugging_face_tp.models import alike, applied, batch, config, config_of, gradients, load, saved
+from tests.support.launching import launch
+
+SCRIPT = str(Path(__file__).parent / "programs" / "hugging_face_script.py")
+
+
+def _reasons(rank: int, n: int, kind: str, sizes: dict[str, Any], settings: dict[str, Any]) -> dict[str, str]:
+    loading = {"experts_implementation": "eager"} if "num_local_experts" in sizes else {}
+    with saved(kind, **sizes) as path:
+        whole, model = load(path, **loading), load(path, n, **loading)
+    with applied(model, **settings) as report:
+        found = {row.name.removeprefix("model."): f"{row.path}: {row.reason}" for row in report.rows}
+        alike(gradients(model, batch(0)), gradients(whole, batch(0)), 1e-6)  # Mixtral's router computes in float32
+    return found
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, str]]] = {
+    "whole inputs of o_proj": (
+        "phi3",
+        {},
+        {},
+        {"layers.0.self_attn.o_proj.weight": "stock: model.layers.0.self_attn.o_proj: its input is laid out as R, not sharded"},
+    ),
+    "dropout": (
+        "starcoder2",
+        {"residual_dropout": 0.1},
+        {},
+        {
+            "layers.1.mlp.c_fc.weight": "stock: Starcoder2DecoderLayer could not be tried on a shard",
+            "lm_head.weight": "stock: no",
+        },
+    ),
+    "experts": (
+        "mixtral",
+        {"num_local_experts": 4},
+        {},
+        {
+            "layers.0.mlp.experts.gate_up_proj": "stock: model.layers.0.mlp.experts: its style MoeExpertsParallel is none that",
+            "layers.0.self_attn.q_proj.weight": "column: one gather of model.layers.0.self_attn's input with",
+        },
+    ),
+    "excluded": (
+        "llama",
+        {},
+        {"exclude": ("model.layers.0.mlp.up_proj", "model.layers.1.self_attn", "model.layers.1.*")},
+        {
+            "layers.0.mlp.down_proj.weight": "stock: model.layers.0.mlp.up_proj: excluded by 'model.layers.0.mlp.up_proj'",
+            "layers.1.mlp.gate_proj.weight": "stock: model.layers.1.self_attn.q_proj: excluded by",
+            "layers.0.self_attn.o_proj.weight": "row: partial sums",
+            "lm_head.weight": "column: a gather of its own",
+        },
+    ),
+    "tied": (
+        "qwen3",
+        {"head_dim": 4, "tie_word_embeddings": True},
+        {},
+        {
+            "embed_tokens.weight": "stock: its style EmbeddingParallel is none that is served",
+            "layers.1.self_attn.q_norm.weight": "stock: replicated, and computes all positions: transformers sums its gradient",
+            "layers.1.input_layernorm.weight": "stock: it computes with its own positions of the sequence; its",
+            "norm.weight": "stock: it computes with its own positions",
+        },
+    ),
+    "never": ("llama", {}, {"fuse": "never"}, {"layers.0.self_attn.q_proj.weight": "stock: fuse='never'"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_what_of_transformers_stays_stock_and_why(workers: Any, name: str) -> None:
+    kind, sizes, settings, expected = CASES[name]
+    for found in workers(2).run(_reasons, kind, sizes, settings, timeout=100):
+        for parameter, reason in expected.items():
+            assert found[parameter].startswith(reason), found[parameter]
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+def _deferred(rank: int, n: int) -> None:
+    """Which attention is computed by slices of queries, and that the rest is transformers' own to the last digit."""
+    attention.register_attention()
+    calls: list[str] = []
+    stock = layers.row_parallel_attention
+
+    def counted(*args: Any, **kw: Any) -> torch.Tensor:
+        calls.append("causal" if kw["causal"] else "all")
+        return stock(*args, **kw)
+
+    layers.row_parallel_attention = counted
+    try:
+        with saved("llama", attention_dropout=0.5) as path:
+            sdpa, model = load(path, n), load(path, n, attn_implementation="commfuse")
+        tokens, padded = batch(0, length=7), torch.ones(2, 7, dtype=torch.long)
+        padded[0, :3] = 0
+        assert torch.equal(model(tokens).logits, sdpa(tokens).logits) and not calls
+        with applied(model):
+            model(tokens)
+            assert calls == ["causal"] * 2
+            for block in model.model.layers:
+                block.self_attn.is_causal = False
+            model(tokens)
+            assert calls == ["causal"] * 2 + ["all"] * 2
+            model(tokens, attention_mask=padded)  # a mask of its own
+            model.train()(tokens)  # dropout
+            model.eval().generate(tokens[:, :6], max_new_tokens=1, do_sample=False)
+            assert len(calls) == 6  # the prompt's alone
+            read = attention.attention_forward(
+                model.model.layers[0].self_attn, *(torch.ones(1, 2, 7, 4) for _ in range(3)), None
+            )
+            assert type(read[0]) is torch.Tensor  # outside of a layer
+    finally:
+        layers.row_parallel_attention = stock
+
+
+@pytest.mark.slow
+def test_which_attention_is_query_split(workers: Any) -> None:
+    workers(2).run(_deferred, timeout=100)
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+def _refused(rank: int, n: int) -> None:
+    with saved("llama") as path:
+        model, twin = load(path, n), load(path, n)
+    before = {name: vars(module).get("forward") for name, module in model.named_modules()}
+    with pytest.raises(ConfigError, match="matches no module"):
+        commfuse_dp.apply(model, config(exclude=("nothing",)))
+    with pytest.raises(ConfigError, match="these linears cannot be fused"):
+        commfuse_dp.apply(model, config(fuse="always", exclude=("lm_head",)))
+    with pytest.raises(CommFuseError, match="setting save_activations"):
+        commfuse_dp.apply(model, config(save_activations=("shard", "gathered")[rank]))
+    with applied(model), pytest.raises(ConfigError, match="called twice"):
+        commfuse_dp.apply(model, config())
+    assert {name: vars(module).get("forward") for name, module in model.named_modules()} == before
+    assert type(model.model.layers[0]) is type(twin.model.layers[0])
+    tokens = batch(0)
+    alike(gradients(model, tokens), gradients(twin, tokens), 0.0)
+    with (
+        applied(model),
+        pytest.raises(CommFuseError, match=r"model\.layers\.0\.self_attn: sizes=.* were given, but the ranks have"),
+    ):
+        model(inputs_embeds=torch.randn(2, 6 + 2 * rank, 16, dtype=torch.float64))
+
+
+@pytest.mark.slow
+def test_what_is_refused_and_what_is_left(workers: Any) -> None:
+    workers(2).run(_refused, timeout=100)
+
+
+def _unknown(rank: int, n: int) -> None:
+    """Functions that look like transformers' own, but are not."""
+    linear = nn.Linear(2, 2)
+    assert compat.style_of(linear) is None
+    linear.forward = lambda x: x  # type: ignore[method-assign]
+    assert compat.style_of(linear) is None
+    from transformers.distributed.tensor_parallel import ColwiseParallel
+
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("tp",))
+    module = nn.Linear(4, 4)
+    twice = ColwiseParallel().install_forward(ColwiseParallel().install_forward(module, mesh), mesh)
+    style = compat.style_of(twice)
+    assert style is not None and style.kind == compat.OTHER
+    assert config_of("llama").model_type == "llama"
+
+
+@pytest.mark.slow
+def test_forwards_that_are_not_known(workers: Any) -> None:
+    workers(2).run(_unknown, timeout=100)
+
+
+# ---- scripts ---------------------------------------------------------------------------------------------------------
+def _save(rank: int, n: int, folder: str) -> None:
+    import shutil
+
+    with saved("llama") as path:
+        if rank == 0:
+            shutil.copytree(path, folder)
+
+
+@pytest.mark.slow
+def test_an_unmodified_script_of_transformers(workers: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path / "model")
+    workers(2).run(_save, folder, timeout=100)
+    command = ["torchrun", "--nproc-per-node", "2", "--master-port", "{port}"]
+    stock, err = launch([*command, SCRIPT, folder, "size"], tmp_path)
+    assert "CommFuse" not in err and len(stock.splitlines()) == 4
+    for words, environment in (
+        ([*command, SCRIPT, folder, "auto"], {"COMMFUSE": "1"}),
+        ([*command, "-m", "commfuse_dp.run", SCRIPT, folder, "size"], {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}),
+    ):
+        out, err = launch(words, tmp_path, **environment)
+        assert out == stock
+        assert "model.layers.0.mlp.up_proj.weight" in err and "  row  " in err, err
