@@ -49,6 +49,17 @@ def summed(param: torch.Tensor, site: Site) -> torch.Tensor:
     return _Summed.apply(param, site)
 
 
+def gather_rows(rows: torch.Tensor, sizes: tuple[int, ...], sited: Place) -> torch.Tensor:
+    """[n_r, K] -> [n, K], where rank j has sizes[j] of n rows. No autograd."""
+    whole = rows.new_empty(sum(sizes), rows.shape[1])
+
+    def consume(owner: Owner, part: torch.Tensor) -> None:
+        whole[owner.start : owner.stop].copy_(part)
+
+    _run(rows.contiguous(), sizes, consume, sited)
+    return whole
+
+
 def _own(x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
     rank = site.transport.rank
     return x.narrow(DIM, sum(sizes[:rank]), sizes[rank]).contiguous()

@@ -9,6 +9,7 @@ from commfuse_dp.integrations.attach.attachment import Attachment
 from commfuse_dp.integrations.attach.forwards import Service, serve
 from commfuse_dp.integrations.attach.report import ParameterRow
 from commfuse_dp.integrations.hugging_face_tp.attention import attends, project
+from commfuse_dp.integrations.hugging_face_tp.key_heads import GROUPS
 from commfuse_dp.integrations.hugging_face_tp.layers import (
     BlockEnters,
     BlockLeaves,
@@ -68,7 +69,10 @@ def _install_block(attachment: Attachment, block: Block, running: Running) -> li
         _after(attachment, block.module, BlockLeaves(block.module, block.name, running), with_kwargs=False)
         return []
     rows: list[ParameterRow] = []
-    group = ColumnGroup(block.name, block.columns, running)
+    group = ColumnGroup(block.name, block.columns, running, block.key_heads)
+    if block.key_heads is not None:
+        running.least = 1  # stock cannot
+        attachment.transaction.set(vars(block.module), GROUPS, block.key_heads.groups)
     _before(attachment, block.module, BlockEnters(block, running, group))
     names = [found.name for found in block.columns]
     for found in block.columns:

@@ -25,6 +25,7 @@ from commfuse_dp.integrations.attach.forwards import Hook, own_class
 from commfuse_dp.integrations.hugging_face_tp.attention import Deferred
 from commfuse_dp.integrations.hugging_face_tp.boundary import DIM, Site, divide, gather, summed
 from commfuse_dp.integrations.hugging_face_tp.compat import wants_hidden_states
+from commfuse_dp.integrations.hugging_face_tp.key_heads import PROJECTIONS, KeyHeads, own_head
 from commfuse_dp.integrations.hugging_face_tp.select import Block, Styled
 from commfuse_dp.integrations.hugging_face_tp.trial import INPUT, replaced_input
 from commfuse_dp.integrations.tensor_parallel.layers import as_dtensor, local_bias, local_weight
@@ -35,7 +36,7 @@ from torch.utils._pytree import tree_map_only
 
 from commfuse_dp.collectives.arguments import even_sizes
 from commfuse_dp.config import CommFuseConfig
-from commfuse_dp.errors import MismatchError
+from commfuse_dp.errors import ConfigError, MismatchError
 from commfuse_dp.ops import row_parallel_attention
 from commfuse_dp.ops.column_parallel import column_parallel_of
 from commfuse_dp.ops.row_parallel import row_parallel_of
@@ -53,6 +54,7 @@ class Running:
         self.order = "ring" if config.order == "ring" else "pairwise"
         self.sizes: tuple[int, ...] | None = None  # positions of every rank; None: no layer runs, or not in shards
         self.allowed = False  # whether the forward that calls the layers may run in shards
+        self.least = transport.world_size  # positions of a forward that does; stock serves shorter ones
         self.gathered_inputs: dict[str, int] = {}  # block -> how often its input was needed whole
 
     @property
@@ -102,6 +104,11 @@ class OwnerEnters(_OwnHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.concerns(module):
             self.running.allowed = not wants_hidden_states(module, kwargs)
+            if not self.running.allowed and self.running.least == 1:
+                raise ConfigError(
+                    "hidden states of all layers are returned by transformers' own forward, which cannot compute attention "
+                    "with fewer key heads than ranks: call the model without output_hidden_states, or use fewer ranks"
+                )
 
 
 class LayerEnters(_OwnHook):
@@ -119,7 +126,7 @@ class LayerEnters(_OwnHook):
                     "whole layer, say), which CommFuse cannot follow. Use use_reentrant=False."
                 )
             local, sizes = x.local, x.sizes
-        elif self.running.allowed and x.dim() == 3 and x.shape[DIM] >= ranks:
+        elif self.running.allowed and x.dim() == 3 and x.shape[DIM] >= self.running.least:
             sizes = even_sizes(int(x.shape[DIM]), ranks)
             local = divide(x, sizes, self.running.site(self.name))
         else:
@@ -254,8 +261,10 @@ Stock = Callable[[Any], Any]
 class ColumnGroup:
     """Column-parallel layers that share one gather: of the input of the block that they are in, or of their own."""
 
-    def __init__(self, name: str, members: list[Styled], running: Running) -> None:
+    def __init__(self, name: str, members: list[Styled], running: Running, key_heads: KeyHeads | None = None) -> None:
         self.name = name
+        self._key_heads = key_heads
+        self._shared = {id(found.module) for found in members if key_heads is not None and found.leaf in PROJECTIONS}
         self._members = [weakref.ref(found.module) for found in members]
         self._styles = {id(found.module): found.style for found in members}
         self._running = running
@@ -287,8 +296,8 @@ class ColumnGroup:
         ys = column_parallel_of(
             self.name,
             x.local,
-            [local_weight(member, 0, self._mesh) for member in members],  # type: ignore[misc]
-            [local_bias(member) for member in members],
+            [self._own(member, local_weight(member, 0, self._mesh)) for member in members],  # type: ignore[misc]
+            [self._own(member, local_bias(member)) for member in members],
             dim=DIM,
             sizes=x.sizes,
             save=self._running.config.save_activations,
@@ -296,8 +305,16 @@ class ColumnGroup:
         )
         return {id(member): y for member, y in zip(members, ys, strict=True)}
 
+    def _own(self, member: nn.Module | None, param: torch.Tensor | None) -> torch.Tensor | None:
+        """This rank's part of a weight or bias, as it is computed with."""
+        if param is None or self._key_heads is None or id(member) not in self._shared:
+            return param
+        return own_head(param, self._key_heads, self._running.site(self.name))
+
     def _finish(self, module: nn.Module, y: torch.Tensor) -> Any:
         """In the layout that the style promises."""
+        if id(module) in self._shared:  # of a head that other ranks have, too
+            return y
         finish = self._styles[id(module)].finish
         assert finish is not None
         return finish(module, as_dtensor(y, self._mesh, y.dim() - 1, module.out_features), self._mesh)  # type: ignore[arg-type]

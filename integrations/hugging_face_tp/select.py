@@ -20,6 +20,7 @@ from typing import NamedTuple
 from commfuse_dp.integrations.attach.rules import original_type
 from commfuse_dp.integrations.hugging_face_tp import compat
 from commfuse_dp.integrations.hugging_face_tp.compat import COLUMN, REPLICATED, ROW, HuggingFaceStyle
+from commfuse_dp.integrations.hugging_face_tp.key_heads import KeyHeads, key_heads_of
 from commfuse_dp.integrations.hugging_face_tp.trial import layer_obstacle_by_trial, norm_obstacle_by_trial
 from commfuse_dp.integrations.tensor_parallel.select import Selected, Tree, layer_obstacle, mesh_obstacle
 from torch import nn
@@ -36,6 +37,10 @@ class Styled(NamedTuple):
     module: nn.Module
     style: HuggingFaceStyle
 
+    @property
+    def leaf(self) -> str:
+        return self.name.rpartition(".")[2]
+
 
 @dataclass
 class Block:
@@ -46,6 +51,7 @@ class Block:
     columns: list[Styled] = field(default_factory=list)
     rows: list[Styled] = field(default_factory=list)
     obstacle: str | None = None  # why none of it is served
+    key_heads: KeyHeads | None = None  # fewer of them than ranks
 
 
 @dataclass
@@ -181,6 +187,11 @@ def _block(name: str, module: nn.Module, config: CommFuseConfig, tree: Tree) -> 
     if not block.columns or not block.rows:
         block.obstacle = block.obstacle or f"{name} has no column-parallel layers with a row-parallel one behind them"
     dtypes = {param.dtype for found in block.columns for param in found.module.parameters(recurse=False)}
+    heads = key_heads_of(module, block.columns[0].style.mesh.size()) if block.obstacle is None else None  # type: ignore[union-attr]
+    if isinstance(heads, str):
+        block.obstacle = heads
+    else:
+        block.key_heads = heads
     if len(dtypes) > 1:
         block.obstacle = block.obstacle or f"its layers have different dtypes: {', '.join(sorted(map(str, dtypes)))}"
     return block

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from commfuse_dp.integrations.attach.forwards import own_class
 from commfuse_dp.integrations.attach.rules import original_type
+from commfuse_dp.integrations.hugging_face_tp.key_heads import GROUPS, PROJECTIONS
 from commfuse_dp.integrations.tensor_parallel.stand_in import StandIn
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
-    from commfuse_dp.integrations.hugging_face_tp.select import Block
+    from commfuse_dp.integrations.hugging_face_tp.select import Block, Styled
 
 _POSITIONS, _SHARD = 5, slice(1, 3)
 INPUT = "hidden_states"  # how transformers calls the input of layers and blocks
@@ -100,8 +101,10 @@ class _Runs:
                     stack.enter_context(_answering(block.module, self._unserved(seed, block, x.shape[-1], sharded)))
                     continue
                 stack.enter_context(_answering(block.module, self._entered(block, sharded)))
+                if block.key_heads is not None:
+                    stack.enter_context(_set(block.module, GROUPS, block.key_heads.groups))
                 for number, found in enumerate(block.columns):
-                    fixed = _fixed(100 * seed + number, _local_features(found.module), x.dtype)
+                    fixed = _fixed(100 * seed + number, _features(found, block), x.dtype)
                     stack.enter_context(_answering(found.module, _column(fixed)))
                 for number, found in enumerate(block.rows):
                     fixed = _fixed(100 * seed + 50 + number, int(found.module.out_features), x.dtype)
@@ -144,8 +147,11 @@ def replaced_input(x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     return ((x, *args[1:]), kwargs) if args else ((), {**kwargs, INPUT: x})
 
 
-def _local_features(module: nn.Module) -> int:
-    weight: Any = module.weight
+def _features(found: Styled, block: Block) -> int:
+    """Of a column-parallel layer's output on this rank."""
+    if block.key_heads is not None and found.leaf in PROJECTIONS:
+        return block.key_heads.width
+    weight: Any = found.module.weight
     return int((weight.to_local() if isinstance(weight, DTensor) else weight).shape[0])
 
 
@@ -186,12 +192,18 @@ def _training(layer: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _answering(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """`module` answers by `forward`, for the length of a block."""
-    before = vars(module).get("forward")
-    vars(module)["forward"] = forward
+    with _set(module, "forward", forward):
+        yield
+
+
+@contextlib.contextmanager
+def _set(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    before = vars(module).get(name)
+    vars(module)[name] = value
     try:
         yield
     finally:
         if before is None:
-            del vars(module)["forward"]
+            del vars(module)[name]
         else:
-            vars(module)["forward"] = before
+            vars(module)[name] = before

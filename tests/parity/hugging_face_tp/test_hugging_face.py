@@ -10,6 +10,7 @@ from commfuse_dp.integrations.attach.attachment import attachment_of
 from commfuse_dp.integrations.attach.forwards import TENSOR_ATTACHMENT
 from commfuse_dp.integrations.hugging_face_tp import register_attention
 
+from commfuse_dp.errors import ConfigError
 from tests.parity.hugging_face_tp.models import alike, applied, batch, full, gradients, load, saved, train
 
 
@@ -175,3 +176,41 @@ def _bytes(rank: int, n: int, save: str) -> tuple[int, int]:
 def test_bytes_of_a_decoder_layer(workers: Any, save: str, units: int) -> None:
     for layer, unit in workers(2).run(_bytes, save, timeout=100):
         assert layer == units * unit, (layer, unit)
+
+
+def _shared_heads(rank: int, n: int, kind: str, sizes: dict[str, object], implementation: str) -> None:
+    """Fewer key heads than ranks, which transformers fails on: as the whole model."""
+    register_attention()
+    with saved(kind, **sizes) as path:
+        whole, model = load(path), load(path, n, attn_implementation=implementation)
+    tokens = batch(0, length=7)
+    if n == 2:  # with more, not all ranks fail, and the others wait
+        with pytest.raises(RuntimeError):
+            model(tokens)
+    with applied(model) as report:
+        paths = {row.name: row.path for row in report.rows}
+        assert paths["model.layers.0.self_attn.k_proj.weight"] == "column"
+        alike(gradients(model, tokens), gradients(whole, tokens))
+        generated = [one.generate(tokens, max_new_tokens=5, do_sample=False) for one in (whole, model)]
+        assert torch.equal(*generated)
+        padded = torch.ones_like(tokens)
+        padded[0, :4] = 0
+        alike(gradients(model, tokens, attention_mask=padded), gradients(whole, tokens, attention_mask=padded))
+        with pytest.raises(ConfigError, match="fewer key heads than ranks"):
+            model(tokens, output_hidden_states=True)
+        alike(train(model.train(), 5), train(whole.train(), 5), 1e-9)
+    assert model.model.layers[0].self_attn.num_key_value_groups == whole.model.layers[0].self_attn.num_key_value_groups
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("n", "kind", "sizes", "implementation"),
+    [
+        (2, "llama", {"num_key_value_heads": 1, "attention_bias": True}, "sdpa"),
+        (2, "qwen2", {"num_key_value_heads": 1}, "commfuse"),
+        (4, "qwen3", {"num_key_value_heads": 2, "head_dim": 6}, "sdpa"),
+        (3, "mistral", {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 4}, "commfuse"),
+    ],
+)
+def test_fewer_key_heads_than_ranks(workers: Any, n: int, kind: str, sizes: dict[str, Any], implementation: str) -> None:
+    workers(n).run(_shared_heads, kind, sizes, implementation, timeout=150)
