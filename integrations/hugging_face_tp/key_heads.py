@@ -1,7 +1,7 @@
 """Grouped queries with fewer key heads than ranks: several ranks need one key head, whose projection is cut between them.
 
-R ranks, g key heads of width w, R a multiple of g; rank r keeps its rows of W [g w, D], and computes the whole head that its own
-queries attend with, r g // R.
+R ranks, g key heads of width w, R a multiple of g; rank r keeps its rows of W [g w, D], and computes the whole head that its
+own queries attend with, r g // R.
 
 | pass | what moves |
 | --- | --- |
@@ -75,7 +75,7 @@ class _OwnHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, heads: KeyHeads, site: Site) -> torch.Tensor:
         ctx.how = heads, site
-        whole = gather_rows(local.reshape(local.shape[0], -1), heads.rows(), site.place)
+        whole = gather_rows(local.reshape(local.shape[0], torch.Size(local.shape[1:]).numel()), heads.rows(), site.place)
         start = heads.start(site.transport.rank)
         return whole[start : start + heads.width].reshape(heads.width, *local.shape[1:]).contiguous()
 
