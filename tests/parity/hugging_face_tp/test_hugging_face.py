@@ -179,7 +179,7 @@ def test_bytes_of_a_decoder_layer(workers: Any, save: str, units: int) -> None:
 
 
 def _shared_heads(rank: int, n: int, kind: str, sizes: dict[str, object], implementation: str) -> None:
-    """Fewer key heads than ranks, which transformers fails on: as the whole model. Qwen3's norm of the keys computes in float32:
+    """Fewer key heads than ranks, which transformers fails on: as the whole model. Qwen3 norms keys in float32:
     there each rank's share of a key's gradient is rounded, not their sum."""
     tolerance = 1e-6 if kind == "qwen3" else 1e-10
     register_attention()
