@@ -6,4 +6,4 @@ import pytest
 from torch.distributed.fsdp import FSDPModule
 
 RESETS = hasattr(FSDPModule, "reset_iter_state")  # the same versions refuse a weight that is tied over groups
-NEEDS_RESET = pytest.mark.skipif(not RESETS, reason="FSDPModule.reset_iter_state: torch 2.13")
+NEEDS_RESET = pytest.mark.skipif(not RESETS, reason="what FSDP2 has with FSDPModule.reset_iter_state: torch 2.13")
