@@ -22,8 +22,10 @@ from commfuse_dp.engine.programs import Entry, Programs, Reduction, bind
 from commfuse_dp.engine.room import check_room
 from commfuse_dp.engine.window import Key
 from commfuse_dp.errors import CommFuseError
+from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.transport.base import Transport
 
+MOST_VIEWS = 1024  # of slots that a program keeps
 MOST_PROGRAMS = 8  # of one unit that are kept: the loops of a training script have two or three
 
 
@@ -49,7 +51,13 @@ class Delivery(NamedTuple):
 
 
 class BoundBackward:
-    """One unit's backward on one rank. Nothing in here changes from step to step."""
+    """One unit's backward on one rank. Nothing in here changes from step to step.
+
+    Attributes:
+        sources: of each own slice whose partials go straight: the peers in the order of the sum, and this rank's place in it.
+        slot_views: pieces of slots in peers' inboxes, by the identity of the slot, which is kept beside them.
+        inbox_views: likewise, what lies in a slot of this rank's inbox, in the dtype of the partials.
+    """
 
     __slots__ = (
         "deliveries",
@@ -57,6 +65,7 @@ class BoundBackward:
         "entries",
         "geometry",
         "in_place",
+        "inbox_views",
         "include",
         "kept",
         "order",
@@ -65,7 +74,10 @@ class BoundBackward:
         "reduction",
         "remote",
         "replicate",
+        "slot_views",
+        "sources",
         "unit",
+        "wide",
     )
 
     def __init__(
@@ -88,18 +100,25 @@ class BoundBackward:
             self.deliveries = _deliveries(unit, geometry, record.include, rank) if record.reduce else ()
         if reduction is not None:
             self.reduction: Reduction = reduction  # if they are reduced
+            straight = not (reduction.links or reduction.partials_to)
+            self.sources = [
+                (tuple(source for source in added.inputs if source != rank), added.inputs.index(rank))
+                for added in (reduction.sums if straight else ())
+            ]
         self.entries = tuple(entries)  # the compute lane
         self.order = [entry.item for entry in entries if entry.item is not None]  # slices of gradients
         self.remote: list[Key] = [e.read.key for e in entries if e.read is not None and e.read.item.owner != rank]
         self.include = record.include
         # With replicas the sum is rounded only after that over these.
-        wide = wide_dtype(record.dtype) if replicas and record.dtype is not None else None
+        self.wide = wide_dtype(record.dtype) if record.dtype is not None else None  # what is added up in
         if record.delivered is not None:
-            self.out_dtype: torch.dtype = wide if wide is not None else record.delivered  # of the sum
+            self.out_dtype: torch.dtype = self.wide if replicas and self.wide is not None else record.delivered  # of the sum
             self.in_place = record.dtype == self.out_dtype  # the buffer of the own partial can become the gradient itself
         self.kept = bool(replicas) or any(slot.keeps_delivered for slot in unit.slots)  # whoever gets the sum keeps it
         self.divisor = float(ranks * max(1, replicas)) if record.divisor is None else float(record.divisor)
         self.replicate = bool(replicas) and record.replicate
+        self.slot_views: dict[int, tuple[torch.Tensor, list[Piece]]] = {}
+        self.inbox_views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 def _deliveries(unit: Unit, geometry: Geometry, include: Sequence[bool], rank: int) -> tuple[Delivery, ...]:

@@ -31,7 +31,7 @@ import torch
 
 from commfuse_dp.collectives.summation import BLOCK_ELEMENTS, sum_in_rank_order, wide_dtype
 from commfuse_dp.device.base import Word
-from commfuse_dp.engine.bound import BoundBackward
+from commfuse_dp.engine.bound import MOST_VIEWS, BoundBackward
 from commfuse_dp.engine.broken import ROOM, Breakage
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.ordering import Ordering
@@ -42,9 +42,10 @@ from commfuse_dp.engine.route import Route
 from commfuse_dp.engine.routes import Routes
 from commfuse_dp.engine.scatter import Scatter
 from commfuse_dp.errors import Where
+from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.probe import COMPUTE, SEND, Probe, now_ns
 from commfuse_dp.transport.base import NOWHERE, Sending, Transport
-from commfuse_dp.transport.one_sided.ring import align
+from commfuse_dp.transport.one_sided.ring import ALIGNMENT
 
 # A notice of so many bytes, or fewer, waits for company: on layers of microseconds the time is in messages. It leaves with the
 # next larger one to the same rank, before anything waits, and at the end of the backward.
@@ -77,6 +78,9 @@ class GradientStream:
         self._breakage = breakage
         self._rank = transport.rank
         self._announces = type(transport).expect is not Transport.expect  # two-sided: receives are posted early
+        self._on_streams = transport.device_ordered
+        self._kept_views = transport.in_place  # slots are places of shared memory: their views come again
+        self._routed = False  # some unit's partials do not go straight
         self._peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
         self._inbox_bytes = inbox_bytes
         self._queue: deque[Scatter] = deque()
@@ -97,6 +101,7 @@ class GradientStream:
         scatter = Scatter(bound, step)
         divided = None if self._replicas is not None else bound.divisor
         scatter.route = self._routes.choose(scatter, divisor=divided)
+        self._routed = self._routed or scatter.route is not None
         for item in bound.geometry.slices[self._rank] if self._announces and scatter.route is None else ():
             tag = scatter.tag(item)
             for peer in self._peers:
@@ -113,10 +118,23 @@ class GradientStream:
             return scatter.route.reserve(item, self._own_part(scatter, item) if item.owner == self._rank else _NOTHING)
         if item.owner == self._rank:
             return self._own_part(scatter, item)
-        buffer = self.slots.try_reserve(item.owner, item.nbytes)
+        reserve = self.slots.try_reserve if self.ports else self._transport.try_reserve
+        buffer = reserve(item.owner, item.nbytes)
         if buffer is None:
             buffer = self._await_credit(scatter, item)
         return buffer
+
+    def pieces(self, scatter: Scatter, item: UnitSlice, buffer: torch.Tensor) -> list[Piece]:
+        """Views of what `reserve` gave, one for each part."""
+        if not self._kept_views or scatter.route is not None or item.owner == self._rank:
+            return scatter.bound.geometry.pieces(item, buffer)
+        views = scatter.bound.slot_views
+        known = views.get(id(buffer))
+        if known is None or known[0] is not buffer:
+            if len(views) >= MOST_VIEWS:
+                views.clear()
+            known = views[id(buffer)] = buffer, scatter.bound.geometry.pieces(item, buffer)
+        return known[1]
 
     def send(self, scatter: Scatter, item: UnitSlice, buffer: torch.Tensor, start_ns: int, *, when: Word | None = None) -> None:
         """The partial of `item` has been computed into `buffer`, from start_ns on (0: spans are off).
@@ -204,16 +222,17 @@ class GradientStream:
     # ---- summing -----------------------------------------------------------------------------------------------------
     def poll(self) -> bool:
         """Finish the sums whose partials have all arrived; never blocks. True if anything was summed."""
-        worked = passed_on = self._advance_routes()
-        while self._queue and self._ready(self._queue[0]):
+        worked = passed_on = self._routed and self._advance_routes()
+        queue = self._queue
+        while queue and self._ready(queue[0]):
             worked = True
-            head = self._queue[0]
+            head = queue[0]
             try:
-                with self._ordering.reducing():
+                if not self._on_streams:
                     self._sum_next(head)
-                    if head.route is not None or head.summed == len(head.bound.geometry.slices[self._rank]):
-                        self._queue.popleft()
-                        self._complete(head)
+                else:
+                    with self._ordering.reducing():
+                        self._sum_next(head)
             except BaseException as error:  # half of a sum: wherever this was called from, the step is lost
                 self._breakage.by(head.unit.name, error)
                 raise
@@ -281,46 +300,71 @@ class GradientStream:
         return True
 
     def _sum_next(self, scatter: Scatter) -> None:
-        item = self._next_item(scatter) if scatter.route is None else None
-        if item is not None:
-            self._sum(scatter, item)
-            scatter.summed += 1
+        """Sum the next slice, if there is one; after the last the unit is complete. `scatter` is the first of the queue."""
+        if scatter.route is None:
+            own = scatter.bound.geometry.slices[self._rank]
+            if scatter.summed < len(own):
+                self._sum(scatter, own[scatter.summed])
+                scatter.summed += 1
+            if scatter.summed < len(own):
+                return
+        self._queue.popleft()
+        self._complete(scatter)
 
     def _sum(self, scatter: Scatter, item: UnitSlice) -> None:
-        begun = self._probe.mark()
-        start = now_ns() if self._probe.sink is not None else 0
-        dtype = scatter.bound.geometry.dtype
-        own_bytes = scatter.own
-        assert own_bytes is not None
-        whole = item.nbytes == own_bytes.numel()
-        own = (own_bytes if whole else own_bytes[item.offset : item.offset + item.nbytes]).view(dtype)
-        if scatter.bound.in_place:
+        probe, bound = self._probe, scatter.bound
+        begun = probe.mark() if probe.timing is not None else None
+        start = now_ns() if probe.sink is not None else 0
+        dtype = bound.geometry.dtype
+        assert scatter.own is not None
+        flat = scatter.flat
+        if flat is None:
+            flat = scatter.flat = scatter.own.view(dtype)
+        low, high = item.offset // dtype.itemsize, (item.offset + item.nbytes) // dtype.itemsize
+        own = flat if item.nbytes == scatter.own.numel() else flat[low:high]
+        if bound.in_place:
             out = own
         else:
             if scatter.partials is None:
-                numel = own_bytes.numel() // dtype.itemsize
-                scatter.partials = torch.empty(numel, dtype=scatter.bound.out_dtype, device=own.device)
-            out = scatter.partials[item.offset // dtype.itemsize : (item.offset + item.nbytes) // dtype.itemsize]
+                scatter.partials = torch.empty(flat.numel(), dtype=bound.out_dtype, device=own.device)
+            out = scatter.partials[low:high]
         tag = scatter.tag(item)
-        where = scatter.where(item) if self._transport.device_ordered else NOWHERE  # on a host all of it is here
-        held = [rank for rank in self._peers if (rank, item.index) not in scatter.unloaded]
-        came = dict(zip(held, self._transport.receive_all(held, tag, where), strict=True))
-        partials = []
-        for rank in scatter.bound.reduction.sums[scatter.summed].inputs:
-            if rank == self._rank:
-                partials.append(own)
-            else:
-                partial = came[rank] if rank in came else scatter.unloaded.pop((rank, item.index))
-                partials.append(partial.view(dtype))
+        where = scatter.where(item) if self._on_streams else NOWHERE  # on a host all of it is here
+        unloaded = scatter.unloaded
+        peers, place = bound.sources[scatter.summed]
+        held = [rank for rank in peers if (rank, item.index) not in unloaded] if unloaded else peers
+        came = self._typed(bound, self._transport.receive_all(held, tag, where))
+        if unloaded:
+            by_rank = dict(zip(held, came, strict=True))
+            came = [by_rank[rank] if rank in by_rank else unloaded.pop((rank, item.index)).view(dtype) for rank in peers]
+        partials = [*came[:place], own, *came[place:]]
         if begun is not None:
-            self._probe.tail(f"{scatter.unit.name} (tail)", begun)
-        begun = self._probe.mark() if self._probe.sink is not None else None
-        divisor = None if self._replicas is not None else scatter.bound.divisor
-        sum_in_rank_order(out, partials, own_rank=self._rank, scale_divisor=divisor, scratch=self._scratch_for(dtype))
+            probe.tail(f"{scatter.unit.name} (tail)", begun)
+        begun = probe.mark() if probe.sink is not None else None
+        divisor = None if self._replicas is not None else bound.divisor
+        scratch = self._scratch.get(bound.wide)
+        if scratch is None:
+            scratch = self._scratch_for(dtype)
+        sum_in_rank_order(out, partials, own_rank=place, scale_divisor=divisor, scratch=scratch, checked=True)
         self._transport.release_all(held, tag, more=True)
-        self._released += align(item.nbytes) if item.nbytes <= SMALL_BYTES else self._inbox_bytes
-        if self._probe.sink is not None:
-            self._probe.span_since(COMPUTE, f"{scatter.unit.name} sum", start, begun, kind="sum")
+        self._released += max(item.nbytes, ALIGNMENT) if item.nbytes <= SMALL_BYTES else self._inbox_bytes
+        if probe.sink is not None:
+            probe.span_since(COMPUTE, f"{scatter.unit.name} sum", start, begun, kind="sum")
+
+    def _typed(self, bound: BoundBackward, came: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Partials that have come, as what they are."""
+        dtype = bound.geometry.dtype
+        if not self._kept_views:
+            return [buffer.view(dtype) for buffer in came]
+        views, found = bound.inbox_views, []
+        for buffer in came:
+            known = views.get(id(buffer))
+            if known is None or known[0] is not buffer:
+                if len(views) >= MOST_VIEWS:
+                    views.clear()
+                known = views[id(buffer)] = buffer, buffer.view(dtype)
+            found.append(known[1])
+        return found
 
     def _scratch_for(self, dtype: torch.dtype) -> torch.Tensor:
         wide = wide_dtype(dtype)
@@ -337,13 +381,14 @@ class GradientStream:
         if scatter.route is not None:
             total = scatter.route.total(scatter.own)
         elif scatter.bound.in_place:
-            total = scatter.own.view(dtype)
+            total = scatter.flat if scatter.flat is not None else scatter.own.view(dtype)
         else:
             total = scatter.partials if scatter.partials is not None else scatter.own.view(dtype)
             if scatter.own.numel():
                 self._pool.give(scatter.own)
-        own, scatter.own = scatter.own, None
-        self._ordering.hold(own)
+        own, scatter.own, scatter.flat = scatter.own, None, None
+        if self._on_streams:
+            self._ordering.hold(own)
         if self._replicas is None:
             self._deliver(scatter, total)
             if own.numel() and not scatter.bound.kept and total.data_ptr() == own.data_ptr():

@@ -70,7 +70,7 @@ class PartialGradients:
             return
         buffer = gradients.reserve(self._scatter, item)
         start = now_ns() if self._engine.probe.sink is not None else 0
-        target = self.geometry.pieces(item, buffer)
+        target = gradients.pieces(self._scatter, item, buffer)
         if self._accumulated is None:
             produce(item, target)
         else:

@@ -16,7 +16,7 @@ SEQUENCE_LIMIT = 1 << 31
 class Scatter:
     """One unit's reduce-scatter under way."""
 
-    __slots__ = ("_tags", "bound", "own", "own_done", "partials", "route", "seq", "step", "summed", "unit", "unloaded")
+    __slots__ = ("_tags", "bound", "flat", "own", "own_done", "partials", "route", "seq", "step", "summed", "unit", "unloaded")
 
     def __init__(self, bound: BoundBackward, step: int) -> None:
         unit = bound.unit
@@ -27,6 +27,7 @@ class Scatter:
         unit.scatters = (unit.scatters + 1) % SEQUENCE_LIMIT
         self._tags: dict[int, Tag] = {}
         self.own: torch.Tensor | None = None  # bytes of this rank's own partial
+        self.flat: torch.Tensor | None = None  # the same in its dtype
         self.own_done = 0  # own slices computed
         self.summed = 0  # own slices reduced
         self.partials: torch.Tensor | None = None

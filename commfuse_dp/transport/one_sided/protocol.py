@@ -49,6 +49,8 @@ from commfuse_dp.transport.one_sided.pulls import Fetch, OwnCopy, View
 from commfuse_dp.transport.one_sided.ring import Ring
 from commfuse_dp.transport.one_sided.rounds import Rounds
 
+Slot = tuple[int, int, int]  # peer, offset, bytes
+MOST_VIEWS = 4096  # of slots that are kept
 CLOSE_FLUSH_S = 5.0  # longest time that close() serves late readers, and then hands over what is queued
 
 
@@ -104,6 +106,8 @@ class OneSidedTransport(Transport, Receiver):
         )
         self._pid = os.getpid()
         self._views: dict[tuple[int, int, int, int], torch.Tensor] = {}  # made once: pulls are the same in every step
+        self._slots: dict[Slot, torch.Tensor] = {}  # of peers' inboxes
+        self._arrivals: dict[Slot, torch.Tensor] = {}  # of this rank's
         self.on_news: Callable[[], None] | None = None  # in whichever thread, when something was taken in or lost
         channel.start(self)
         close_at_exit(self)
@@ -298,7 +302,17 @@ class OneSidedTransport(Transport, Receiver):
                 offset = ring.reserve(nbytes)
         if dst in self._departed:
             raise self._gone(dst, f"a message of {nbytes} bytes cannot be sent")
-        return None if offset is None else self._memory.outgoing(dst).narrow(0, offset, nbytes)
+        if offset is None:
+            return None
+        view = self._slots.get((dst, offset, nbytes))
+        return view if view is not None else self._keep(self._slots, self._memory.outgoing(dst), dst, offset, nbytes)
+
+    def _keep(self, views: dict[Slot, torch.Tensor], ring: torch.Tensor, peer: int, offset: int, nbytes: int) -> torch.Tensor:
+        """A view of a ring: places come again, and making it takes longer than looking for it."""
+        if len(views) >= MOST_VIEWS:
+            views.clear()
+        view = views[peer, offset, nbytes] = ring.narrow(0, offset, nbytes)
+        return view
 
     def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None, more: bool = False) -> None:
         ring = self._outbox.get(dst)
@@ -348,7 +362,16 @@ class OneSidedTransport(Transport, Receiver):
             self.wait_until(lambda: self._holds(src, tag), peer=src, where=where, doing=f"to send {tag}")
             with self._lock:
                 entry = self._inbox[src, tag]
-        return self._memory.incoming(src).narrow(0, *entry)
+        view = self._arrivals.get((src, *entry))
+        return view if view is not None else self._keep(self._arrivals, self._memory.incoming(src), src, *entry)
+
+    def receive_all(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE) -> list[torch.Tensor]:
+        found = []
+        for src in srcs:  # most are here, and known
+            entry = self._inbox.get((src, tag))
+            view = self._arrivals.get((src, *entry)) if entry is not None else None
+            found.append(view if view is not None else self.receive(src, tag, where))
+        return found
 
     def release(self, src: int, tag: Tag, *, more: bool = False) -> None:
         with self._lock:
@@ -439,7 +462,8 @@ class OneSidedTransport(Transport, Receiver):
         finally:
             self._channel.close()
             self._memory.close()
-            self._views.clear()
+            for views in (self._views, self._slots, self._arrivals):
+                views.clear()
             with self._lock:
                 self._fetches.clear()  # of what a lost peer did not send
 
