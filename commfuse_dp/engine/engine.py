@@ -44,9 +44,12 @@ from commfuse_dp.transport.base import CHANNEL_GRAD, Outcome, Transport
 LATE_NS = 20_000  # a shorter wait at the start of a step is the cost of asking, not of waiting
 
 
+_graph_task = torch._C._current_graph_task_id  # -1 outside
+
+
 def in_backward() -> bool:
     """Called from inside an autograd backward pass (a forward there is a recomputation)."""
-    return torch._C._current_graph_task_id() != -1
+    return _graph_task() != -1
 
 
 class Engine:
@@ -268,7 +271,7 @@ class Engine:
         replaced = False
         for slot in unit.slots:
             replaced = replaced or slot.replaced
-        if in_backward():  # a recomputation: what it computes again was computed with what was published
+        if _graph_task() != -1:  # a recomputation: what it computes again was computed with what was published
             return
         if self._in_forward:
             if replaced:
@@ -317,7 +320,7 @@ class Engine:
 
     def expect_backward(self, unit: Unit) -> None:
         """The gather that follows is part of a forward that autograd records: an `exchange` will come for it."""
-        unit.expects_backward = not in_backward()
+        unit.expects_backward = _graph_task() == -1
         if unit.replicated:  # nothing is gathered
             self.ready(unit)
 
@@ -332,11 +335,13 @@ class Engine:
         """Forward: consume(slice, pieces) for every slice of the unit, own first. Pieces are valid during the call only."""
         self.ready(unit)
         try:
-            self.parameters.gather(unit, consume, keep=self.keeps(unit))
+            self.parameters.gather(unit, consume, keep=not self.transport.in_place and self.keeps(unit))
         except BaseException as error:
             self.breakage.in_forward(unit.name, error)
             raise
-        self._move_on()
+        for port in self.ports:
+            if port.under_way:
+                self._move_on()
 
     def read(self, unit: Unit, consume: Consume) -> None:
         """As `gather`, beside the unit's own forward: nothing is held for a backward."""
@@ -370,7 +375,8 @@ class Engine:
                 rank=self.rank,
                 peer=self.rank,
             )
-        self.arm()
+        if self._armed is None or self._armed() is None:
+            self.arm()
         self.breakage.layer = unit.name
         try:
             self._exchange(unit, consume, produce, dtype, include, whole)
@@ -395,8 +401,10 @@ class Engine:
         partials = PartialGradients(self, unit, bound, dtype, include) if produce is not None else None
         if produce is None and unit.accumulated is not None and self._reduces(unit):
             self._accumulating.add(unit.index)  # it is trained no more, and what was accumulated before is due
-        if consume is not None:
-            self.parameters.announce(bound.remote)
+        parameters = self.parameters
+        in_view = consume is not None and parameters.in_view(unit)
+        if consume is not None and not in_view:
+            parameters.announce(bound.remote)
         if whole is not None:
             if partials is not None and partials.produce_whole(whole.wgrad, bound.order):
                 partials = None
@@ -406,10 +414,16 @@ class Engine:
             if item is not None and partials is not None:
                 partials.fill(item, produce)  # type: ignore[arg-type]
             elif read is not None and consume is not None:
-                self.parameters.read(unit, read, consume)
-        self.parameters.forget(unit)
+                if in_view:
+                    consume(read.item, read.pieces)
+                else:
+                    parameters.read(unit, read, consume)
+        if not self.transport.in_place:
+            parameters.forget(unit)
         self.gradients.poll()
-        self._move_on()
+        for port in self.ports:
+            if port.under_way:
+                self._move_on()
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
     def _reduces(self, unit: Unit) -> bool:
@@ -480,7 +494,10 @@ class Engine:
     @property
     def has_accumulated(self) -> bool:
         """Gradients of earlier microbatches wait here unreduced."""
-        return any(unit.accumulated is not None for unit in self.units)
+        for unit in self.units:  # noqa: SIM110  (the generator would be a frame for each)
+            if unit.accumulated is not None:
+                return True
+        return False
 
     def drop_accumulated(self) -> None:
         """Forget them, and what replicas have not been told of."""

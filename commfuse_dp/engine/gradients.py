@@ -99,9 +99,10 @@ class GradientStream:
     def begin(self, bound: BoundBackward, step: int) -> Scatter:
         """Open a unit's reduce-scatter. Every slice must then be reserved and sent once."""
         scatter = Scatter(bound, step)
-        divided = None if self._replicas is not None else bound.divisor
-        scatter.route = self._routes.choose(scatter, divisor=divided)
-        self._routed = self._routed or scatter.route is not None
+        if bound.unit.replicated or self._transport.hosts is not None:
+            divided = None if self._replicas is not None else bound.divisor
+            scatter.route = self._routes.choose(scatter, divisor=divided)
+            self._routed = self._routed or scatter.route is not None
         for item in bound.geometry.slices[self._rank] if self._announces and scatter.route is None else ():
             tag = scatter.tag(item)
             for peer in self._peers:
@@ -118,7 +119,10 @@ class GradientStream:
             return scatter.route.reserve(item, self._own_part(scatter, item) if item.owner == self._rank else _NOTHING)
         if item.owner == self._rank:
             return self._own_part(scatter, item)
-        reserve = self.slots.try_reserve if self.ports else self._transport.try_reserve
+        reserve = self._transport.try_reserve
+        for port in self.ports:
+            if port.under_way:
+                reserve = self.slots.try_reserve
         buffer = reserve(item.owner, item.nbytes)
         if buffer is None:
             buffer = self._await_credit(scatter, item)

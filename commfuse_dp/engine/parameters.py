@@ -56,7 +56,7 @@ class Visit:
 class _Reading:
     """How this rank reads and publishes one unit."""
 
-    __slots__ = ("_rank", "by_owner", "forward", "remote_forward", "shards")
+    __slots__ = ("_rank", "by_owner", "forward", "remote_bytes", "remote_forward", "shards", "sources", "viewed")
 
     def __init__(self, unit: Unit, rank: int, programs: Programs) -> None:
         self._rank = rank
@@ -73,6 +73,9 @@ class _Reading:
         lane = () if unit.replicated else bind(programs.forward(unit), None, self.visit)
         self.forward = [entry.read for entry in lane if entry.read is not None]
         self.remote_forward = [visit.key for visit in self.forward if visit.item.owner != rank]
+        self.sources = list(dict.fromkeys(visit.item.owner for visit in self.forward if visit.item.owner != rank))
+        self.remote_bytes = sum(visit.item.nbytes for visit in self.forward if visit.item.owner != rank)
+        self.viewed = False  # in place: all visits have their pieces
         self.shards: list[tuple[torch.Tensor, int, int]] = []  # (view of the own segment, part, first row in the local shard)
 
     def visit(self, part: Slice) -> Visit | None:
@@ -169,12 +172,10 @@ class ParameterStream:
         if self._window is not None and not self._transport.mirrored:
             self._window.start(epoch, sequence)  # asked for now, served as soon as the owners have published
         with torch.no_grad():
-            for batch in self._batches(sequence):
+            batches = list(self._batches(sequence))
+            for batch in batches:
                 self._pack(batch)
-                for unit in batch:
-                    self._transport.publish(unit.index, self._epoch, more=True)
-                self._transport.push()
-            self._transport.publish_complete(epoch)
+                self._transport.publish_all([unit.index for unit in batch], epoch, last=batch is batches[-1])
         if self._window is not None and self._transport.mirrored:
             self._window.start(epoch, sequence)  # each pull gives a slice of ours, too
 
@@ -262,9 +263,24 @@ class ParameterStream:
     def gather(self, unit: Unit, consume: Consume, *, keep: bool) -> None:
         """consume(slice, pieces) for every slice of the unit, own first. `keep`: hold remote slices for the backward."""
         reading = self._readings[unit.index]
+        if self.in_view(unit):
+            for visit in reading.forward:
+                consume(visit.item, visit.pieces)
+            return
         self.announce(reading.remote_forward)
         for visit in reading.forward:
             self.read(unit, visit, consume, keep=keep)
+        reading.viewed = self._window is None and all(visit.data is not None for visit in reading.forward)
+
+    def in_view(self, unit: Unit) -> bool:
+        """All slices of the unit may be read where their owners published them, through the pieces of its visits: nothing is to
+        be waited for, or done afterwards. They count as read."""
+        reading = self._readings[unit.index]
+        return (
+            reading.viewed
+            and self._probe.sink is None
+            and self._transport.read_again(reading.sources, unit.index, self._epoch, reading.remote_bytes)
+        )
 
     def visitor(self, unit: Unit) -> Callable[[Slice], Visit | None] | None:
         """How the unit's slices are read; None: no more."""
@@ -338,7 +354,7 @@ class ParameterStream:
     def _read_in_place(self, unit: Unit, visit: Visit, consume: Consume) -> None:
         item = visit.item
         owner, nbytes = item.owner, item.nbytes
-        if visit.data is None or not self._transport.read_again(owner, unit.index, self._epoch, nbytes):
+        if visit.data is None or not self._transport.read_again((owner,), unit.index, self._epoch, nbytes):
             transfer = self._transport.pull(owner, unit.index, self._epoch, start=item.offset, nbytes=nbytes)
             data = self._await(unit, item, transfer)
             if data is not visit.data:  # segments stay where they are: the same bytes in every step

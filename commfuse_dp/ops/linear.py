@@ -51,13 +51,20 @@ class _FusedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
-        (x,) = ctx.saved_tensors
-        if ctx.anchor is not ctx.operand.anchor:  # asked here, too: a call costs a frame per layer
-            check_same_parameters(ctx.operand, ctx.anchor)
-        dx = linear_backward(grad, x, ctx.operand, ctx.needs_input_grad[0], ctx.partial_dtype)
-        return dx, None, None, None, None
+        found = _backward_once(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
+        return found, None, None, None, None
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
+    (x,) = ctx.saved_tensors
+    if ctx.anchor is not ctx.operand.anchor:  # asked here, too: a call costs a frame per layer
+        check_same_parameters(ctx.operand, ctx.anchor)
+    return linear_backward(grad, x, ctx.operand, ctx.needs_input_grad[0], ctx.partial_dtype)
+
+
+# With create_graph=True: what is differentiated a second time raises. Without, its wrapper would be a dozen frames a layer.
+_backward_once: Any = torch.autograd.function.once_differentiable(_backward)  # type: ignore[no-untyped-call]
 
 
 class _ReplicatedLinear(torch.autograd.Function):

@@ -129,15 +129,15 @@ def _check(weight: torch.Tensor, dtype: torch.dtype, convert: bool) -> None:
 class _Columns:
     """out[:, rows of s] = given @ W_s.T (+ b_s), slice by slice. given: [tokens, columns], out: [tokens, rows]."""
 
-    __slots__ = ("_bias", "_convert", "_given", "_out", "_split", "_with_bias")
+    __slots__ = ("_bias", "_convert", "_given", "_operand", "_out", "_split", "_with_bias")
 
     def __init__(
         self, given: torch.Tensor, out: torch.Tensor, operand: ShardedOperand, *, with_bias: bool, convert: bool
     ) -> None:
         self._given, self._out, self._with_bias, self._convert = given, out, with_bias, convert
         self._bias: dict[int, tuple[int, torch.Tensor]] = {}  # owner -> first row, its bias
-        split = operand.split_rows
-        self._split = _SplitRows(split, given.shape[1], given.dtype, given.device) if split else None
+        self._operand = operand
+        self._split: _SplitRows | None = None  # from the first piece of a row on
 
     def consume(self, item: ByOwner, pieces: Sequence[Piece]) -> None:
         given, dtype = self._given, self._given.dtype
@@ -151,7 +151,8 @@ class _Columns:
             if weight.dtype != dtype:
                 _check(weight, dtype, self._convert)
             if width < given.shape[1]:
-                assert self._split is not None
+                if self._split is None:
+                    self._split = _SplitRows(self._operand.split_rows, given.shape[1], dtype, given.device)
                 whole = self._split.put(piece)
                 if whole is None:
                     continue
@@ -169,7 +170,7 @@ class _Columns:
 class _Sum:
     """out = sum over s of given[:, rows of s] @ W_s (+ b). given: [tokens, rows], out: [tokens, columns]."""
 
-    __slots__ = ("_bias", "_convert", "_given", "_joined", "_narrow", "_out", "_split", "_started")
+    __slots__ = ("_bias", "_convert", "_given", "_joined", "_narrow", "_operand", "_out", "_split", "_started")
 
     def __init__(
         self, given: torch.Tensor, out: torch.Tensor, operand: ShardedOperand, *, with_bias: bool, convert: bool
@@ -178,8 +179,8 @@ class _Sum:
         self._narrow = is_narrow(given.dtype)
         self._bias = out.new_empty(out.shape[1]) if with_bias else None
         self._joined: torch.Tensor | None = None  # in a narrow type: all rows
-        split = operand.split_rows
-        self._split = _SplitRows(split, out.shape[1], given.dtype, given.device) if split and not self._narrow else None
+        self._operand = operand
+        self._split: _SplitRows | None = None  # from the first piece of a row on
         if not given.shape[1]:
             out.zero_()
 
@@ -199,7 +200,8 @@ class _Sum:
                     self._joined = torch.empty(given.shape[1], out.shape[1], dtype=dtype, device=given.device)
                 piece.of(self._joined).copy_(weight)
             elif width < out.shape[1]:
-                assert self._split is not None
+                if self._split is None:
+                    self._split = _SplitRows(self._operand.split_rows, out.shape[1], dtype, given.device)
                 self._split.put(piece)
             else:
                 self._add(given.narrow(1, row, count), weight if weight.dtype == dtype else weight.to(dtype))

@@ -197,6 +197,13 @@ class Transport(ABC):
 
         more: other publications follow at once, or `push`; the notices may travel together."""
 
+    def publish_all(self, keys: Sequence[int], epoch: int, *, last: bool) -> None:
+        """`publish` of several segments that are ready together. last: of all that this rank publishes in `epoch`; all ranks say
+        so, or none. Waits may then be for all keys of an owner at once."""
+        for key in keys:
+            self.publish(key, epoch, more=True)
+        self.push()
+
     @abstractmethod
     def pull(
         self,
@@ -222,11 +229,6 @@ class Transport(ABC):
             self.pull(owner, key, epoch, start=start, nbytes=nbytes, out=out, after=after)
             for owner, key, start, nbytes, out, after, _ in requests
         ]
-
-    def publish_complete(self, epoch: int) -> None:
-        """Every key that this rank publishes in `epoch` has been published. All ranks say so, or none; waits may then be for
-        all keys of an owner at once."""
-        return
 
     def describe_pulls(self, describe: Callable[[int, int, int, int, int], Where]) -> None:
         """describe(owner, key, epoch, start, nbytes): what the bytes are, for errors of waits that nobody stands in."""
@@ -274,9 +276,9 @@ class Transport(ABC):
         All places in all inboxes are free afterwards, whatever an exception has left in them."""
         raise NotImplementedError(f"transport {self.name} cannot recover from a broken step")
 
-    def read_again(self, owner: int, key: int, epoch: int, nbytes: int) -> bool:
-        """An `in_place` pull of bytes whose view the caller still has from an earlier epoch (segments stay where they are):
-        True if they may be read now. False says nothing: `pull`. Never blocks, takes nothing in."""
+    def read_again(self, owners: Sequence[int], key: int, epoch: int, nbytes: int) -> bool:
+        """`in_place` pulls from several ranks, nbytes in all, of which the caller still has the views from an earlier epoch
+        (segments stay where they are): True if all may be read now. False says nothing: `pull`. Never blocks, takes nothing in."""
         return False
 
     # ---- messages: gradients and collectives -------------------------------------------------------------------------

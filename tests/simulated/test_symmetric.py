@@ -88,7 +88,7 @@ class Step:
                 self.transport.publish(key, epoch, more=True)
             self.transport.push()
             if epoch > 1:  # from now on a wait for all keys of an owner serves
-                self.transport.publish_complete(epoch)
+                self.transport.publish_all((), epoch, last=True)
             self.windows(epoch)
             self.gradients(epoch)
             self.transport.finish(epoch)

@@ -183,9 +183,13 @@ class HierarchicalTransport(Transport):
         source, distance = self._source[owner]
         return self._inner.pull(source, self._key(key, distance), epoch, start=start, nbytes=nbytes, out=out, after=after)
 
-    def read_again(self, owner: int, key: int, epoch: int, nbytes: int) -> bool:
-        source, distance = self._source[owner]
-        return self._inner.read_again(source, self._key(key, distance), epoch, nbytes)
+    def read_again(self, owners: Sequence[int], key: int, epoch: int, nbytes: int) -> bool:
+        for owner in owners:
+            source, distance = self._source[owner]
+            if not self._inner.read_again((source,), self._key(key, distance), epoch, 0):
+                return False
+        self.probe.counters.param_bytes_received += nbytes
+        return True
 
     def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
         self._inner.finish(epoch, outcome)

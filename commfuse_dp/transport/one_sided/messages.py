@@ -4,7 +4,7 @@ Every message is one fixed little-endian header of 40 bytes: the kind, four 32-b
 
 | kind    | a       | b     | c       | d    | x      | y      | then follow                                  |
 |---------|---------|-------|---------|------|--------|--------|----------------------------------------------|
-| PUBLISH | key     | epoch |         |      |        |        |                                              |
+| PUBLISH |         | epoch |         |      |        | length | y bytes: the keys, 32 bits each              |
 | FINISH  | flags   | epoch | scatters| calls| sent   |        |                                              |
 | DEPOSIT | channel | key   | seq     | part | offset | nbytes | y bytes, unless memory is directly mapped    |
 | CREDIT  | round   |       |         |      | offset |        |                                              |
@@ -22,6 +22,7 @@ peers cannot map each other's memory.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 HEADER = struct.Struct("<5I4xQQ")
 HEADER_BYTES = HEADER.size
@@ -43,6 +44,15 @@ def pack(kind: int, a: int = 0, b: int = 0, c: int = 0, d: int = 0, x: int = 0, 
         ) from None
 
 
+def pack_publish(keys: Sequence[int], epoch: int) -> bytes:
+    return pack(PUBLISH, b=epoch, y=4 * len(keys)) + struct.pack(f"<{len(keys)}I", *keys)
+
+
+def published_keys(message: bytes) -> tuple[int, ...]:
+    """Of a PUBLISH."""
+    return struct.unpack_from(f"<{(len(message) - HEADER_BYTES) // 4}I", message, HEADER_BYTES)
+
+
 def pack_abort(culprit: int, reason: str) -> bytes:
     text = _short(reason)
     return pack(ABORT, culprit, y=len(text)) + text
@@ -62,8 +72,8 @@ def kind_of(message: bytes | bytearray | memoryview) -> int:
 
 
 def text_bytes(header: bytes | bytearray | memoryview) -> int:
-    """Bytes of text that belong to the message itself and are handed to the receiver together with the header."""
-    return HEADER.unpack_from(header)[6] if kind_of(header) in (ABORT, BROKEN) else 0
+    """Bytes that belong to the message itself and are handed to the receiver together with the header."""
+    return HEADER.unpack_from(header)[6] if kind_of(header) in (PUBLISH, ABORT, BROKEN) else 0
 
 
 def payload_bytes(header: bytes | bytearray | memoryview) -> int:

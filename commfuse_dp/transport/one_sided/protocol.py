@@ -97,7 +97,6 @@ class OneSidedTransport(Transport, Receiver):
         self._failure: tuple[int, str] | None = None  # (culprit or -1, reason)
         self._closed = False
         self._handlers = (
-            self._on_publish,
             self._on_finish,
             self._on_deposit,
             self._on_credit,
@@ -129,23 +128,33 @@ class OneSidedTransport(Transport, Receiver):
         return self._memory.segment(self.rank, key)
 
     def publish(self, key: int, epoch: int, *, more: bool = False) -> None:
+        self._publish((key,), epoch, more=more)
+
+    def publish_all(self, keys: Sequence[int], epoch: int, *, last: bool) -> None:
+        if keys:
+            self._publish(keys, epoch, more=False)
+
+    def _publish(self, keys: Sequence[int], epoch: int, *, more: bool) -> None:
         self._check_open()
-        self._size(self.rank, key)
+        published = self._published[self.rank]
         with self._lock:
-            before = self._published[self.rank].get(key, 0)
-            if epoch != before + 1:
-                raise ValueError(f"publish(key {key}, epoch {epoch}): epochs rise by one and {before} was the last")
+            for key in keys:
+                self._size(self.rank, key)
+                before = published.get(key, 0)
+                if epoch != before + 1:
+                    raise ValueError(f"publish(key {key}, epoch {epoch}): epochs rise by one and {before} was the last")
             reading = [p for p in self._peers if self._finished[p] < epoch - 1 and p not in self._departed]
             if reading:
                 raise TransportError(
-                    f"publish(key {key}, epoch {epoch}): ranks {reading} may still read epoch {epoch - 1}; "
+                    f"publish(key {keys[0]}, epoch {epoch}): ranks {reading} may still read epoch {epoch - 1}; "
                     f"call wait_finished({epoch - 1}) before writing the segment"
                 )
-            self._published[self.rank][key] = epoch
-            for src, request, start, nbytes in self._pulls_waiting.pop((key, epoch), ()):
-                self._answer(src, key, request, start, nbytes)
+            published.update(dict.fromkeys(keys, epoch))
+            for key in keys if self._pulls_waiting else ():
+                for src, request, start, nbytes in self._pulls_waiting.pop((key, epoch), ()):
+                    self._answer(src, key, request, start, nbytes)
         if self._memory.in_place:  # otherwise peers ask, and are answered when the time has come
-            self._post_all(msg.pack(msg.PUBLISH, key, epoch), hold=more)
+            self._post_all(msg.pack_publish(keys, epoch), hold=more)
 
     def pull(
         self,
@@ -183,12 +192,13 @@ class OneSidedTransport(Transport, Receiver):
             self._channel.post(owner, msg.pack(msg.PULL, key, epoch, request, x=start, y=out.numel()))
         return fetch
 
-    def read_again(self, owner: int, key: int, epoch: int, nbytes: int) -> bool:
+    def read_again(self, owners: Sequence[int], key: int, epoch: int, nbytes: int) -> bool:
         if not self._memory.in_place:
             return False
         with self._lock:
-            if self._published[owner].get(key) != epoch:
-                return False
+            for owner in owners:
+                if self._published[owner].get(key) != epoch:
+                    return False
         self.probe.counters.param_bytes_received += nbytes
         return True
 
@@ -366,12 +376,12 @@ class OneSidedTransport(Transport, Receiver):
         return view if view is not None else self._keep(self._arrivals, self._memory.incoming(src), src, *entry)
 
     def receive_all(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE) -> list[torch.Tensor]:
-        found = []
-        for src in srcs:  # most are here, and known
-            entry = self._inbox.get((src, tag))
-            view = self._arrivals.get((src, *entry)) if entry is not None else None
-            found.append(view if view is not None else self.receive(src, tag, where))
-        return found
+        found: list[torch.Tensor | None] = []
+        with self._lock:
+            for src in srcs:
+                entry = self._inbox.get((src, tag))
+                found.append(self._arrivals.get((src, *entry)) if entry is not None else None)
+        return [view if view is not None else self.receive(src, tag, where) for src, view in zip(srcs, found, strict=True)]
 
     def release(self, src: int, tag: Tag, *, more: bool = False) -> None:
         with self._lock:
@@ -496,8 +506,10 @@ class OneSidedTransport(Transport, Receiver):
     def _take_in(self, src: int, message: bytes) -> None:
         kind, a, b, c, d, x, y = msg.HEADER.unpack_from(message)
         self.activity += 1
-        if kind < len(self._handlers):
-            self._handlers[kind](src, a, b, c, d, x, y)
+        if kind == msg.PUBLISH:
+            self._published[src].update(dict.fromkeys(msg.published_keys(message), b))
+        elif kind <= len(self._handlers):
+            self._handlers[kind - msg.FINISH](src, a, b, c, d, x, y)
         elif kind == msg.GOODBYE:
             self._departed.add(src)
         elif kind == msg.BROKEN:
@@ -529,10 +541,6 @@ class OneSidedTransport(Transport, Receiver):
             self.changed.notify_all()
         if self.on_news is not None:
             self.on_news()
-
-    def _on_publish(self, src: int, key: int, epoch: int, *_: int) -> None:
-        published = self._published[src]
-        published[key] = max(epoch, published.get(key, 0))
 
     def _on_finish(self, src: int, flags: int, epoch: int, scatters: int, calls: int, sent: int, _y: int) -> None:
         self._rounds.on_finish(src, flags, epoch, scatters, calls, sent)

@@ -32,7 +32,7 @@ class Ring:
 
     def reserve(self, nbytes: int) -> int | None:
         """Offset of a 64-byte aligned place for nbytes, or None if there is no room now."""
-        size = align(nbytes) or ALIGNMENT  # an empty message still needs an identity
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT or ALIGNMENT  # an empty message still needs an identity
         head = self._head
         if not self._live:
             head = 0

@@ -178,8 +178,13 @@ class SymmetricTransport(Transport):
     def pull_all(self, epoch: int, requests: Sequence[PullRequest]) -> list[Pull]:
         return self._windows.pull(epoch, requests)
 
-    def publish_complete(self, epoch: int) -> None:
-        self._windows.publish_complete(epoch)
+    def publish_all(self, keys: Sequence[int], epoch: int, *, last: bool) -> None:
+        for key in keys:
+            self._windows.publish(key, epoch, more=True)
+        if last:
+            self._windows.publish_complete(epoch)
+        else:
+            self._core.enter()
 
     def describe_pulls(self, describe: Callable[[int, int, int, int, int], Where]) -> None:
         self._windows.describe = describe
