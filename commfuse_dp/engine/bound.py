@@ -107,7 +107,8 @@ class BoundBackward:
             ]
         self.entries = tuple(entries)  # the compute lane
         self.order = [entry.item for entry in entries if entry.item is not None]  # slices of gradients
-        self.remote: list[Key] = [e.read.key for e in entries if e.read is not None and e.read.item.owner != rank]
+        reads = [entry.read for entry in entries if entry.read is not None]
+        self.remote: list[Key] = list(dict.fromkeys(read.group.key for read in reads if read.item.owner != rank))
         self.include = record.include
         # With replicas the sum is rounded only after that over these.
         self.wide = wide_dtype(record.dtype) if record.dtype is not None else None  # what is added up in

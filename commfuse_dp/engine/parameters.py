@@ -20,13 +20,13 @@ from commfuse_dp.engine.ordering import ordering_of
 from commfuse_dp.engine.plan import Unit, UnitSlice, absent_slice
 from commfuse_dp.engine.programs import Programs, bind
 from commfuse_dp.engine.room import check_room
-from commfuse_dp.engine.window import Held, Key, Mirror, Window
+from commfuse_dp.engine.window import Held, Key, Located, Mirror, Window, group
 from commfuse_dp.errors import CommFuseError, ConfigError, Where
 from commfuse_dp.kernels.publish import PublishPlan
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.probe import RECEIVE, now_ns
 from commfuse_dp.program.layout import Slice
-from commfuse_dp.transport.base import Outcome, Transfer, Transport
+from commfuse_dp.transport.base import Outcome, Part, Transfer, Transport
 from commfuse_dp.transport.one_sided.ring import align
 
 Consume = Callable[[UnitSlice, "list[Piece]"], None]
@@ -40,15 +40,39 @@ def _window_memory(transport: Transport, budget: int, device: torch.device) -> B
     return BufferPool(device, ordering_of(transport.device), transport.probe, limit=budget)
 
 
+class Group:
+    """Slices that come into one buffer."""
+
+    __slots__ = ("data", "key", "located", "visits", "waiting")
+
+    def __init__(self, visits: list[Visit]) -> None:
+        self.visits = visits
+        first = visits[0]
+        self.key = first.key
+        at, others = align(first.item.nbytes), []
+        for visit in visits[1:]:
+            visit.at = at
+            others.append(Part(visit.item.owner, self.key[0], visit.item.offset, visit.item.nbytes, at))
+            at += align(visit.item.nbytes)
+        last = visits[-1]
+        self.located = Located(first.item.offset, first.item.nbytes, last.at + last.item.nbytes, tuple(others))
+        for visit in visits:
+            visit.group = self
+        self.data: torch.Tensor | None = None  # while it is read slice by slice
+        self.waiting = 0  # slices of it that are still to be read
+
+
 class Visit:
     """One slice of one unit, as this rank reads it in every step."""
 
-    __slots__ = ("data", "item", "key", "mirror", "pieces")
+    __slots__ = ("at", "data", "group", "item", "key", "mirror", "pieces")
 
     def __init__(self, item: UnitSlice, key: Key, mirror: Mirror) -> None:
         self.item = item
         self.key = key
         self.mirror = mirror  # of a slice of another rank
+        self.at = 0  # byte of the group's buffer
+        self.group: Group  # of a slice of another rank
         self.data: torch.Tensor | None = None  # bytes that `pieces` are views of
         self.pieces: list[Piece] = []
 
@@ -56,9 +80,10 @@ class Visit:
 class _Reading:
     """How this rank reads and publishes one unit."""
 
-    __slots__ = ("_rank", "by_owner", "forward", "remote_bytes", "remote_forward", "shards", "sources", "viewed")
+    __slots__ = ("_rank", "by_owner", "forward", "groups", "remote_bytes", "remote_forward", "shards", "sources", "viewed")
 
-    def __init__(self, unit: Unit, rank: int, programs: Programs) -> None:
+    def __init__(self, unit: Unit, rank: int, programs: Programs, together: int) -> None:
+        """together: bytes of the window, if slices may come together; else 0."""
         self._rank = rank
         slices = unit.params.slices
         count = max(len(own) for own in slices)
@@ -72,7 +97,14 @@ class _Reading:
         """[owner][index]; those that an owner lacks are read on mirrored transports only."""
         lane = () if unit.replicated else bind(programs.forward(unit), None, self.visit)
         self.forward = [entry.read for entry in lane if entry.read is not None]
-        self.remote_forward = [visit.key for visit in self.forward if visit.item.owner != rank]
+        remote = [visit for visit in self.forward if visit.item.owner != rank]
+        read_at = 0
+        self.groups: dict[Key, Group] = {}
+        for count in group([align(visit.item.nbytes) for visit in remote], together) if together else [1] * len(remote):
+            found = Group(remote[read_at : read_at + count])
+            self.groups[found.key] = found
+            read_at += count
+        self.remote_forward = list(self.groups)  # keys
         self.sources = list(dict.fromkeys(visit.item.owner for visit in self.forward if visit.item.owner != rank))
         self.remote_bytes = sum(visit.item.nbytes for visit in self.forward if visit.item.owner != rank)
         self.viewed = False  # in place: all visits have their pieces
@@ -109,6 +141,7 @@ class ParameterStream:
         self._world_size = transport.world_size
         self._window: Window | None = None
         self._readings: list[_Reading] = []
+        self._open: list[Group] = []  # are being read slice by slice
         self._plans: dict[int, PublishPlan] = {}  # first unit of a batch -> its copies, on a device
         self._epoch = 0
         self._finished = 0  # epoch that the peers know to be over here
@@ -135,7 +168,8 @@ class ParameterStream:
             check_room(unit, unit.geometry(unit.dtype, (True,) * len(unit.slots)), self._transport)
         self._transport.expose([unit.params.segment_bytes for unit in self._units])
         mirrored = self._transport.mirrored
-        self._readings = [_Reading(unit, self._rank, self._programs) for unit in self._units]
+        together = config.prefetch_bytes if self._transport.device_ordered and not mirrored else 0
+        self._readings = [_Reading(unit, self._rank, self._programs, together) for unit in self._units]
         for unit, reading in zip(self._units, self._readings, strict=True):
             self._bind_own(unit, reading)
         if not self._transport.in_place and self._world_size > 1:
@@ -152,9 +186,8 @@ class ParameterStream:
             visit.pieces = unit.params.pieces(visit.item, visit.data)
         reading.shards = unit.params.shards(unit.params.slices[self._rank], segment)
 
-    def _locate(self, key: Key) -> tuple[int, int]:
-        item = self._readings[key[0]].by_owner[key[1]][key[2]].item
-        return item.offset, item.nbytes
+    def _locate(self, key: Key) -> Located:
+        return self._readings[key[0]].groups[key].located
 
     def _mirror(self, key: Key) -> Mirror:
         return self._readings[key[0]].by_owner[key[1]][key[2]].mirror
@@ -184,6 +217,9 @@ class ParameterStream:
 
         outcome: of the step, for the peers."""
         record = self._window.stop(where) if self._window is not None else []
+        for found in self._open:
+            found.waiting, found.data = 0, None
+        self._open.clear()
         if self._epoch > self._finished:
             self._finished = self._epoch  # first: to a dead peer it can be said only once, too
             self._transport.finish(self._epoch, outcome)
@@ -289,14 +325,23 @@ class ParameterStream:
     def announce(self, keys: list[Key]) -> None:
         """The slices are about to be read, in this order."""
         if self._window is not None:
+            if self._open:  # an exception has left some of them
+                left, self._open = self._open, []
+                for found in left:
+                    found.waiting, found.data = 0, None
+                    self._window.done(found.key)
             self._window.announce(keys)
 
     def visits_forward(self, unit: Unit) -> list[Visit]:
         """All slices in the order in which they come, own first."""
         return self._readings[unit.index].forward
 
+    def remote_forward(self, unit: Unit) -> list[Key]:
+        """What comes from others, in this order."""
+        return self._readings[unit.index].remote_forward
+
     def take_whole(self, unit: Unit) -> list[Held] | None:
-        """All slices of others at once, in the order of `visits_forward`, without waiting where they have a word of arrival
+        """All slices of others at once, as they come together (`remote_forward`), without waiting where they have a word of arrival
         (`transfer.arrival`); None if they do not fit into the window together."""
         window = self._window
         if window is None:
@@ -344,10 +389,19 @@ class ParameterStream:
         if item.owner == self._rank:
             consume(item, visit.pieces)
         elif self._window is not None:
-            transfer = self._window.take(visit.key)
-            if not item.absent:
-                consume(item, unit.params.pieces(item, self._await(unit, item, transfer)))
-            self._window.done(visit.key, pin=keep)
+            found = visit.group
+            if not found.waiting:
+                found.waiting = len(found.visits)
+                transfer = self._window.take(found.key)
+                self._open.append(found)
+                found.data = self._await(unit, item, transfer) if not item.absent else None
+            if found.data is not None:
+                consume(item, unit.params.pieces(item, found.data[visit.at : visit.at + item.nbytes]))
+            found.waiting -= 1
+            if not found.waiting:
+                found.data = None
+                self._open.remove(found)
+                self._window.done(found.key, pin=keep)
         else:
             self._read_in_place(unit, visit, consume)
 

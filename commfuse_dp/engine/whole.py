@@ -185,16 +185,18 @@ class _ReadTable:
         bias: dict[int, Piece] = {}
         unit, rank = self._unit, self._engine.rank
         self._at = []
-        others = iter(held)
+        here_of = dict(zip(self._engine.parameters.remote_forward(unit), held, strict=False))  # none of them in place
+        for here in held:
+            arrival = here.transfer.arrival
+            self._at.append((here.buffer, arrival._replace(value=arrival.value - epoch) if arrival is not None else None))
         for visit in self._engine.parameters.visits_forward(unit):
             item, word, pieces = visit.item, None, visit.pieces
             if item.owner != rank:
-                here = next(others)
+                here = here_of[visit.group.key]
                 assert here.buffer is not None
-                pieces = unit.params.pieces(item, here.buffer)
+                pieces = unit.params.pieces(item, here.buffer[visit.at : visit.at + item.nbytes])
                 arrival = here.transfer.arrival
                 word = arrival._replace(value=arrival.value - epoch) if arrival is not None else None
-                self._at.append((here.buffer, word))
             for piece in pieces:
                 if piece.part == 1:  # comes with the owner's first slice and serves all of them
                     bias[item.owner] = piece

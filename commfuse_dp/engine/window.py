@@ -14,6 +14,10 @@ are not fetched a second time; that saves up to one window of bytes a step again
 What is pinned (parameters that the user keeps gathered after forward, a recomputation's) is held beside the budget: it would
 otherwise fill the window, and everything after it would be fetched only when it is needed.
 
+[Note: Slices that come together]
+On a device, what moves in a pull of its own costs host time and calls of the driver. There slices of one unit that are small come
+together (`group`): one entry here, one buffer, one batch of copies, one word of arrival, however many ranks there are.
+
 [Note: Same walk on all ranks]
 The walk moves only at `take` and `done`, by rules that depend on nothing but the sequence of layers and the sizes. Ranks
 that run the same program therefore pull in the same order, which two-sided transports rely on. Arrival times play no part.
@@ -37,9 +41,13 @@ from commfuse_dp.engine.arena import Arena
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import Probe
-from commfuse_dp.transport.base import PullRequest, Transfer, Transport
+from commfuse_dp.transport.base import Part, PullRequest, Transfer, Transport
 
-Key = tuple[int, int, int]  # unit, owner, index of the slice
+Key = tuple[int, int, int]  # unit, owner, index of the slice, or of the first that come together
+
+
+GROUP_BYTES = 4 << 20  # slices come together up to so many bytes: below, time is in calls, not in bytes
+MOST_GROUPS = 4  # of a unit, as far as a quarter of the window holds one: larger units come in more
 
 
 class Mirror(NamedTuple):
@@ -47,6 +55,31 @@ class Mirror(NamedTuple):
 
     weight: int  # bytes that all ranks account for it
     give: tuple[int, int]  # start and bytes of the slice of the own segment that a peer gets meanwhile
+
+
+class Located(NamedTuple):
+    """What comes under a key: a slice of its owner, and perhaps those of others with it."""
+
+    offset: int  # in the owner's segment
+    nbytes: int  # of the slice
+    total: int  # of the buffer
+    others: tuple[Part, ...] = ()
+
+
+def group(sizes: Sequence[int], budget: int) -> list[int]:
+    """How many slices, of these bytes in their order of use, come together each time. budget: of the window."""
+    total = sum(sizes)
+    limit = min(max(GROUP_BYTES, -(-total // MOST_GROUPS)), budget // 4)
+    found: list[int] = []
+    room = 0
+    for size in sizes:
+        if found and size <= room:
+            found[-1] += 1
+            room -= size
+        else:
+            found.append(1)
+            room = limit - size
+    return found
 
 
 class Held:
@@ -72,14 +105,15 @@ class Window:
         pool: BufferPool | Arena,
         budget: int,
         probe: Probe,
-        locate: Callable[[Key], tuple[int, int]],
+        locate: Callable[[Key], Located],
         mirror: Callable[[Key], Mirror] | None = None,
     ) -> None:
         self._transport = transport
         self._pool = pool
         self._budget = budget
         self._probe = probe
-        self._locate = locate  # key -> (offset in the owner's segment, bytes)
+        self._locate = locate
+        self._located: dict[Key, Located] = {}  # asked for once
         self._mirror = mirror  # on a mirrored transport
         self._entries: dict[Key, Held] = {}
         self._pins: dict[int, list[Key]] = defaultdict(list)  # unit -> slices held for its backward
@@ -188,7 +222,10 @@ class Window:
 
     def holds(self, keys: list[Key]) -> bool:
         """All of them are here, or on their way."""
-        return all(key in self._entries for key in keys)
+        for key in keys:  # noqa: SIM110  (the generator would be a frame for each)
+            if key not in self._entries:
+                return False
+        return True
 
     # ---- inside ------------------------------------------------------------------------------------------------------
     def _foreseen(self, key: Key) -> bool:
@@ -224,7 +261,10 @@ class Window:
             entry.buffer = None
 
     def _fits(self, key: Key) -> bool:
-        nbytes = self._mirror(key).weight if self._mirror is not None else self._locate(key)[1]
+        located = self._located.get(key)
+        if located is None:
+            located = self._located[key] = self._locate(key)
+        nbytes = self._mirror(key).weight if self._mirror is not None else located.total
         return self.used - self._pinned + nbytes <= self._budget and self._pool.fits(nbytes, self._pinned)
 
     def _fill(self) -> None:
@@ -245,11 +285,14 @@ class Window:
     def _plan(self, key: Key, pulls: list[tuple[Key, Held, PullRequest]]) -> Held:
         """Make room for a slice that is going to be pulled, by `_pull`, before anything else is done here."""
         unit, owner, _ = key
-        offset, nbytes = self._locate(key)
-        buffer, free = self._pool.take_later(nbytes)
-        weight, give = self._mirror(key) if self._mirror is not None else (nbytes, (0, 0))
+        located = self._located.get(key)
+        if located is None:
+            located = self._located[key] = self._locate(key)
+        offset, nbytes, total, others = located
+        buffer, free = self._pool.take_later(total)
+        weight, give = self._mirror(key) if self._mirror is not None else (total, (0, 0))
         entry = self._entries[key] = Held(buffer, weight)
-        pulls.append((key, entry, PullRequest(owner, unit, offset, nbytes, buffer, free, give)))
+        pulls.append((key, entry, PullRequest(owner, unit, offset, nbytes, buffer, free, give, others)))
         self.used += weight
         return entry
 

@@ -101,8 +101,19 @@ class Sending(NamedTuple):
     when: Word | None = None
 
 
+class Part(NamedTuple):
+    """A further slice of a pull."""
+
+    owner: int
+    key: int
+    start: int
+    nbytes: int
+    at: int  # byte of `out` where it begins
+
+
 class PullRequest(NamedTuple):
-    """A pull as one of several, see `Transport.pull_all`."""
+    """A pull as one of several, see `Transport.pull_all`. With `others`, device-ordered transports that are not mirrored fetch
+    slices of several owners by one batch of copies, with one word of arrival for all: they come as one."""
 
     owner: int
     key: int
@@ -111,6 +122,7 @@ class PullRequest(NamedTuple):
     out: torch.Tensor
     after: Event | None = None
     give: tuple[int, int] = (0, 0)  # mirrored transports: start and bytes of what a peer gets of the own segment meanwhile
+    others: tuple[Part, ...] = ()  # behind the first slice, which begins at byte 0 of `out`; one object for equal pulls
 
 
 class Outcome(NamedTuple):
@@ -227,7 +239,7 @@ class Transport(ABC):
         """Several pulls into buffers, in their order; cheaper than one by one where that costs much."""
         return [
             self.pull(owner, key, epoch, start=start, nbytes=nbytes, out=out, after=after)
-            for owner, key, start, nbytes, out, after, _ in requests
+            for owner, key, start, nbytes, out, after, _, _ in requests
         ]
 
     def describe_pulls(self, describe: Callable[[int, int, int, int, int], Where]) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commfuse_dp.engine.arena import Arena
-from commfuse_dp.engine.window import Key, Window
+from commfuse_dp.engine.window import Key, Located, Window
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import Transfer, Transport
@@ -62,7 +62,7 @@ class Rig:
         self.transport = FakeTransport()
         self.probe = Probe()
         self.pool = Arena(budget)
-        self.window = Window(self.transport, self.pool, budget, self.probe, lambda key: (key[0] * 1000, SIZES[key[0]]))
+        self.window = Window(self.transport, self.pool, budget, self.probe, lambda key: Located(key[0] * 1000, SIZES[key[0]], SIZES[key[0]]))
         self.epoch = 0
         self.record: list[Key] = []
 

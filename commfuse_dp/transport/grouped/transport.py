@@ -204,7 +204,7 @@ class NcclTransport(Transport):
 
     def pull_all(self, epoch: int, requests: Sequence[PullRequest]) -> Sequence[Brought]:
         """`after` None: `out` may be fresh from the allocator, so it is written behind all that is in the current stream."""
-        return [self._pull(epoch, *request) for request in requests]
+        return [self._pull(epoch, *request[:7]) for request in requests]
 
     def describe_pulls(self, describe: Callable[[int, int, int, int, int], Where]) -> None:
         self._describe = describe

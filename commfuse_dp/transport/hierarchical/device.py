@@ -42,7 +42,18 @@ from commfuse_dp.device.base import Device, Event, Word
 from commfuse_dp.errors import CommFuseError, Where
 from commfuse_dp.probe import Counters, Probe
 from commfuse_dp.program.hosts import Hosts
-from commfuse_dp.transport.base import GRAD_LANE, NOWHERE, PARAM_LANE, WHOLE, Outcome, PullRequest, Tag, Transfer, Transport
+from commfuse_dp.transport.base import (
+    GRAD_LANE,
+    NOWHERE,
+    PARAM_LANE,
+    WHOLE,
+    Outcome,
+    Part,
+    PullRequest,
+    Tag,
+    Transfer,
+    Transport,
+)
 from commfuse_dp.transport.closing import CLOSE_S, close_at_exit
 from commfuse_dp.transport.grouped.core import Core
 from commfuse_dp.transport.grouped.exchange import GroupedExchange
@@ -97,6 +108,7 @@ class StreamHierarchicalTransport(Transport):
         self._host = hosts.place(rank)[0]
         self._places = {member: place for place, member in enumerate(hosts.siblings(rank))}
         # owner -> (place of who has its shard on this host, hosts to go to it)
+        self._parts: dict[int, tuple[tuple[Part, ...], tuple[Part, ...]]] = {}  # of a pull -> the same inside the host
         self._source = [(hosts.place(owner)[1], hosts.distance(rank, owner)) for owner in range(self.world_size)]
         self._relay = inner.device.side_stream("relay")
         self._across = inner.device.side_stream("across")
@@ -181,16 +193,20 @@ class StreamHierarchicalTransport(Transport):
 
     def pull_all(self, epoch: int, requests: Sequence[PullRequest]) -> Sequence[Transfer]:
         self._check()
-        return self._inner.pull_all(
-            epoch,
-            [
-                request._replace(
-                    owner=self._source[request.owner][0],
-                    key=relay_key(self.hosts, request.key, self._source[request.owner][1]),
-                )
-                for request in requests
-            ],
-        )
+        return self._inner.pull_all(epoch, [self._inside(request) for request in requests])
+
+    def _inside(self, request: PullRequest) -> PullRequest:
+        """The pull inside the host: of what this host's ranks have published of their own, and passed on."""
+        others = self._parts.get(id(request.others))
+        if others is None or others[0] is not request.others:
+            parts = tuple(part._replace(owner=owner, key=key) for part in request.others for owner, key in [self._at(part)])
+            others = self._parts[id(request.others)] = request.others, parts
+        owner, key = self._at(request)
+        return request._replace(owner=owner, key=key, others=others[1])
+
+    def _at(self, wanted: PullRequest | Part) -> tuple[int, int]:
+        owner, distance = self._source[wanted.owner]
+        return owner, relay_key(self.hosts, wanted.key, distance)
 
     def describe_pulls(self, describe: Callable[[int, int, int, int, int], Where]) -> None:
         self._describe = describe

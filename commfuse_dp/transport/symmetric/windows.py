@@ -10,7 +10,7 @@ import torch
 from commfuse_dp.device.base import Event, Span, Word
 from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.probe import RECEIVE
-from commfuse_dp.transport.base import NOWHERE, PullRequest, Transfer
+from commfuse_dp.transport.base import NOWHERE, Part, PullRequest, Transfer
 from commfuse_dp.transport.one_sided.accounts import pull_bytes, window_bytes
 from commfuse_dp.transport.one_sided.parts import check_same_sizes
 from commfuse_dp.transport.one_sided.ring import align
@@ -48,15 +48,28 @@ class Pull(Transfer):
 
 
 class _Source:
-    """A slice of a peer, which is pulled again and again."""
+    """A slice of a peer, or slices of several that come as one, which are pulled again and again."""
 
-    __slots__ = ("nbytes", "owner", "pad", "place", "pulls", "segment", "start")
+    __slots__ = ("nbytes", "others", "out", "own", "pad", "parts", "place", "pulls", "received", "segments", "spans")
 
-    def __init__(self, owner: int, segment: torch.Tensor, start: int, nbytes: int) -> None:
-        self.owner, self.segment, self.start, self.nbytes = owner, segment, start, nbytes
+    def __init__(self, parts: list[Part], segments: list[torch.Tensor], others: tuple[Part, ...], rank: int) -> None:
+        self.parts, self.segments, self.others = parts, segments, others
+        self.nbytes = parts[-1].at + parts[-1].nbytes  # of the buffer
+        self.own = any(part.owner == rank for part in parts)  # what this rank has passed on
+        self.received = sum(part.nbytes for part in parts if part.owner != rank)
         self.pad: torch.Tensor | None = None  # of its arrival word, whose value is the number of its pulls
         self.place = 0
         self.pulls = 0
+        self.out: torch.Tensor | None = None
+        self.spans: list[Span] = []  # into `out`
+
+    def to(self, out: torch.Tensor) -> list[Span]:
+        """Where its bytes lie, and where they go: buffers come again."""
+        if out is not self.out:
+            self.out = out
+            lying = zip(self.parts, self.segments, strict=True)
+            self.spans = [(out, part.at, segment, part.start, part.nbytes) for part, segment in lying]
+        return self.spans
 
 
 class Windows:
@@ -75,6 +88,8 @@ class Windows:
         ] = []  # of every rank: published[owner * keys + key] = epoch, then complete[owner] = epoch
         self._published: dict[int, int] = {}  # key -> epoch, of this rank
         self._awaited: dict[tuple[int, int], int] = {}  # (owner, key), -1 for all -> epoch that "gather" stands behind
+        self._complete_awaited = 0, 0  # epoch, and of how many peers "gather" stands behind all that they publish in it
+        self._all_awaited = 0  # the latest epoch of which that is so for all peers
         self._complete = 0  # this rank has published all of this epoch
         self._sources: dict[tuple[int, int, int, int], _Source] = {}  # (owner, key, start, nbytes)
         self._signals: list[torch.Tensor] = []
@@ -165,31 +180,37 @@ class Windows:
                     arrival = Word(source.pad, source.place, source.pulls)
                 pull = Pull(self, request.out, arrival)
                 pulls.append(pull)
-                condition = self._publication(source.owner, request.key, epoch)
-                if condition is not None:
-                    pull._wait, pull._place = wait, len(conditions)
-                    place = (request.owner, request.key, epoch, request.start, request.nbytes)
-                    wait.places.append(partial(self.describe, *place))
-                    conditions.append(condition)
-                    if len(conditions) == 1:
-                        core.watch.note(gather, wait)
-                    batch.wait(condition.pad, condition.place, condition.value)
+                if self._all_awaited != epoch or source.own:
+                    for owner, key, start, nbytes, _ in source.parts:
+                        condition = self._publication(owner, key, epoch)
+                        if condition is None:
+                            continue
+                        pull._wait, pull._place = wait, len(conditions)
+                        wait.places.append(partial(self.describe, owner, key, epoch, start, nbytes))
+                        conditions.append(condition)
+                        if len(conditions) == 1:
+                            core.watch.note(gather, wait)
+                        batch.wait(condition.pad, condition.place, condition.value)
                 if timing is not None and core.probe.sink is not None:
                     batch.submit()
                     begun = timing.mark(gather)
+                there = source.to(request.out)
                 if arrival is None and timing is None:
-                    spans.append((request.out, 0, source.segment, source.start, source.nbytes))
+                    spans += there
                 else:
-                    batch.copy(request.out, 0, source.segment, source.start, source.nbytes)
+                    if len(there) == 1:
+                        batch.copy(*there[0])
+                    else:
+                        batch.copy_all(there)
                     if arrival is not None:
                         batch.write(*arrival)
                 if timing is not None:  # somebody looks: every slice has an event of its own, which keeps the time
                     batch.submit()
                     pull.landed = core.record(gather)
                     if begun is not None:
-                        timing.span(RECEIVE, "slice", begun, pull.landed, {"nbytes": source.nbytes, "peer": source.owner})
-                if source.owner != core.rank:
-                    received += source.nbytes
+                        about = {"nbytes": source.received, "peer": source.parts[0].owner}
+                        timing.span(RECEIVE, "slice", begun, pull.landed, about)
+                received += source.received
             if spans:
                 batch.copy_all(spans)
         finally:
@@ -274,22 +295,40 @@ class Windows:
         if self._awaited.get((owner, key)) == epoch:
             return None
         self._awaited[owner, key] = epoch
+        if key < 0 and owner != self.core.rank:
+            before, count = self._complete_awaited
+            self._complete_awaited = epoch, count + 1 if before == epoch else 1
+            if self._complete_awaited[1] == len(self.core.peers):
+                self._all_awaited = epoch
         return Condition(owner, self._pads[self.core.rank], self._place(owner, key), epoch)
 
     def _source(self, epoch: int, request: PullRequest) -> _Source:
         owner, key, start, nbytes, out = request[:5]
         source = self._sources.get((owner, key, start, nbytes))
-        if source is None:
-            size = self._size(owner, key)
-            pull_bytes(owner, key, epoch, start=start, nbytes=nbytes, published=size, finished=self._own_finished)
-            source = self._sources[owner, key, start, nbytes] = _Source(owner, self._segments[owner][key], start, nbytes)
-            if self._kernels_may_wait:
+        if source is None or source.others is not request.others:
+            parts = [Part(owner, key, start, nbytes, 0), *request.others]
+            for part in parts:
+                pull_bytes(
+                    part.owner,
+                    part.key,
+                    epoch,
+                    start=part.start,
+                    nbytes=part.nbytes,
+                    published=self._size(part.owner, part.key),
+                    finished=self._own_finished,
+                )
+            before = source
+            segments = [self._segments[part.owner][part.key] for part in parts]
+            source = self._sources[owner, key, start, nbytes] = _Source(parts, segments, request.others, self.core.rank)
+            if before is not None:
+                source.pad, source.place, source.pulls = before.pad, before.place, before.pulls
+            elif self._kernels_may_wait:
                 source.pad, source.place = self._signal(len(self._sources) - 1)
         if epoch <= self._own_finished:
             raise ValueError(f"pull: epoch {epoch} is over: this rank has finished epoch {self._own_finished}")
-        if out.dtype != torch.uint8 or out.dim() != 1 or out.numel() != nbytes or not out.is_contiguous():
+        if out.dtype != torch.uint8 or out.dim() != 1 or out.numel() != source.nbytes or not out.is_contiguous():
             raise ValueError(
-                f"pull: transport {self.core.name} needs out = contiguous uint8 of {nbytes} bytes; {out.dtype} of shape "
+                f"pull: transport {self.core.name} needs out = contiguous uint8 of {source.nbytes} bytes; {out.dtype} of shape "
                 f"{tuple(out.shape)} was given"
             )
         return source
