@@ -93,12 +93,16 @@ CHANNEL_PARAM, CHANNEL_GRAD, CHANNEL_COLLECTIVE, CHANNEL_REPLICA = 1, 2, 3, 4
 
 
 class Sending(NamedTuple):
-    """A message as one of several, see `Transport.send_all`."""
+    """A message as one of several, see `Transport.send_all`.
+
+    room: device-ordered transports: bytes that both ends set aside for it, at least its own; 0: its own. Messages of one tag that
+    have equal room are worked out together, however many peers they go to."""
 
     dst: int
     tag: Tag
     buffer: torch.Tensor
     when: Word | None = None
+    room: int = 0
 
 
 class Part(NamedTuple):
@@ -311,6 +315,11 @@ class Transport(ABC):
         Raises ValueError if nbytes > message_limit.
         """
 
+    def reserve_all(self, dsts: Sequence[int], sizes: Sequence[int], room: int) -> list[torch.Tensor]:
+        """`try_reserve` for one message to each of several ranks, on device-ordered transports. room: as in `Sending`."""
+        found = [self.try_reserve(dst, nbytes) for dst, nbytes in zip(dsts, sizes, strict=True)]
+        return [buffer for buffer in found if buffer is not None]
+
     @abstractmethod
     def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None, more: bool = False) -> None:
         """Hand over a buffer got from `try_reserve(dst, ...)`; it must not be touched afterwards. Never blocks.
@@ -320,7 +329,7 @@ class Transport(ABC):
 
     def send_all(self, sendings: Sequence[Sending]) -> None:
         """Several messages, in their order; cheaper than one by one where that costs much."""
-        for dst, tag, buffer, when in sendings:
+        for dst, tag, buffer, when, _ in sendings:
             if when is None:
                 self.send(dst, tag, buffer)
             else:
@@ -329,6 +338,11 @@ class Transport(ABC):
     def expect(self, src: int, tag: Tag, nbytes: int) -> None:
         """Announce a message, so that a two-sided transport posts the receive early; the one-sided ones need no notice."""
         return
+
+    def expect_all(self, srcs: Sequence[int], tag: Tag, nbytes: int, room: int) -> None:
+        """`expect` of one tag from several ranks. room: as in `Sending`."""
+        for src in srcs:
+            self.expect(src, tag, nbytes)
 
     @abstractmethod
     def arrived(self, src: int, tag: Tag) -> bool:

@@ -8,17 +8,30 @@ from typing import NoReturn
 
 import torch
 
-from commfuse_dp.device.base import Event, Stream, Word
+from commfuse_dp.device.base import Event, Span, Stream, Word
 from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.probe import SEND
 from commfuse_dp.transport.base import NOWHERE, Sending, Tag
 from commfuse_dp.transport.one_sided.accounts import count_message
 from commfuse_dp.transport.symmetric.core import CHANNELS, Core, Layout, pair_of
-from commfuse_dp.transport.symmetric.ring import ARRIVAL_WORDS, Arrival, Inbox, Outbox, Reservation, StagingRing
+from commfuse_dp.transport.symmetric.ring import ARRIVAL_WORDS, Arrival, Inbox, Lanes, Outbox, Reservation, StagingRing
 from commfuse_dp.transport.symmetric.watch import Condition, Wait
 
 _FIELD_LIMIT = 1 << 31
 MOST_VIEWS = 4096  # that are kept
+TOGETHER = 4 << 20  # bytes of messages that leave together: below, time is in calls, not in bytes
+
+
+class _Fan:
+    """Messages of one tag to several peers."""
+
+    __slots__ = ("offsets", "reservations", "room", "sendings", "tag")
+
+    def __init__(self, tag: Tag, room: int) -> None:
+        self.tag, self.room = tag, room
+        self.sendings: dict[int, Sending] = {}  # by destination
+        self.offsets: dict[int, int] = {}  # in its staging
+        self.reservations: list[tuple[StagingRing, Reservation]] = []
 
 
 class Messages:
@@ -34,42 +47,54 @@ class Messages:
                 peer: torch.zeros(layout.ring, dtype=torch.uint8, device=device.torch_device) for peer in core.peers
             }
         device.wait_event(self._scatter, device.record(device.current_stream()))  # it is zeroed there
-        self._reserved = {peer: StagingRing(layout.ring, peer) for peer in core.peers}
-        self._outboxes = {(peer, channel): Outbox(layout.ring) for peer in core.peers for channel in CHANNELS}
+        by_channel = [[(peer, channel) for peer in core.peers] for channel in CHANNELS]
+        self._reserved = Lanes([core.peers], lambda: StagingRing(layout.ring))
+        self._outboxes = Lanes(by_channel, lambda: Outbox(layout.ring))
         self._pairs = {(peer, channel): pair_of(peer, channel) for peer in (*core.peers, core.rank) for channel in CHANNELS}
         self._views: dict[tuple[int, int, int, int], torch.Tensor] = {}  # (peer, channel or -1: staging, offset, bytes)
         self._behind: tuple[Stream, Event] | None = None  # the last wait for something to leave the staging
-        self._inboxes = {(peer, channel): Inbox(layout.ring) for peer in core.peers for channel in CHANNELS}
+        self._inboxes = Lanes(by_channel, lambda: Inbox(layout.ring))
 
     # ---- sending -----------------------------------------------------------------------------------------------------
-    def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor:
+    def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int) -> list[torch.Tensor]:
+        """sizes: bytes, of which every message gets `room` in the staging of its peer."""
         core = self._core
         stream = core.enter()
-        if dst not in self._staging:
-            core.check_peer(dst)
-        if not 0 <= nbytes <= self.limit:
-            raise ValueError(
-                f"a message of {nbytes} bytes to rank {dst}: 0 .. {self.limit} fit; "
-                "send smaller slices (more slices_per_rank) or raise inbox_bytes"
-            )
-        reservation, behind = self._reserved[dst].reserve(nbytes)
-        if behind is not None and (self._behind is None or self._behind[0] != stream or self._behind[1] is not behind):
-            self._behind = stream, behind
-            if core.probe.timing is not None and core.probe.timing.layer:
-                core.probe.stood(core.probe.timing.layer, core.probe.mark(), (behind,))
-            core.device.wait_event(stream, behind)
-        return self._view(self._staging[dst], dst, -1, reservation.offset, nbytes)
+        for dst, nbytes in zip(dsts, sizes, strict=True):
+            if dst not in self._staging:
+                core.check_peer(dst)
+            if not 0 <= nbytes <= room <= self.limit:
+                raise ValueError(
+                    f"a message of {nbytes} bytes to rank {dst}: 0 .. {self.limit} fit; "
+                    "send smaller slices (more slices_per_rank) or raise inbox_bytes"
+                )
+        offsets: dict[int, int] = {}
+        for ring, members in self._reserved.together(dsts):
+            reservation, behind = ring.reserve(room)
+            if behind is not None and (self._behind is None or self._behind[0] != stream or self._behind[1] is not behind):
+                self._behind = stream, behind
+                if core.probe.timing is not None and core.probe.timing.layer:
+                    core.probe.stood(core.probe.timing.layer, core.probe.mark(), (behind,))
+                core.device.wait_event(stream, behind)
+            offsets.update(dict.fromkeys(members, reservation.offset))
+        found = []
+        for dst, nbytes in zip(dsts, sizes, strict=True):
+            view = self._views.get((dst, -1, offsets[dst], nbytes))
+            found.append(view if view is not None else self._view(self._staging[dst], dst, -1, offsets[dst], nbytes))
+        return found
 
     def rewind(self) -> None:
         """An epoch is over: see [Note: Steps begin at the start] in ring.py."""
-        for ring in self._reserved.values():
+        for ring in {id(ring): ring for ring in self._reserved.values()}.values():
             ring.rewind()
 
     def send(self, sendings: Sequence[Sending]) -> None:
-        """In their order. Places in the staging are free again when all of them have left."""
+        """In their order, as far as they go to one peer. Those that follow each other leave together, up to `TOGETHER` bytes or
+        a quarter of all: behind the last of them, by one batch of copies. Places in the staging are free again when all of them
+        have left."""
         core, scatter = self._core, self._scatter
         stream = core.enter()
-        found = [self._reservation(sending) for sending in sendings]  # before anything is enqueued
+        runs = self._runs(sendings)  # before anything is enqueued
         device, probe = core.device, core.probe
         timing = probe.timing if probe.sink is not None else None
         conditions: list[Condition] = []
@@ -77,71 +102,127 @@ class Messages:
         computed: Event | None = None
         batch = device.batch(scatter)
         try:
-            for (dst, tag, buffer, when), reservation in zip(sendings, found, strict=True):
-                nbytes = buffer.nbytes
-                if when is not None:
-                    batch.wait(*when)
-                elif computed is None:
-                    computed = device.record(stream)
-                    batch.submit()
-                    device.wait_event(scatter, computed)
-                box, pair, remote = self._outboxes[dst, tag.channel], self._pairs[core.rank, tag.channel], core.blocks[dst]
-                number, place, behind = box.places.place(nbytes)
-                word, value, _ = box.fingerprints.next(number, tag, nbytes)
-                if behind > box.credited:
-                    box.credited = behind
-                    wait.places.append(partial(_where, tag, nbytes))
-                    conditions.append(Condition(dst, core.own.credit, self._pairs[dst, tag.channel], behind))
-                    if len(conditions) == 1:
-                        core.watch.note(scatter, wait)
-                    batch.wait(*conditions[-1][1:4])
-                begun = None
+            for run in runs:
+                for fan in run:
+                    for sending in fan.sendings.values():
+                        if sending.when is not None:
+                            batch.wait(*sending.when)
+                        elif computed is None:
+                            computed = device.record(stream)
+                            batch.submit()
+                            device.wait_event(scatter, computed)
+                spans: list[Span] = []
+                words: list[Word] = []
+                for fan in run:
+                    tag, room = fan.tag, fan.room
+                    pair, total = self._pairs[core.rank, tag.channel], 0
+                    for box, names in self._outboxes.together([(dst, tag.channel) for dst in fan.sendings]):
+                        number, place, behind = box.places.place(room)
+                        word, value, _ = box.fingerprints.next(number, tag, room)
+                        late = behind > box.credited
+                        box.credited = max(box.credited, behind)
+                        for name in names:
+                            dst = name[0]
+                            nbytes = fan.sendings[dst].buffer.nbytes
+                            if late:
+                                wait.places.append(partial(_where, tag, nbytes))
+                                conditions.append(Condition(dst, core.own.credit, self._pairs[name], behind))
+                                if len(conditions) == 1:
+                                    core.watch.note(scatter, wait)
+                                batch.wait(*conditions[-1][1:4])
+                            remote = core.blocks[dst]
+                            spans.append((remote.rings[pair], place, self._staging[dst], fan.offsets[dst], nbytes))
+                            words.append(Word(remote.arrival, pair * ARRIVAL_WORDS + word, value))
+                            total += nbytes
+                    count_message(probe.counters, tag.channel, total, sent=True)
                 if timing is not None:
                     batch.submit()
                     begun = timing.mark(scatter)
-                batch.copy(remote.rings[pair], place, self._staging[dst], reservation.offset, nbytes)
-                if timing is not None and begun is not None:
-                    about: dict[str, object] = {"nbytes": nbytes, "peer": dst, "key": tag.key, "seq": tag.seq, "part": tag.part}
+                    batch.copy_all(spans)
+                    tag, dsts = run[0].tag, [dst for fan in run for dst in fan.sendings]
+                    about: dict[str, object] = {"nbytes": sum(span[4] for span in spans), "key": tag.key, "seq": tag.seq}
+                    about |= {"peer": dsts[0], "part": tag.part} if len(dsts) == 1 else {"peers": dsts}
                     timing.span(SEND, "message", begun, timing.mark(scatter), about)
-                batch.write(remote.arrival, pair * ARRIVAL_WORDS + word, value)
-                count_message(probe.counters, tag.channel, nbytes, sent=True)
+                elif len(spans) == 1:
+                    batch.copy(*spans[0])
+                else:
+                    batch.copy_all(spans)
+                for arrival in words:
+                    batch.write(*arrival)
         finally:
             batch.submit()
         left = core.behind(scatter, (wait,))
-        for sending, reservation in zip(sendings, found, strict=True):
-            self._reserved[sending.dst].sent(reservation, left)
+        for run in runs:
+            for fan in run:
+                for ring, reservation in fan.reservations:
+                    ring.sent(reservation, left)
 
-    def _reservation(self, sending: Sending) -> Reservation:
-        dst, tag, buffer, _ = sending
-        if (dst, tag.channel) not in self._outboxes:
-            self._core.check_peer(dst)
-        if min(tag) < 0 or max(tag) >= _FIELD_LIMIT or tag.channel not in CHANNELS:
-            self._refuse_tag(tag)
-        staging, nbytes = self._staging[dst], buffer.nbytes
-        # An empty tensor has no address.
-        offset = buffer.data_ptr() - staging.data_ptr() if nbytes else int(buffer.storage_offset()) * buffer.element_size()
-        reservation = self._reserved[dst].find(offset, nbytes)
-        if reservation is None:
-            raise ValueError(
-                f"send to rank {dst}, {tag}: the buffer was not reserved by try_reserve({dst}, ...), or was sent before"
-            )
-        return reservation
+    def _runs(self, sendings: Sequence[Sending]) -> list[list[_Fan]]:
+        """What leaves together, each by messages of one tag. Raises ValueError for what cannot be sent."""
+        limit = 0
+        if len(sendings) > 1:
+            limit = max(TOGETHER, -(-sum(sending.buffer.nbytes for sending in sendings) // 4))
+        runs: list[dict[tuple[Tag, int], _Fan]] = []
+        room_left = 0
+        for sending in sendings:
+            dst, tag, buffer, _, room = sending
+            nbytes = buffer.nbytes
+            room = room or nbytes
+            if not runs or nbytes > room_left:
+                runs.append({})
+                room_left = limit
+            room_left -= nbytes
+            fan = runs[-1].get((tag, room))
+            if fan is None:
+                if min(tag) < 0 or max(tag) >= _FIELD_LIMIT or tag.channel not in CHANNELS:
+                    self._refuse_tag(tag)
+                fan = runs[-1][tag, room] = _Fan(tag, room)
+            staging = self._staging.get(dst)
+            if staging is None:
+                self._core.check_peer(dst)
+                raise AssertionError(dst)
+            fan.sendings[dst] = sending
+            # An empty tensor has no address.
+            at = buffer.data_ptr() - staging.data_ptr() if nbytes else int(buffer.storage_offset()) * buffer.element_size()
+            fan.offsets[dst] = at
+        found = [list(run.values()) for run in runs]
+        for run in found:
+            for fan in run:
+                self._find(fan)
+        return found
+
+    def _find(self, fan: _Fan) -> None:
+        """The reservations of its messages."""
+        for ring, members in self._reserved.together(list(fan.sendings)):
+            at = fan.offsets[members[0]]
+            apart = [dst for dst in members if fan.offsets[dst] != at]
+            for lane, dsts in [(ring, members)] if not apart else [(self._reserved.alone(dst), [dst]) for dst in members]:
+                dst = dsts[0]
+                reservation = lane.find(fan.offsets[dst], max(fan.sendings[other].buffer.nbytes for other in dsts))
+                if reservation is None:
+                    raise ValueError(
+                        f"send to rank {dst}, {fan.tag}: the buffer was not reserved by try_reserve({dst}, ...), or was sent before"
+                    )
+                fan.reservations.append((lane, reservation))
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
-    def expect(self, src: int, tag: Tag, nbytes: int) -> None:
+    def expect(self, srcs: Sequence[int], tag: Tag, nbytes: int, room: int) -> None:
         core = self._core
         if min(tag) < 0 or max(tag) >= _FIELD_LIMIT or tag.channel not in CHANNELS:
             self._refuse_tag(tag)
-        if (src, tag.channel) not in self._inboxes:
-            core.check_peer(src)
-        box = self._inboxes[src, tag.channel]
-        if tag in box.expected:
-            raise TransportError(
-                f"rank {core.rank} expects two messages {tag} of rank {src}: tags must be unique among messages in flight"
-            )
-        if not 0 <= nbytes <= self.limit:
-            raise ValueError(f"a message of {nbytes} bytes from rank {src}: 0 .. {self.limit} fit")
-        box.expect(tag, nbytes)
+        names = [(src, tag.channel) for src in srcs]
+        for name in names:
+            if name not in self._inboxes:
+                core.check_peer(name[0])
+        for box, members in self._inboxes.together(names):
+            if tag in box.expected:
+                raise TransportError(
+                    f"rank {core.rank} expects two messages {tag} of rank {members[0][0]}: tags must be unique among messages in "
+                    "flight"
+                )
+            if not 0 <= nbytes <= room <= self.limit:
+                raise ValueError(f"a message of {nbytes} bytes from rank {members[0][0]}: 0 .. {self.limit} fit")
+            box.expect(tag, nbytes, room)
 
     def arrived(self, src: int, tag: Tag) -> bool:
         self._core.check()
@@ -153,29 +234,39 @@ class Messages:
         stream = core.enter()
         if min(tag) < 0 or max(tag) >= _FIELD_LIMIT or tag.channel not in CHANNELS:
             self._refuse_tag(tag)
-        entries: list[Arrival] = []
         conditions: list[Condition] = []
-        for src in srcs:
-            if (src, tag.channel) not in self._inboxes:
-                core.check_peer(src)
-            entry = self._inboxes[src, tag.channel].expected.get(tag)
+        names = [(src, tag.channel) for src in srcs]
+        for name in names:
+            if name not in self._inboxes:
+                core.check_peer(name[0])
+        lanes = self._inboxes.together(names)
+        entries: dict[int, Arrival] = {}
+        for box, members in lanes:
+            entry = box.expected.get(tag)
             if entry is None:
+                src = members[0][0]
                 raise ValueError(
                     f"receive: {tag} of rank {src} was not announced by expect({src}, ...), in the order in which rank {src} "
                     f"sends: transport {core.name} finds messages by it"
                 )
-            entries.append(entry)
-            index = self._pairs[src, tag.channel] * ARRIVAL_WORDS + entry.word
-            conditions.append(Condition(src, core.own.arrival, index, entry.value, exact=True, before=entry.before))
+            for name in members:
+                entries[name[0]] = entry
+                index = self._pairs[name] * ARRIVAL_WORDS + entry.word
+                conditions.append(Condition(name[0], core.own.arrival, index, entry.value, True, entry.before))
         if not conditions:
             return []
-        place = where if where is not NOWHERE else partial(_where, tag, entries[0].nbytes)
+        place = where if where is not NOWHERE else partial(_where, tag, entries[srcs[0]].nbytes)
         core.behind(stream, (core.stand(stream, conditions, (place,), "to send", about=tag),))
+        for box, _ in lanes:
+            box.received.add(tag)
         found = []
-        for src, entry in zip(srcs, entries, strict=True):
-            self._inboxes[src, tag.channel].received.add(tag)
-            ring = core.own.rings[self._pairs[src, tag.channel]]
-            found.append(self._view(ring, src, tag.channel, entry.offset, entry.nbytes))
+        for src in srcs:
+            entry = entries[src]
+            view = self._views.get((src, tag.channel, entry.offset, entry.nbytes))
+            if view is None:
+                ring = core.own.rings[self._pairs[src, tag.channel]]
+                view = self._view(ring, src, tag.channel, entry.offset, entry.nbytes)
+            found.append(view)
         return found
 
     def release(self, srcs: Sequence[int], tag: Tag, *, more: bool) -> None:
@@ -184,20 +275,24 @@ class Messages:
         words: list[Word] = []
         pair = self._pairs.get((core.rank, tag.channel), 0)
         received = 0
-        for src in srcs:
-            box = self._inboxes.get((src, tag.channel))
-            if box is None or tag not in box.received:
-                raise ValueError(f"release: no message {tag} of rank {src} is here (released twice, or not yet received)")
+        names = [(src, tag.channel) for src in srcs]
+        for name in names:
+            if name not in self._inboxes or tag not in self._inboxes[name].received:
+                raise ValueError(
+                    f"release: no message {tag} of rank {name[0]} is here (released twice, or not yet received)"
+                )
+        for box, members in self._inboxes.together(names):
             box.received.discard(tag)
             entry = box.expected.pop(tag)
-            received += entry.nbytes
+            received += entry.nbytes * len(members)
             if entry.number != box.released + 1:
                 box.release_early(entry.number, core.device.record(stream))
                 continue
             credit, events = box.release(entry.number)
             for event in events:
                 core.device.wait_event(stream, event)
-            words.append(Word(core.blocks[src].credit, pair, credit))
+            for name in members:
+                words.append(Word(core.blocks[name[0]].credit, pair, credit))
         count_message(core.probe.counters, tag.channel, received, sent=False)
         if words:
             core.hold(stream, words, more=more)

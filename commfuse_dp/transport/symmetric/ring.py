@@ -9,7 +9,7 @@
 [Note: Mirrored rings]
 Messages of one pair and channel are numbered from 1 in the order of `send` at the one end and of `expect` at the other.
 `PlaceRing` gives each number the same place at both ends. A message of another size, or another message, would be looked for in
-the wrong place: so its arrival word is a fingerprint of number, tag and size, for which the owner waits exactly. Ranks that run
+the wrong place: so its arrival word is a fingerprint of number, tag and size (`room`), for which the owner waits exactly. Ranks that run
 in different orders stand still, are found by the watchdog, and never read each other's bytes as something that they are not.
 
 [Note: Steps begin at the start]
@@ -28,7 +28,10 @@ from __future__ import annotations
 import struct
 import zlib
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, TypeVar
+
+from typing_extensions import Self
 
 from commfuse_dp.device.base import Event, as_int32
 from commfuse_dp.errors import TransportError
@@ -77,6 +80,11 @@ class PlaceRing:
         live.append((number, start, stop))
         return Place(number, start, behind)
 
+    def clone(self) -> PlaceRing:
+        other = PlaceRing(self.capacity, self._words)
+        other._head, other._number, other._live = self._head, self._number, self._live.copy()
+        return other
+
     def rewind(self) -> None:
         """The next message goes to the start of the ring, as if it did not fit into the rest.
 
@@ -101,6 +109,11 @@ class Fingerprints:
 
     def __init__(self) -> None:
         self._last = [0] * ARRIVAL_WORDS
+
+    def clone(self) -> Fingerprints:
+        other = Fingerprints()
+        other._last = self._last.copy()
+        return other
 
     def next(self, number: int, tag: Tag, nbytes: int) -> tuple[int, int, int]:
         """(index of the word, its value, the value that it has before) for a message."""
@@ -127,16 +140,81 @@ class Reservation:
         self.order = 0  # of the sends, which are copied in this order by one stream
 
 
-class StagingRing:
+class Lane:
+    """What one end knows of its messages with a peer. See `Lanes`."""
+
+    users = 1  # peers whose messages have been alike so far
+
+    def clone(self) -> Self:
+        """The same, for some of them."""
+        raise NotImplementedError
+
+
+Name = TypeVar("Name", bound=Hashable)
+Kind = TypeVar("Kind", bound=Lane)
+
+
+class Lanes(dict[Name, Kind]):
+    """The lanes of one rank, by name. What a layer sends has the same size for every owner, and what it awaits comes from all
+    peers alike: lanes that have had the same messages are one object, so that what is worked out about the next message is worked
+    out once for all of them. A message of some of them only makes these go on with a lane of their own."""
+
+    def __init__(self, alike: Sequence[Sequence[Name]], make: Callable[[], Kind]) -> None:
+        """alike: names that begin with one lane."""
+        super().__init__()
+        for names in alike:
+            lane = make()
+            lane.users = len(names)
+            self.update(dict.fromkeys(names, lane))
+
+    def alone(self, name: Name) -> Kind:
+        """The lane of one peer, which is to have a message that others do not have."""
+        lane = self[name]
+        return lane if lane.users == 1 else self._split(lane, (name,))
+
+    def together(self, names: Sequence[Name]) -> list[tuple[Kind, list[Name]]]:
+        """The lanes of peers that are to have the same message, each with their names."""
+        found: dict[int, tuple[Kind, list[Name]]] = {}
+        for name in names:
+            lane = self[name]
+            known = found.get(id(lane))
+            if known is None:
+                found[id(lane)] = lane, [name]
+            else:
+                known[1].append(name)
+        return [
+            (lane if len(members) == lane.users else self._split(lane, members), members) for lane, members in found.values()
+        ]
+
+    def _split(self, lane: Kind, names: Sequence[Name]) -> Kind:
+        own = lane.clone()
+        own.users = len(names)
+        lane.users -= len(names)
+        self.update(dict.fromkeys(names, own))
+        return own
+
+
+class StagingRing(Lane):
     """Where a rank computes what it sends to one peer. Places are used again in the order in which they were given out."""
 
-    def __init__(self, capacity: int, dst: int) -> None:
+    def __init__(self, capacity: int, dst: int | None = None) -> None:
+        """dst: for errors."""
         self._places = PlaceRing(capacity, words=capacity // ALIGNMENT + 1)
         self._live: dict[int, Reservation] = {}  # number -> reservation, oldest first
         self._open: dict[int, Reservation] = {}  # offset -> reserved, not sent
         self._dst = dst
         self._number = 0
         self._sends = 0
+
+    def clone(self) -> StagingRing:
+        other = StagingRing(self._places.capacity, self._dst)
+        other._places, other._number, other._sends = self._places.clone(), self._number, self._sends
+        for number, reservation in self._live.items():
+            kept = other._live[number] = Reservation(reservation.offset, reservation.nbytes)
+            kept.left, kept.order = reservation.left, reservation.order
+            if self._open.get(reservation.offset) is reservation:
+                other._open[reservation.offset] = kept
+        return other
 
     def reserve(self, nbytes: int) -> tuple[Reservation, Event | None]:
         """A place, and what its writer must be ordered behind."""
@@ -145,8 +223,9 @@ class StagingRing:
         while self._live and (number := next(iter(self._live))) <= behind:  # they are in order
             earlier = self._live.pop(number)
             if earlier.left is None:
+                who = "a peer" if self._dst is None else f"rank {self._dst}"
                 raise TransportError(
-                    f"{self._places.capacity} bytes are too few for what is reserved for rank {self._dst} and not sent: the "
+                    f"{self._places.capacity} bytes are too few for what is reserved for {who} and not sent: the "
                     f"place of {nbytes} bytes would overwrite {earlier.nbytes} of them. Send before reserving more, or raise "
                     "inbox_bytes."
                 )
@@ -173,15 +252,18 @@ class StagingRing:
         del self._open[reservation.offset]
 
 
-class Outbox:
+class Outbox(Lane):
     """The sender's side of one inbox ring."""
-
-    __slots__ = ("credited", "fingerprints", "places")
 
     def __init__(self, capacity: int) -> None:
         self.places = PlaceRing(capacity)
         self.fingerprints = Fingerprints()
         self.credited = 0  # the copies enqueued from now on run behind the release of all messages up to this one
+
+    def clone(self) -> Self:
+        other = type(self)(self.places.capacity)
+        other.places, other.fingerprints, other.credited = self.places.clone(), self.fingerprints.clone(), self.credited
+        return other
 
 
 class Arrival(NamedTuple):
@@ -195,7 +277,7 @@ class Arrival(NamedTuple):
     before: int  # what the word holds until the message comes
 
 
-class Inbox:
+class Inbox(Lane):
     """The owner's side: what is expected, and how far it has been released."""
 
     def __init__(self, capacity: int) -> None:
@@ -206,9 +288,16 @@ class Inbox:
         self.released = 0  # all messages up to this number
         self._early: dict[int, Event] = {}  # released before an earlier one: behind the event the bytes are not read
 
-    def expect(self, tag: Tag, nbytes: int) -> None:
-        place = self.places.place(nbytes)
-        word, value, before = self.fingerprints.next(place.number, tag, nbytes)
+    def clone(self) -> Inbox:
+        other = Inbox(self.places.capacity)
+        other.places, other.fingerprints, other.released = self.places.clone(), self.fingerprints.clone(), self.released
+        other.expected, other.received, other._early = self.expected.copy(), self.received.copy(), self._early.copy()
+        return other
+
+    def expect(self, tag: Tag, nbytes: int, room: int) -> None:
+        """room: bytes that its sender sets aside for it, see `Sending`."""
+        place = self.places.place(room)
+        word, value, before = self.fingerprints.next(place.number, tag, room)
         self.expected[tag] = Arrival(place.number, place.offset, nbytes, word, value, before)
 
     def release_early(self, number: int, event: Event) -> None:

@@ -210,7 +210,10 @@ class SymmetricTransport(Transport):
 
     def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor:
         """Never None. What one call reserves for one peer before it sends must fit into inbox_bytes."""
-        return self._messages.try_reserve(dst, nbytes)
+        return self._messages.reserve((dst,), (nbytes,), nbytes)[0]
+
+    def reserve_all(self, dsts: Sequence[int], sizes: Sequence[int], room: int) -> list[torch.Tensor]:
+        return self._messages.reserve(dsts, sizes, room)
 
     def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None, more: bool = False) -> None:
         """`when`: written by a kernel that is in the current stream already, once the buffer is complete."""
@@ -220,7 +223,10 @@ class SymmetricTransport(Transport):
         self._messages.send(sendings)
 
     def expect(self, src: int, tag: Tag, nbytes: int) -> None:
-        self._messages.expect(src, tag, nbytes)
+        self._messages.expect((src,), tag, nbytes, nbytes)
+
+    def expect_all(self, srcs: Sequence[int], tag: Tag, nbytes: int, room: int) -> None:
+        self._messages.expect(srcs, tag, nbytes, room)
 
     def arrived(self, src: int, tag: Tag) -> bool:
         return self._messages.arrived(src, tag)
