@@ -93,6 +93,16 @@ class Batch:
     def write(self, pad: torch.Tensor, place: int, value: int) -> None:
         self._device.write_value(self._stream, pad, place, value)
 
+    def wait_all(self, words: Sequence[Word], *, exact: bool = False) -> None:
+        """`wait` for several."""
+        for pad, place, value in words:
+            self.wait(pad, place, value, exact=exact)
+
+    def write_all(self, words: Sequence[Word]) -> None:
+        """`write` of several."""
+        for pad, place, value in words:
+            self.write(pad, place, value)
+
     def submit(self) -> None:
         return
 

@@ -170,8 +170,8 @@ class CudaDevice(Device):
         self._eq = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
         self._threads = threading.local()
         self._known: dict[int, CudaStream] = {}
-        self._writes: dict[int, Any] = {}  # address -> CUstreamBatchMemOpParams, made once: addresses come again
-        self._waits: dict[tuple[int, int], Any] = {}  # the same of (address, flags)
+        self.writes: dict[int, Any] = {}  # address -> CUstreamBatchMemOpParams, made once: addresses come again
+        self.waits: dict[tuple[int, int], Any] = {}  # the same of (address, flags)
         self._copy_attributes: Any = None  # of cuMemcpyBatchAsync; made with the first batch
         self._copies_in_batches = hasattr(driver, "cuMemcpyBatchAsync")
         self._own_words: dict[int, torch.Tensor] = {}  # stream -> word for "copy"
@@ -285,10 +285,10 @@ class CudaDevice(Device):
 
     def write_operation(self, address: int, value: int) -> Any:
         """For `operate`, before the next one of this address."""
-        operation = self._writes.get(address)
+        operation = self.writes.get(address)
         if operation is None:
             kind = self._driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
-            operation = self._writes[address] = self._driver.CUstreamBatchMemOpParams()
+            operation = self.writes[address] = self._driver.CUstreamBatchMemOpParams()
             operation.operation = kind
             operation.writeValue.operation = kind
             operation.writeValue.address = self._driver.CUdeviceptr(address)
@@ -299,16 +299,20 @@ class CudaDevice(Device):
     def wait_operation(self, address: int, value: int, exact: bool) -> Any:
         """For `operate`, before the next one of this address."""
         flags = self._eq if exact else self._geq
-        operation = self._waits.get((address, flags))
+        operation = self.waits.get((address, flags))
         if operation is None:
             kind = self._driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
-            operation = self._waits[address, flags] = self._driver.CUstreamBatchMemOpParams()
+            operation = self.waits[address, flags] = self._driver.CUstreamBatchMemOpParams()
             operation.operation = kind
             operation.waitValue.operation = kind
             operation.waitValue.address = self._driver.CUdeviceptr(address)
             operation.waitValue.flags = flags
         operation.waitValue.value = value & 0xFFFFFFFF
         return operation
+
+    def flags(self, exact: bool) -> int:
+        """Of a wait."""
+        return self._eq if exact else self._geq
 
     def operate(self, stream: CudaStream, operations: list[Any]) -> None:
         """At most _BATCH operations, all of different words or kinds, in their order."""
@@ -419,6 +423,34 @@ class CudaBatch(Batch):
         address = pad.data_ptr() + 4 * place
         self._make_room(address)
         self._held.append(self._cuda.write_operation(address, value))
+
+    def wait_all(self, words: Sequence[Word], *, exact: bool = False) -> None:
+        cuda, held, addresses = self._cuda, self._held, self._words
+        known, flags = cuda.waits, cuda.flags(exact)
+        for pad, place, value in words:
+            address = pad.data_ptr() + 4 * place
+            operation = known.get((address, flags))
+            if operation is None or address in addresses or len(held) == _BATCH:
+                self.wait(pad, place, value, exact=exact)
+                held = self._held
+                continue
+            operation.waitValue.value = value & 0xFFFFFFFF  # as `wait`, without a frame for each
+            addresses.add(address)
+            held.append(operation)
+
+    def write_all(self, words: Sequence[Word]) -> None:
+        cuda, held, addresses = self._cuda, self._held, self._words
+        known = cuda.writes if cuda.peer_writes == "value" else {}
+        for pad, place, value in words:
+            address = pad.data_ptr() + 4 * place
+            operation = known.get(address)
+            if operation is None or address in addresses or len(held) == _BATCH:
+                self.write(pad, place, value)
+                held = self._held
+                continue
+            operation.writeValue.value = value & 0xFFFFFFFF
+            addresses.add(address)
+            held.append(operation)
 
     def _make_room(self, address: int) -> None:
         if address in self._words or len(self._held) == _BATCH:

@@ -24,6 +24,7 @@ from commfuse_dp.engine.window import Key
 from commfuse_dp.errors import CommFuseError
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.transport.base import Transport
+from commfuse_dp.transport.one_sided.ring import align
 
 MOST_VIEWS = 1024  # of slots that a program keeps
 MOST_PROGRAMS = 8  # of one unit that are kept: the loops of a training script have two or three
@@ -50,10 +51,21 @@ class Delivery(NamedTuple):
     shape: torch.Size  # of this rank's shard
 
 
+class Fan(NamedTuple):
+    """The partials of one index, which go to all owners that have such a slice."""
+
+    index: int
+    dsts: list[int]
+    sizes: list[int]  # bytes
+    room: int  # see `Sending`
+
+
 class BoundBackward:
     """One unit's backward on one rank. Nothing in here changes from step to step.
 
     Attributes:
+        rooms: by index of a slice: what both ends set aside for its partial; 0: as much as it has. Only if all go straight.
+        fans: likewise, who gets one.
         sources: of each own slice whose partials go straight: the peers in the order of the sum, and this rank's place in it.
         slot_views: pieces of slots in peers' inboxes, by the identity of the slot, which is kept beside them.
         inbox_views: likewise, what lies in a slot of this rank's inbox, in the dtype of the partials.
@@ -63,6 +75,7 @@ class BoundBackward:
         "deliveries",
         "divisor",
         "entries",
+        "fans",
         "geometry",
         "in_place",
         "inbox_views",
@@ -74,6 +87,7 @@ class BoundBackward:
         "reduction",
         "remote",
         "replicate",
+        "rooms",
         "slot_views",
         "sources",
         "unit",
@@ -98,15 +112,22 @@ class BoundBackward:
         if geometry is not None:
             self.geometry: Geometry = geometry  # of the partial gradients, if there are any
             self.deliveries = _deliveries(unit, geometry, record.include, rank) if record.reduce else ()
+        self.order = [entry.item for entry in entries if entry.item is not None]  # slices of gradients
+        self.rooms: list[int] = []
+        self.fans: list[Fan] = []
         if reduction is not None:
             self.reduction: Reduction = reduction  # if they are reduced
             straight = not (reduction.links or reduction.partials_to)
+            if straight and geometry is not None:
+                self.rooms = _rooms(geometry)
+                for index, room in enumerate(self.rooms):
+                    to = [item for item in self.order if item.index == index and item.owner != rank and not item.absent]
+                    self.fans.append(Fan(index, [item.owner for item in to], [item.nbytes for item in to], room))
             self.sources = [
                 (tuple(source for source in added.inputs if source != rank), added.inputs.index(rank))
                 for added in (reduction.sums if straight else ())
             ]
         self.entries = tuple(entries)  # the compute lane
-        self.order = [entry.item for entry in entries if entry.item is not None]  # slices of gradients
         reads = [entry.read for entry in entries if entry.read is not None]
         self.remote: list[Key] = list(dict.fromkeys(read.group.key for read in reads if read.item.owner != rank))
         self.include = record.include
@@ -120,6 +141,14 @@ class BoundBackward:
         self.replicate = bool(replicas) and record.replicate
         self.slot_views: dict[int, tuple[torch.Tensor, list[Piece]]] = {}
         self.inbox_views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+def _rooms(geometry: Geometry) -> list[int]:
+    """The largest slice of each index, so that what goes to different owners lies in the same places; nothing is set aside where
+    that would be more than one owner gets, for which inboxes have room (engine/room.py)."""
+    most = max(map(len, geometry.slices))
+    rooms = [max(own[index].nbytes for own in geometry.slices if index < len(own)) for index in range(most)]
+    return rooms if sum(map(align, rooms)) <= max(geometry.owed) else [0] * most
 
 
 def _deliveries(unit: Unit, geometry: Geometry, include: Sequence[bool], rank: int) -> tuple[Delivery, ...]:

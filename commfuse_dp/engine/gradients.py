@@ -44,7 +44,7 @@ from commfuse_dp.engine.scatter import Scatter
 from commfuse_dp.errors import Where
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.probe import COMPUTE, SEND, Probe, now_ns
-from commfuse_dp.transport.base import NOWHERE, Sending, Transport
+from commfuse_dp.transport.base import NOWHERE, Sending, Tag, Transport
 from commfuse_dp.transport.one_sided.ring import ALIGNMENT
 
 # A notice of so many bytes, or fewer, waits for company: on layers of microseconds the time is in messages. It leaves with the
@@ -104,9 +104,8 @@ class GradientStream:
             scatter.route = self._routes.choose(scatter, divisor=divided)
             self._routed = self._routed or scatter.route is not None
         for item in bound.geometry.slices[self._rank] if self._announces and scatter.route is None else ():
-            tag = scatter.tag(item)
-            for peer in self._peers:
-                self._transport.expect(peer, tag, item.nbytes)
+            room = bound.rooms[item.index] or item.nbytes
+            self._transport.expect_all(self._peers, scatter.tag(item), item.nbytes, room)
         self._queue.append(scatter)
         self._breakage.scatters += 1
         return scatter
@@ -127,6 +126,24 @@ class GradientStream:
         if buffer is None:
             buffer = self._await_credit(scatter, item)
         return buffer
+
+    def reserve_all(self, scatter: Scatter, items: Sequence[UnitSlice]) -> list[torch.Tensor]:
+        """`reserve` for all slices of a unit, in streams."""
+        fans = scatter.bound.fans if scatter.route is None else ()
+        busy = False
+        for port in self.ports:
+            busy = busy or bool(port.under_way)
+        if busy or not fans or not fans[0].room:
+            return [self.reserve(scatter, item) for item in items]
+        if self._probe.timing is not None:
+            self._probe.timing.layer = scatter.unit.name
+        found: dict[tuple[int, int], torch.Tensor] = {}
+        for index, dsts, sizes, room in fans:
+            for dst, buffer in zip(dsts, self._transport.reserve_all(dsts, sizes, room), strict=True):
+                found[dst, index] = buffer
+        for item in scatter.bound.geometry.slices[self._rank]:
+            found[self._rank, item.index] = self._own_part(scatter, item)
+        return [found[item.owner, item.index] for item in items]
 
     def pieces(self, scatter: Scatter, item: UnitSlice, buffer: torch.Tensor) -> list[Piece]:
         """Views of what `reserve` gave, one for each part."""
@@ -151,10 +168,11 @@ class GradientStream:
         if item.owner == self._rank:
             scatter.own_done += 1
             return
-        if when is None:
-            self._transport.send(item.owner, scatter.tag(item), buffer, more=item.nbytes <= SMALL_BYTES)
+        if self._on_streams:
+            room = scatter.bound.rooms[item.index]
+            self._transport.send_all((Sending(item.owner, scatter.tag(item), buffer, when, room),))
         else:
-            self._transport.send(item.owner, scatter.tag(item), buffer, when=when)
+            self._transport.send(item.owner, scatter.tag(item), buffer, more=item.nbytes <= SMALL_BYTES)
         if start_ns and self._transport.in_place:  # the transfer is the writing itself, by the GEMM
             name = f"{scatter.unit.name} gradient (in place)"
             self._probe.span(SEND, name, start_ns, now_ns(), nbytes=item.nbytes, peer=item.owner)
@@ -169,6 +187,7 @@ class GradientStream:
         """`send` and `send_nothing` for all slices of a unit. buffers, when: of those that are not absent, in their order."""
         sendings = []
         produced = zip(buffers, when, strict=True)
+        tags: dict[int, Tag] = {}  # not asked for each owner
         for item in items:
             if item.absent:
                 if scatter.route is not None:
@@ -182,7 +201,10 @@ class GradientStream:
             elif item.owner == self._rank:
                 scatter.own_done += 1
             else:
-                sendings.append(Sending(item.owner, scatter.tag(item), buffer, word))
+                tag = tags.get(item.index)
+                if tag is None:
+                    tag = tags[item.index] = scatter.tag(item)
+                sendings.append(Sending(item.owner, tag, buffer, word, scatter.bound.rooms[item.index]))
         if sendings:
             self._transport.send_all(sendings)
 

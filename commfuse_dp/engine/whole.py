@@ -122,7 +122,7 @@ class WholeProducts:
             return False
         steps, order = order, [item for item in order if not item.absent]
         gradients = self._engine.gradients
-        buffers = [gradients.reserve(scatter, item) for item in order]
+        buffers = gradients.reserve_all(scatter, order)
         table = self._write.of(scatter, order, buffers)
         for row, rows, out in self._write.sums:  # first, so that the slice's word speaks for it, too
             torch.sum(grad.narrow(1, row, rows), 0, dtype=out.dtype, out=out)

@@ -182,7 +182,8 @@ def test_a_mistake_is_a_race(monkeypatch, mistake, kernels):
         run_on_device(case)
         return
     mistake(monkeypatch)
-    with pytest.raises(Race):
+    # What a kernel reads before it has come is a race when the copy runs, but before that it may be a wrong number.
+    with pytest.raises(AssertionError if mistake is _old_words else Race):
         run_on_device(case)
 
 

@@ -67,7 +67,7 @@ def device() -> Any:
     made.peer_writes = "value"
     made._driver, made._geq, made._eq = Recorder(), 0, 1
     made._threads = threading.local()
-    made._known, made._own_words, made._writes, made._waits = {}, {}, {}, {}
+    made._known, made._own_words, made.writes, made.waits = {}, {}, {}, {}
     made._copy_attributes, made._copies_in_batches = None, True
     return made
 

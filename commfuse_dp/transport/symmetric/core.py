@@ -134,13 +134,14 @@ class Core:
         about: object = None,
         batch: Batch | None = None,
     ) -> Wait:
-        """The stream waits for words, and the watchdog looks after it. `behind` ends the wait, once all that belongs to it is
+        """The stream waits for words, all of them exactly or none, and the watchdog looks after it. `behind` ends the wait, once all that belongs to it is
         enqueued. batch: of the stream, if the caller has more to put into it."""
         wait = Wait(conditions, places, doing, about)
         self.watch.note(stream, wait)
         waits = self.device.batch(stream) if batch is None else batch
-        for _, pad, place, value, exact, _ in conditions:
-            waits.wait(pad, place, value, exact=exact)
+        if conditions:
+            words = [Word(pad, place, value) for _, pad, place, value, _, _ in conditions]
+            waits.wait_all(words, exact=conditions[0].exact)
         if batch is None:
             waits.submit()
         return wait

@@ -77,10 +77,13 @@ class Messages:
                     core.probe.stood(core.probe.timing.layer, core.probe.mark(), (behind,))
                 core.device.wait_event(stream, behind)
             offsets.update(dict.fromkeys(members, reservation.offset))
-        found = []
+        found, views = [], self._kept_views()
         for dst, nbytes in zip(dsts, sizes, strict=True):
-            view = self._views.get((dst, -1, offsets[dst], nbytes))
-            found.append(view if view is not None else self._view(self._staging[dst], dst, -1, offsets[dst], nbytes))
+            name = dst, -1, offsets[dst], nbytes
+            view = views.get(name)
+            if view is None:
+                view = views[name] = self._staging[dst].narrow(0, *name[2:])
+            found.append(view)
         return found
 
     def rewind(self) -> None:
@@ -104,13 +107,12 @@ class Messages:
         try:
             for run in runs:
                 for fan in run:
-                    for sending in fan.sendings.values():
-                        if sending.when is not None:
-                            batch.wait(*sending.when)
-                        elif computed is None:
-                            computed = device.record(stream)
-                            batch.submit()
-                            device.wait_event(scatter, computed)
+                    produced = [sending.when for sending in fan.sendings.values() if sending.when is not None]
+                    if computed is None and len(produced) < len(fan.sendings):
+                        computed = device.record(stream)
+                        batch.submit()
+                        device.wait_event(scatter, computed)
+                    batch.wait_all(produced)
                 spans: list[Span] = []
                 words: list[Word] = []
                 for fan in run:
@@ -120,16 +122,17 @@ class Messages:
                         number, place, behind = box.places.place(room)
                         word, value, _ = box.fingerprints.next(number, tag, room)
                         late = behind > box.credited
-                        box.credited = max(box.credited, behind)
+                        if late:
+                            box.credited = behind
+                            first = not conditions
+                            conditions += [Condition(name[0], core.own.credit, self._pairs[name], behind) for name in names]
+                            wait.places += [partial(_where, tag, fan.sendings[name[0]].buffer.nbytes) for name in names]
+                            if first:
+                                core.watch.note(scatter, wait)
+                            batch.wait_all([Word(core.own.credit, self._pairs[name], behind) for name in names])
                         for name in names:
                             dst = name[0]
                             nbytes = fan.sendings[dst].buffer.nbytes
-                            if late:
-                                wait.places.append(partial(_where, tag, nbytes))
-                                conditions.append(Condition(dst, core.own.credit, self._pairs[name], behind))
-                                if len(conditions) == 1:
-                                    core.watch.note(scatter, wait)
-                                batch.wait(*conditions[-1][1:4])
                             remote = core.blocks[dst]
                             spans.append((remote.rings[pair], place, self._staging[dst], fan.offsets[dst], nbytes))
                             words.append(Word(remote.arrival, pair * ARRIVAL_WORDS + word, value))
@@ -147,8 +150,7 @@ class Messages:
                     batch.copy(*spans[0])
                 else:
                     batch.copy_all(spans)
-                for arrival in words:
-                    batch.write(*arrival)
+                batch.write_all(words)
         finally:
             batch.submit()
         left = core.behind(scatter, (wait,))
@@ -161,7 +163,7 @@ class Messages:
         """What leaves together, each by messages of one tag. Raises ValueError for what cannot be sent."""
         limit = 0
         if len(sendings) > 1:
-            limit = max(TOGETHER, -(-sum(sending.buffer.nbytes for sending in sendings) // 4))
+            limit = max(TOGETHER, -(-sum([sending.buffer.nbytes for sending in sendings]) // 4))
         runs: list[dict[tuple[Tag, int], _Fan]] = []
         room_left = 0
         for sending in sendings:
@@ -181,6 +183,8 @@ class Messages:
             if staging is None:
                 self._core.check_peer(dst)
                 raise AssertionError(dst)
+            if dst in fan.sendings:
+                raise ValueError(f"send to rank {dst}, {tag}: it is sent twice")
             fan.sendings[dst] = sending
             # An empty tensor has no address.
             at = buffer.data_ptr() - staging.data_ptr() if nbytes else int(buffer.storage_offset()) * buffer.element_size()
@@ -194,11 +198,12 @@ class Messages:
     def _find(self, fan: _Fan) -> None:
         """The reservations of its messages."""
         for ring, members in self._reserved.together(list(fan.sendings)):
-            at = fan.offsets[members[0]]
-            apart = [dst for dst in members if fan.offsets[dst] != at]
-            for lane, dsts in [(ring, members)] if not apart else [(self._reserved.alone(dst), [dst]) for dst in members]:
+            lanes = [(ring, members)]
+            if len(members) > 1 and len({fan.offsets[dst] for dst in members}) > 1:
+                lanes = [(self._reserved.alone(dst), [dst]) for dst in members]
+            for lane, dsts in lanes:
                 dst = dsts[0]
-                reservation = lane.find(fan.offsets[dst], max(fan.sendings[other].buffer.nbytes for other in dsts))
+                reservation = lane.find(fan.offsets[dst], fan.room if len(dsts) > 1 else fan.sendings[dst].buffer.nbytes)
                 if reservation is None:
                     raise ValueError(
                         f"send to rank {dst}, {fan.tag}: the buffer was not reserved by try_reserve({dst}, ...), or was sent before"
@@ -259,13 +264,13 @@ class Messages:
         core.behind(stream, (core.stand(stream, conditions, (place,), "to send", about=tag),))
         for box, _ in lanes:
             box.received.add(tag)
-        found = []
+        found, views = [], self._kept_views()
         for src in srcs:
-            entry = entries[src]
-            view = self._views.get((src, tag.channel, entry.offset, entry.nbytes))
+            _, offset, nbytes, _, _, _ = entries[src]
+            place_of = src, tag.channel, offset, nbytes
+            view = views.get(place_of)
             if view is None:
-                ring = core.own.rings[self._pairs[src, tag.channel]]
-                view = self._view(ring, src, tag.channel, entry.offset, entry.nbytes)
+                view = views[place_of] = core.own.rings[self._pairs[src, tag.channel]].narrow(0, offset, nbytes)
             found.append(view)
         return found
 
@@ -309,14 +314,11 @@ class Messages:
         self._views.clear()
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
-    def _view(self, ring: torch.Tensor, peer: int, channel: int, offset: int, nbytes: int) -> torch.Tensor:
-        """Bytes of a ring: places come again, and making a view takes longer than looking for it."""
-        view = self._views.get((peer, channel, offset, nbytes))
-        if view is None:
-            if len(self._views) >= MOST_VIEWS:
-                self._views.clear()
-            view = self._views[peer, channel, offset, nbytes] = ring.narrow(0, offset, nbytes)
-        return view
+    def _kept_views(self) -> dict[tuple[int, int, int, int], torch.Tensor]:
+        """Of rings: places come again, and making a view takes longer than looking for it."""
+        if len(self._views) >= MOST_VIEWS:
+            self._views.clear()
+        return self._views
 
     def _refuse_tag(self, tag: Tag) -> NoReturn:
         if min(tag) < 0 or max(tag) >= _FIELD_LIMIT:

@@ -174,6 +174,13 @@ class Lanes(dict[Name, Kind]):
 
     def together(self, names: Sequence[Name]) -> list[tuple[Kind, list[Name]]]:
         """The lanes of peers that are to have the same message, each with their names."""
+        if names and self[names[0]].users == len(names):
+            lane = self[names[0]]
+            for name in names:
+                if self[name] is not lane:
+                    break
+            else:  # all of them, as ever
+                return [(lane, list(names))]
         found: dict[int, tuple[Kind, list[Name]]] = {}
         for name in names:
             lane = self[name]
