@@ -47,7 +47,7 @@ Key = tuple[int, int, int]  # unit, owner, index of the slice, or of the first t
 
 
 GROUP_BYTES = 4 << 20  # slices come together up to so many bytes: below, time is in calls, not in bytes
-MOST_GROUPS = 4  # of a unit, as far as a quarter of the window holds one: larger units come in more
+MOST_GROUPS = 4  # of a unit, as far as a third of the window holds one: larger units come in more
 
 
 class Mirror(NamedTuple):
@@ -69,7 +69,7 @@ class Located(NamedTuple):
 def group(sizes: Sequence[int], budget: int) -> list[int]:
     """How many slices, of these bytes in their order of use, come together each time. budget: of the window."""
     total = sum(sizes)
-    limit = min(max(GROUP_BYTES, -(-total // MOST_GROUPS)), budget // 4)
+    limit = min(max(GROUP_BYTES, -(-total // MOST_GROUPS)), budget // 3)
     found: list[int] = []
     room = 0
     for size in sizes:
