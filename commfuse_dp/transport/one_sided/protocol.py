@@ -14,9 +14,7 @@ State of one rank
   is an error, for its bytes are gone. FINISH(epoch) of all peers allows the owner to write its segments again.
 * Inbox: one byte ring per (owner, source), filled by the source, which also runs its allocator (ring.py). A message is
   known to the owner as (source, tag) -> (offset, bytes). Releasing it sends the offset back: the credit.
-* Peers: `departed` said goodbye (they will send nothing more: only a wait for one of them is an error), `lost` ended
-  without (the program has failed: every operation raises PeerLostError). The first survivor to see a loss tells all
-  others who it was, so that they name the dead rank and not the first survivor that gave up because of it.
+* Peers: who has said goodbye, who is lost, and what has failed (peers.py).
 
 [Note: Threads]
 `Receiver` is called by the channel, either from `Channel.poll` in the user's thread (shm, inproc) or from an I/O thread
@@ -27,34 +25,32 @@ with an I/O thread can wait on it in `poll`. `Channel.post` is called with the l
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
 
 from commfuse_dp.device.base import Event, Word
-from commfuse_dp.errors import PeerLostError, TransportError, Where
+from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.probe import Probe
-from commfuse_dp.transport.base import NOWHERE, WHOLE, Left, Outcome, Tag, Transfer, Transport
+from commfuse_dp.transport.base import NOWHERE, WHOLE, Outcome, Tag, Transfer
 from commfuse_dp.transport.closing import close_at_exit
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.accounts import count_message, pull_bytes, window_bytes
-from commfuse_dp.transport.one_sided.parts import Channel, Memory, Receiver
+from commfuse_dp.transport.one_sided.parts import Channel, Memory
+from commfuse_dp.transport.one_sided.peers import Peers
 from commfuse_dp.transport.one_sided.pulls import Fetch, OwnCopy, View
 from commfuse_dp.transport.one_sided.ring import Ring
-from commfuse_dp.transport.one_sided.rounds import Rounds
 
 Slot = tuple[int, int, int]  # peer, offset, bytes
 MOST_VIEWS = 4096  # of slots that are kept
 CLOSE_FLUSH_S = 5.0  # longest time that close() serves late readers, and then hands over what is queued
 
 
-class OneSidedTransport(Transport, Receiver):
+class OneSidedTransport(Peers):
     """See the module. Subclasses only build the channel and the memory.
 
     members: the ranks that it connects, if not all: the others take part in its collective calls only, and numbers stay theirs.
@@ -74,14 +70,9 @@ class OneSidedTransport(Transport, Receiver):
         probe: Probe | None = None,
         members: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(rank, world_size, deadline_s=deadline_s, probe=probe)
-        self._channel = channel
+        super().__init__(rank, world_size, channel, deadline_s=deadline_s, probe=probe, members=members)
         self._memory = memory
         self._message_limit = inbox_bytes
-        self._peers = [peer for peer in (range(world_size) if members is None else members) if peer != rank]
-        self._around = sorted(self._peers, key=lambda peer: (peer - rank) % world_size)
-        self._lock = threading.RLock()
-        self.changed = threading.Condition(self._lock)
         self._sizes: list[tuple[int, ...]] | None = None
         self._published: list[dict[int, int]] = [{} for _ in range(world_size)]  # [owner][key] -> epoch
         self._finished = dict.fromkeys(self._peers, 0)
@@ -92,10 +83,6 @@ class OneSidedTransport(Transport, Receiver):
         self._pulls_waiting: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}  # (key, epoch) -> requests
         self._fetches: dict[int, Fetch] = {}
         self._last_request = 0
-        self._rounds = Rounds(self._peers)
-        self._departed: set[int] = set()
-        self._failure: tuple[int, str] | None = None  # (culprit or -1, reason)
-        self._closed = False
         self._handlers = (
             self._on_finish,
             self._on_deposit,
@@ -103,11 +90,9 @@ class OneSidedTransport(Transport, Receiver):
             self._on_pull,
             self._on_data,
         )
-        self._pid = os.getpid()
         self._views: dict[tuple[int, int, int, int], torch.Tensor] = {}  # made once: pulls are the same in every step
         self._slots: dict[Slot, torch.Tensor] = {}  # of peers' inboxes
         self._arrivals: dict[Slot, torch.Tensor] = {}  # of this rank's
-        self.on_news: Callable[[], None] | None = None  # in whichever thread, when something was taken in or lost
         channel.start(self)
         close_at_exit(self)
 
@@ -233,28 +218,11 @@ class OneSidedTransport(Transport, Receiver):
             return self._finished[peer] >= epoch or peer in self._departed
 
     # ---- broken steps ------------------------------------------------------------------------------------------------
-    def tell_broken(self, epoch: int, reason: str, *, final: bool = False) -> None:
-        if self._closed or self._failure is not None:
-            return
-        with self._lock:
-            for peer in self._around:
-                if peer not in self._departed:
-                    self._channel.post(peer, self._rounds.broken(peer, epoch, reason, final=final))
-
-    def left(self, peer: int) -> Left | None:
-        return self._rounds.left.get(peer)
-
     def discard(self, channel: int) -> None:
         with self._lock:
             self._rounds.discarded = channel
             for src, tag in [name for name in self._inbox if name[1].channel == channel]:
                 self.release(src, tag)
-
-    def outcome_of(self, peer: int, epoch: int) -> Outcome | None:
-        return self._rounds.outcomes.get((peer, epoch))
-
-    def all_sent(self, peer: int) -> bool:
-        return self._rounds.all_here(peer)
 
     def recover(self, epoch: int, where: Where = NOWHERE) -> None:
         self.end_round(epoch)
@@ -265,10 +233,6 @@ class OneSidedTransport(Transport, Receiver):
         for peer in self._peers:
             doing = "to drop the messages of the step that was broken off"
             self.wait_until(lambda p=peer: self.is_clean(p), peer=peer, where=where, doing=doing)  # type: ignore[misc]
-
-    def is_quiet(self, peer: int) -> bool:
-        """The peer has ended the round, and nothing of it is on its way."""
-        return self._rounds.is_quiet(peer) or peer in self._departed
 
     def end_round(self, epoch: int) -> None:
         """The first part of `recover`. Does nothing the second time."""
@@ -285,10 +249,6 @@ class OneSidedTransport(Transport, Receiver):
                 for ring in self._outbox.values():
                     ring.reset()
                 self._post_all(msg.pack(msg.ROUND, self._rounds.round, 1))
-
-    def is_clean(self, peer: int) -> bool:
-        """The peer has begun this rank's round."""
-        return self._rounds.is_clean(peer) or peer in self._departed
 
     # ---- messages ----------------------------------------------------------------------------------------------------
     @property
@@ -400,62 +360,6 @@ class OneSidedTransport(Transport, Receiver):
             return len(self._inbox) + sum(ring.live for ring in self._outbox.values())
 
     # ---- progress and end --------------------------------------------------------------------------------------------
-    def progress(self, timeout_s: float = 0.0) -> None:
-        self._check_open()
-        if self._failure is None:
-            self._channel.poll(timeout_s)
-        if self._failure is not None:
-            raise self._error()
-
-    def wait_until(self, ready: Callable[[], bool], *, peer: int, where: Where, doing: str) -> None:
-        def ready_or_gone() -> bool:
-            if ready():
-                return True
-            self.check_departed(peer, ready, where, doing)
-            return False
-
-        with self.waiting_for(peer, where, doing):
-            super().wait_until(ready_or_gone, peer=peer, where=where, doing=doing)
-
-    def check_departed(self, peer: int, ready: Callable[[], bool], where: Where, doing: str) -> None:
-        """Raise PeerLostError if `peer` has said goodbye, or that it is broken for good: what is waited for will not come."""
-        left = self._rounds.left.get(peer)
-        if left is not None and left.final and self._rounds.all_here(peer) and not ready():
-            raise PeerLostError(
-                f"rank {self.rank} waited for {self._channel.describe(peer)} {doing} ({where}; transport {self.name}), which "
-                f"cannot go on: {left.reason}",
-                rank=self.rank,
-                peer=peer,
-                where=where,
-            )
-        if peer in self._departed and not ready():  # asked again: an I/O thread may have come in between
-            raise self._gone(peer, f"it was waited for {doing} ({where})", where)
-
-    @contextlib.contextmanager
-    def waiting_for(self, peer: int, where: Where, doing: str) -> Iterator[None]:
-        """A loss that is heard of in here says what was waited for."""
-        try:
-            yield
-        except PeerLostError as error:
-            if error.where is None:
-                who = f"rank {peer}" if peer >= 0 else "its peers"
-                text = f"{error} Rank {self.rank} was waiting for {who}: {doing} ({where})."
-                raise PeerLostError(text, rank=self.rank, peer=error.peer, where=where) from None
-            raise
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    def wake(self) -> None:
-        """Let a `progress` that sleeps in the user's thread return soon. From any thread."""
-        self._channel.wake()
-
-    def abort(self, reason: str) -> None:
-        """Tell all peers that this rank has failed: their waits end at once with a PeerLostError that gives `reason`."""
-        if not self._closed:
-            self._post_all(msg.pack_abort(self.rank, reason))
-
     def close(self) -> None:
         if self._closed:
             return
@@ -531,17 +435,6 @@ class OneSidedTransport(Transport, Receiver):
             fetch = self._fetches.get(request)
         return None if fetch is None else fetch.out
 
-    def lost(self, src: int, reason: str) -> None:
-        with self._lock:
-            if src in self._departed or self._closed:
-                return
-            if self._failure is None:
-                self._tell_others(src, reason)
-            self._fail(src, reason)
-            self.changed.notify_all()
-        if self.on_news is not None:
-            self.on_news()
-
     def _on_finish(self, src: int, flags: int, epoch: int, scatters: int, calls: int, sent: int, _y: int) -> None:
         self._rounds.on_finish(src, flags, epoch, scatters, calls, sent)
         self._finished[src] = max(epoch, self._finished[src])
@@ -593,13 +486,6 @@ class OneSidedTransport(Transport, Receiver):
         with self._lock:
             return (src, tag) in self._inbox
 
-    def _post_all(self, message: bytes, *, hold: bool = False) -> None:
-        """To every peer, beginning after this rank, so that not all ranks turn to rank 0 first."""
-        with self._lock:
-            for peer in self._around:
-                if peer not in self._departed:
-                    self._channel.post(peer, message, hold=hold)
-
     def _size(self, owner: int, key: int) -> int:
         return window_bytes(self._sizes, owner, key, self.world_size)
 
@@ -610,36 +496,3 @@ class OneSidedTransport(Transport, Receiver):
                 f"rank {peer} is no peer of rank {self.rank} in a group of {self.world_size}: peers are {self._peers}"
             )
         return ring
-
-    def _fail(self, culprit: int, reason: str) -> None:
-        if self._failure is None:
-            self._failure = (culprit, reason)
-
-    def _error(self) -> TransportError:
-        assert self._failure is not None
-        culprit, reason = self._failure
-        if culprit < 0:
-            return TransportError(f"rank {self.rank}, transport {self.name}: {reason}")
-        who = self._channel.describe(culprit)
-        return PeerLostError(f"rank {self.rank} lost {who} (transport {self.name}): {reason}.", rank=self.rank, peer=culprit)
-
-    def _gone(self, peer: int, what: str, where: Where | None = None) -> TransportError:
-        """The error of a wait for a peer that has said goodbye. The program has failed: the other peers are told, too."""
-        text = f"{self._channel.describe(peer)} has closed its transport {self.name}; {what}. It ended early: look at its log"
-        with self._lock:
-            if self._failure is None:
-                self._failure = (peer, text)
-                self._tell_others(peer, text)
-            elif self._failure[0] not in (-1, peer):  # an I/O thread has heard of the first loss since the last progress()
-                return self._error()  # the wait adds what it was for
-        return PeerLostError(f"rank {self.rank}: {text}.", rank=self.rank, peer=peer, where=where)
-
-    def _tell_others(self, culprit: int, reason: str) -> None:
-        notice = msg.pack_abort(culprit, reason)
-        for peer in self._peers:
-            if peer != culprit and peer not in self._departed:
-                self._channel.post(peer, notice)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TransportError(f"transport {self.name} of rank {self.rank} is closed")
