@@ -136,11 +136,20 @@ class Done(NamedTuple):
 
 def watched(engine: Engine, transport: Transport) -> Done:
     done = Done(defaultdict(list), defaultdict(list), defaultdict(list))
-    read, reserve, send = engine.parameters.read, engine.gradients.reserve, transport.send
+    gather, exchange, reserve, send = engine.gather, engine.exchange, engine.gradients.reserve, transport.send
 
-    def seen_read(unit: Unit, visit: Any, consume: Any, *, keep: bool = False) -> None:
-        done.consumed[unit.index].append((visit.item.owner, visit.item.index))
-        read(unit, visit, consume, keep=keep)
+    def noting(unit: Unit, consume: Any) -> Any:
+        def seen(item: Any, pieces: Any) -> None:
+            done.consumed[unit.index].append((item.owner, item.index))
+            consume(item, pieces)
+
+        return seen if consume is not None else None
+
+    def seen_gather(unit: Unit, consume: Any) -> None:
+        gather(unit, noting(unit, consume))
+
+    def seen_exchange(unit: Unit, consume: Any, *rest: Any, **more: Any) -> None:
+        exchange(unit, noting(unit, consume), *rest, **more)
 
     def seen_reserve(scatter: Any, item: Any) -> torch.Tensor:
         done.produced[scatter.unit.index].append((item.owner, item.index))
@@ -151,7 +160,8 @@ def watched(engine: Engine, transport: Transport) -> Done:
             done.sent[tag.key, dst].append(tag.part)
         send(dst, tag, buffer, **more)
 
-    engine.parameters.read, engine.gradients.reserve, transport.send = seen_read, seen_reserve, seen_send  # type: ignore[assignment, method-assign]
+    engine.gather, engine.exchange = seen_gather, seen_exchange  # type: ignore[method-assign]
+    engine.gradients.reserve, transport.send = seen_reserve, seen_send  # type: ignore[assignment, method-assign]
     return done
 
 

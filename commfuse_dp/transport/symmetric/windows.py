@@ -208,7 +208,7 @@ class Windows:
                     batch.submit()
                     pull.landed = core.record(gather)
                     if begun is not None:
-                        about = {"nbytes": source.received, "peer": source.parts[0].owner}
+                        about: dict[str, object] = {"nbytes": source.received, "peer": source.parts[0].owner}
                         timing.span(RECEIVE, "slice", begun, pull.landed, about)
                 received += source.received
             if spans:
