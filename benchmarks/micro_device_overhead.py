@@ -51,7 +51,7 @@ def nothing_computed() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in ("gemm_forward", "gemm_dgrad", "gemm_wgrad"):
             stack.enter_context(mock.patch.object(by_slices, name, nothing))
-        stack.enter_context(mock.patch("commfuse_dp.engine.gradients.sum_in_rank_order", nothing))
+        stack.enter_context(mock.patch("commfuse_dp.engine.sums.sum_in_rank_order", nothing))
         yield
 
 

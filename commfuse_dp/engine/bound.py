@@ -17,7 +17,7 @@ import torch
 
 from commfuse_dp.collectives.summation import wide_dtype
 from commfuse_dp.engine.parameters import ParameterStream, Visit
-from commfuse_dp.engine.plan import Geometry, ParamSlot, Unit
+from commfuse_dp.engine.plan import Geometry, ParamSlot, Unit, UnitSlice
 from commfuse_dp.engine.programs import Entry, Programs, Reduction, bind
 from commfuse_dp.engine.room import check_room
 from commfuse_dp.engine.window import Key
@@ -52,9 +52,9 @@ class Delivery(NamedTuple):
 
 
 class Fan(NamedTuple):
-    """The partials of one index, which go to all owners that have such a slice."""
+    """The partials of one index (`part` of their tag), which go to all owners that have such a slice."""
 
-    index: int
+    part: int
     dsts: list[int]
     sizes: list[int]  # bytes
     room: int  # see `Sending`
@@ -142,10 +142,19 @@ class BoundBackward:
         self.slot_views: dict[int, tuple[torch.Tensor, list[Piece]]] = {}
         self.inbox_views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    def slot_pieces(self, item: UnitSlice, slot: torch.Tensor) -> list[Piece]:
+        """Views of a slot for one slice, one for each part. The slot must be of the kind that comes again."""
+        known = self.slot_views.get(id(slot))
+        if known is None or known[0] is not slot:
+            if len(self.slot_views) >= MOST_VIEWS:
+                self.slot_views.clear()
+            known = self.slot_views[id(slot)] = slot, self.geometry.pieces(item, slot)
+        return known[1]
+
 
 def _rooms(geometry: Geometry) -> list[int]:
-    """The largest slice of each index, so that what goes to different owners lies in the same places; nothing is set aside where
-    that would be more than one owner gets, for which inboxes have room (engine/room.py)."""
+    """The largest slice of each index, so that what goes to different owners lies in the same places; 0 where that would be
+    more than one owner gets, for which inboxes have room (engine/room.py)."""
     most = max(map(len, geometry.slices))
     rooms = [max(own[index].nbytes for own in geometry.slices if index < len(own)) for index in range(most)]
     return rooms if sum(map(align, rooms)) <= max(geometry.owed) else [0] * most

@@ -19,14 +19,15 @@ import torch
 
 from commfuse_dp.collectives import relief
 from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.engine.backward import Backward
 from commfuse_dp.engine.bound import Binder
 from commfuse_dp.engine.broken import Breakage
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.gradients import GradientStream
 from commfuse_dp.engine.ordering import ordering_of
 from commfuse_dp.engine.parameters import Consume, ParameterStream
-from commfuse_dp.engine.partials import PartialGradients, Produce
-from commfuse_dp.engine.plan import Unit, UnitSlice
+from commfuse_dp.engine.partials import Produce
+from commfuse_dp.engine.plan import Unit
 from commfuse_dp.engine.programs import Programs
 from commfuse_dp.engine.replicas import ReplicaGroup
 from commfuse_dp.engine.room import Footprint, footprint
@@ -37,7 +38,6 @@ from commfuse_dp.kernels.choice import Chooser, Row
 from commfuse_dp.kernels.gemms import Gemms
 from commfuse_dp.ops.compat import untransformed
 from commfuse_dp.ops.operands import other_parameters
-from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.probe import COMPUTE, Probe, now_ns
 from commfuse_dp.transport.base import CHANNEL_GRAD, Outcome, Transport
 
@@ -93,13 +93,14 @@ class Engine:
             ordering=ordering,
         )
         self.parameters = ParameterStream(transport, self.units, config, self.programs, device)
-        self._binder = Binder(
+        binder = Binder(
             transport,
             self.programs,
             self.parameters,
             replicas=replicas.size if replicas is not None else 0,
             replay=config.replay,
         )
+        self._backward = Backward(self, binder)
         self.ports = self.gradients.ports
         self.on_recovery: Callable[[], None] = lambda: None  # the framework's part, after a step that was broken off
         self.parameters.while_waiting = self.gradients.relieve
@@ -113,7 +114,6 @@ class Engine:
         self._published = published
         self._armed: weakref.ref[_Finish] | None = None  # the end-of-backward callback, dead if that backward was broken off
         self._broken = ""  # the text alone: a kept exception keeps its frames, and with them shared memory, for ever
-        self._accumulating: set[int] = set()
         self._gemms: Gemms | None = None
         if transport.device is not None and config.kernels != "blas":
             self._gemms = Gemms(Chooser(config.kernels), transport.device)
@@ -143,10 +143,10 @@ class Engine:
         self.breakage.leave(unfinished=self.unfinished)
         if not self.transport.recovers and not self.gradients.idle:
             self.gradients.abandon()
-        for index in self._accumulating:  # the last backward was broken off between two calls of a layer
+        for index in self._backward.accumulating:  # the last backward was broken off between two calls of a layer
             if not self.breakage.onto:  # else it is refused to go on with what is there
                 self.units[index].accumulated = None
-        self._accumulating.clear()
+        self._backward.accumulating.clear()
         record = self.parameters.stop(where, self._outcome())
         if record:
             self._sequences[self._mode] = record
@@ -379,73 +379,15 @@ class Engine:
             self.arm()
         self.breakage.layer = unit.name
         try:
-            self._exchange(unit, consume, produce, dtype, include, whole)
+            self._backward.exchange(unit, consume, produce, dtype, include, whole)
+            for port in self.ports:
+                if port.under_way:
+                    self._move_on()
         except BaseException as error:
             self.breakage.by(unit.name, error)
             raise
 
-    def _exchange(
-        self,
-        unit: Unit,
-        consume: Consume | None,
-        produce: Produce | None,
-        dtype: torch.dtype,
-        include: tuple[bool, ...],
-        whole: Whole | None,
-    ) -> None:
-        unit.pending_backwards = max(0, unit.pending_backwards - 1)
-        reduce = produce is not None and self._reduces(unit)
-        computed = dtype if produce is not None else None
-        record = self._binder.record(unit, computed, include, read=consume is not None, reduce=reduce)
-        bound = self._binder.backward(unit, record)
-        partials = PartialGradients(self, unit, bound, dtype, include) if produce is not None else None
-        if produce is None and unit.accumulated is not None and self._reduces(unit):
-            self._accumulating.add(unit.index)  # it is trained no more, and what was accumulated before is due
-        parameters = self.parameters
-        in_view = consume is not None and parameters.in_view(unit)
-        if consume is not None and not in_view:
-            parameters.announce(bound.remote)
-        if whole is not None:
-            if partials is not None and partials.produce_whole(whole.wgrad, bound.order):
-                partials = None
-            if consume is not None and whole.dgrad():
-                consume = None
-        for item, read in bound.entries:
-            if item is not None and partials is not None:
-                partials.fill(item, produce)  # type: ignore[arg-type]
-            elif read is not None and consume is not None:
-                if in_view:
-                    consume(read.item, read.pieces)
-                else:
-                    parameters.read(unit, read, consume)
-        if not self.transport.in_place:
-            parameters.forget(unit)
-        self.gradients.poll()
-        for port in self.ports:
-            if port.under_way:
-                self._move_on()
-
     # ---- gradients ---------------------------------------------------------------------------------------------------
-    def _reduces(self, unit: Unit) -> bool:
-        """Whether the partials of this backward are sent now."""
-        if not unit.policy.reduce_grads:
-            return False
-        if unit.pending_backwards > 0:  # the module was called several times: they are added up here, and sent with the last
-            self._accumulating.add(unit.index)
-            return False
-        return True
-
-    def _scatter_accumulated(self, unit: Unit) -> None:
-        """Reduce what was accumulated locally, without a new partial: the call that should have brought it did not come."""
-        dtype = unit.accumulated_dtype
-        if dtype is None:
-            return
-        nothing = (False,) * len(unit.slots)
-        bound = self._binder.backward(unit, self._binder.record(unit, dtype, nothing, read=False, reduce=True))
-        partials = PartialGradients(self, unit, bound, dtype, nothing)
-        for item in bound.order:
-            partials.fill(item, _nothing_new)
-
     def arm(self) -> None:
         """Make sure that `finish_backward` runs at the end of the backward pass that is under way."""
         if self._armed is None or self._armed() is None:
@@ -457,11 +399,7 @@ class Engine:
     def finish_backward(self) -> None:
         """End of a backward pass: everything owed is sent, all sums are finished and delivered."""
         with self._guarded("(end of backward)"):
-            for index in sorted(self._accumulating):
-                unit = self.units[index]
-                if unit.policy.reduce_grads:
-                    self._scatter_accumulated(unit)
-            self._accumulating.clear()
+            self._backward.finish()
             begun = now_ns()
             self.gradients.drain()
             if not self.transport.device_ordered:
@@ -508,7 +446,7 @@ class Engine:
         """Reduce whatever was accumulated without being reduced, and finish all sums. Collective; outside a backward."""
         with self._guarded("(accumulated gradients)"):
             for unit in self.units:
-                self._scatter_accumulated(unit)
+                self._backward.scatter_accumulated(unit)
             self.gradients.drain()
 
     def close(self) -> None:
@@ -521,13 +459,9 @@ class Engine:
         relief.unregister(self.gradients.relieve)
         self.transport.close()
         self.parameters.forget_all()
-        self._binder.forget_all()
+        self._backward.forget_all()
         self.gradients.forget_all()
         self.buffers.clear()
-
-
-def _nothing_new(item: UnitSlice, pieces: list[Piece]) -> None:
-    """A `Produce` where all comes from earlier microbatches."""
 
 
 class _Finish:

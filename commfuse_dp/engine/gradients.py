@@ -10,7 +10,7 @@ A rank that finds no free slot in an owner's inbox must not simply wait: the own
 of the engine therefore sums what has arrived (which gives slots back) before it blocks. The rank furthest behind in program
 order always finds credit in the end: whatever it has in the inboxes belongs to layers that every rank has passed, or to the
 layer it is in. The latter cannot be summed yet where an owner has not computed its own partial, which comes last. If all
-slices of a layer do not fit into an inbox together, waiting ranks therefore also copy such partials out of it (`_unload`).
+slices of a layer do not fit into an inbox together, waiting ranks therefore also copy such partials out of it (`Sums.unload`).
 
 [Note: First come, first summed]
 Sums are finished strictly in the order in which their layers' backward began, not in order of arrival. The order of sums
@@ -29,9 +29,8 @@ from functools import partial
 
 import torch
 
-from commfuse_dp.collectives.summation import BLOCK_ELEMENTS, sum_in_rank_order, wide_dtype
 from commfuse_dp.device.base import Word
-from commfuse_dp.engine.bound import MOST_VIEWS, BoundBackward
+from commfuse_dp.engine.bound import BoundBackward
 from commfuse_dp.engine.broken import ROOM, Breakage
 from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.ordering import Ordering
@@ -41,15 +40,11 @@ from commfuse_dp.engine.reserver import Reserver
 from commfuse_dp.engine.route import Route
 from commfuse_dp.engine.routes import Routes
 from commfuse_dp.engine.scatter import Scatter
+from commfuse_dp.engine.sums import SMALL_BYTES, Sums
 from commfuse_dp.errors import Where
 from commfuse_dp.ops.pieces import Piece
-from commfuse_dp.probe import COMPUTE, SEND, Probe, now_ns
-from commfuse_dp.transport.base import NOWHERE, Sending, Tag, Transport
-from commfuse_dp.transport.one_sided.ring import ALIGNMENT
-
-# A notice of so many bytes, or fewer, waits for company: on layers of microseconds the time is in messages. It leaves with the
-# next larger one to the same rank, before anything waits, and at the end of the backward.
-SMALL_BYTES = 1 << 14
+from commfuse_dp.probe import SEND, Probe, now_ns
+from commfuse_dp.transport.base import Sending, Tag, Transport
 
 PARTIAL = "its partial gradient"  # what a rank waits for at the end of a backward
 
@@ -85,11 +80,10 @@ class GradientStream:
         self._inbox_bytes = inbox_bytes
         self._queue: deque[Scatter] = deque()
         self._replicating: deque[tuple[Scatter, torch.Tensor, Replicating]] = deque()
-        self._scratch: dict[torch.dtype, torch.Tensor] = {}
-        self._released = 0  # bytes of small messages whose places the peers do not know to be free yet
+        self._sums = Sums(transport, pool.device, inbox_bytes=inbox_bytes, divides=replicas is None)
         self.slots = Reserver(transport)
         self.ports = self.slots.ports
-        self._routes = Routes(transport, self.slots, pool, ordering, self._scratch_for)
+        self._routes = Routes(transport, self.slots, pool, ordering, self._sums.scratch_for)
 
     @property
     def idle(self) -> bool:
@@ -149,13 +143,7 @@ class GradientStream:
         """Views of what `reserve` gave, one for each part."""
         if not self._kept_views or scatter.route is not None or item.owner == self._rank:
             return scatter.bound.geometry.pieces(item, buffer)
-        views = scatter.bound.slot_views
-        known = views.get(id(buffer))
-        if known is None or known[0] is not buffer:
-            if len(views) >= MOST_VIEWS:
-                views.clear()
-            known = views[id(buffer)] = buffer, scatter.bound.geometry.pieces(item, buffer)
-        return known[1]
+        return scatter.bound.slot_pieces(item, buffer)
 
     def send(self, scatter: Scatter, item: UnitSlice, buffer: torch.Tensor, start_ns: int, *, when: Word | None = None) -> None:
         """The partial of `item` has been computed into `buffer`, from start_ns on (0: spans are off).
@@ -250,7 +238,7 @@ class GradientStream:
         """Finish the sums whose partials have all arrived; never blocks. True if anything was summed."""
         worked = passed_on = self._routed and self._advance_routes()
         queue = self._queue
-        while queue and self._ready(queue[0]):
+        while queue and self._sums.ready(queue[0]):
             worked = True
             head = queue[0]
             try:
@@ -262,12 +250,12 @@ class GradientStream:
             except BaseException as error:  # half of a sum: wherever this was called from, the step is lost
                 self._breakage.by(head.unit.name, error)
                 raise
-        if passed_on or self._released * 16 >= self._inbox_bytes:
+        if passed_on or self._sums.released * 16 >= self._inbox_bytes:
             self._push()  # the credits, before a peer runs out of them
         return worked
 
     def _push(self) -> None:
-        self._released = 0
+        self._sums.released = 0
         self._transport.push()
 
     def _advance_routes(self) -> bool:
@@ -288,116 +276,21 @@ class GradientStream:
                     continue
                 # Twice, because places in the ring are contiguous: half of it may be lost to a gap at its end.
                 if 2 * scatter.bound.geometry.segment_bytes[self._rank] > self._inbox_bytes:
-                    self._unload(scatter)
+                    self._sums.unload(scatter)
         for port in self.ports:
             port.progress()
-
-    def _unload(self, scatter: Scatter) -> None:
-        for item in scatter.bound.geometry.slices[self._rank][scatter.summed :]:
-            tag = scatter.tag(item)
-            for peer in self._peers:
-                if (peer, item.index) not in scatter.unloaded and self._transport.arrived(peer, tag):
-                    scatter.unloaded[peer, item.index] = self._transport.receive(peer, tag, scatter.where(item)).clone()
-                    self._transport.release(peer, tag)
-
-    def _arrived(self, scatter: Scatter, item: UnitSlice, peer: int) -> bool:
-        return (peer, item.index) in scatter.unloaded or self._transport.arrived(peer, scatter.tag(item))
-
-    def _next_item(self, scatter: Scatter) -> UnitSlice | None:
-        own = scatter.bound.geometry.slices[self._rank]
-        return own[scatter.summed] if scatter.summed < len(own) else None
-
-    def _ready(self, scatter: Scatter) -> bool:
-        """The next slice can be summed (or there is none, and the unit has only to be completed)."""
-        if scatter.route is not None:
-            return scatter.route.done
-        own, summed = scatter.bound.geometry.slices[self._rank], scatter.summed
-        if summed == len(own):  # an empty shard
-            return True
-        if scatter.own_done <= summed:
-            return False
-        tag, unloaded, index = scatter.tag(own[summed]), scatter.unloaded, own[summed].index
-        if self._transport.device_ordered and not self._transport.mirrored:  # the stream waits; raises what is wrong
-            return not self._peers or self._transport.arrived(self._peers[0], tag)
-        # Not all(...): the generator's frames would come on top of every look at every peer.
-        for peer in self._peers:  # noqa: SIM110
-            if (peer, index) not in unloaded and not self._transport.arrived(peer, tag):
-                return False
-        return True
 
     def _sum_next(self, scatter: Scatter) -> None:
         """Sum the next slice, if there is one; after the last the unit is complete. `scatter` is the first of the queue."""
         if scatter.route is None:
             own = scatter.bound.geometry.slices[self._rank]
             if scatter.summed < len(own):
-                self._sum(scatter, own[scatter.summed])
+                self._sums.add(scatter, own[scatter.summed])
                 scatter.summed += 1
             if scatter.summed < len(own):
                 return
         self._queue.popleft()
         self._complete(scatter)
-
-    def _sum(self, scatter: Scatter, item: UnitSlice) -> None:
-        probe, bound = self._probe, scatter.bound
-        begun = probe.mark() if probe.timing is not None else None
-        start = now_ns() if probe.sink is not None else 0
-        dtype = bound.geometry.dtype
-        assert scatter.own is not None
-        flat = scatter.flat
-        if flat is None:
-            flat = scatter.flat = scatter.own.view(dtype)
-        low, high = item.offset // dtype.itemsize, (item.offset + item.nbytes) // dtype.itemsize
-        own = flat if item.nbytes == scatter.own.numel() else flat[low:high]
-        if bound.in_place:
-            out = own
-        else:
-            if scatter.partials is None:
-                scatter.partials = torch.empty(flat.numel(), dtype=bound.out_dtype, device=own.device)
-            out = scatter.partials[low:high]
-        tag = scatter.tag(item)
-        where = scatter.where(item) if self._on_streams else NOWHERE  # on a host all of it is here
-        unloaded = scatter.unloaded
-        peers, place = bound.sources[scatter.summed]
-        held = [rank for rank in peers if (rank, item.index) not in unloaded] if unloaded else peers
-        came = self._typed(bound, self._transport.receive_all(held, tag, where))
-        if unloaded:
-            by_rank = dict(zip(held, came, strict=True))
-            came = [by_rank[rank] if rank in by_rank else unloaded.pop((rank, item.index)).view(dtype) for rank in peers]
-        partials = [*came[:place], own, *came[place:]]
-        if begun is not None:
-            probe.tail(f"{scatter.unit.name} (tail)", begun)
-        begun = probe.mark() if probe.sink is not None else None
-        divisor = None if self._replicas is not None else bound.divisor
-        scratch = self._scratch.get(bound.wide)
-        if scratch is None:
-            scratch = self._scratch_for(dtype)
-        sum_in_rank_order(out, partials, own_rank=place, scale_divisor=divisor, scratch=scratch, checked=True)
-        self._transport.release_all(held, tag, more=True)
-        self._released += max(item.nbytes, ALIGNMENT) if item.nbytes <= SMALL_BYTES else self._inbox_bytes
-        if probe.sink is not None:
-            probe.span_since(COMPUTE, f"{scatter.unit.name} sum", start, begun, kind="sum")
-
-    def _typed(self, bound: BoundBackward, came: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Partials that have come, as what they are."""
-        dtype = bound.geometry.dtype
-        if not self._kept_views:
-            return [buffer.view(dtype) for buffer in came]
-        views, found = bound.inbox_views, []
-        for buffer in came:
-            known = views.get(id(buffer))
-            if known is None or known[0] is not buffer:
-                if len(views) >= MOST_VIEWS:
-                    views.clear()
-                known = views[id(buffer)] = buffer, buffer.view(dtype)
-            found.append(known[1])
-        return found
-
-    def _scratch_for(self, dtype: torch.dtype) -> torch.Tensor:
-        wide = wide_dtype(dtype)
-        scratch = self._scratch.get(wide)
-        if scratch is None:
-            scratch = self._scratch[wide] = torch.empty(BLOCK_ELEMENTS, dtype=wide, device=self._pool.device)
-        return scratch
 
     # ---- completing --------------------------------------------------------------------------------------------------
     def _complete(self, scatter: Scatter) -> None:
@@ -450,26 +343,26 @@ class GradientStream:
                 if not head.route.done:
                     self._await_route(head, head.route, self.relieve)
                 continue
-            item = self._next_item(head)
+            item = self._sums.next_item(head)
             if item is None:
                 continue
             if head.own_done <= head.summed:
                 raise RuntimeError(f"gradient of layer {head.unit.name!r} was opened but its own slice was never computed")
-            late = [peer for peer in self._peers if not self._arrived(head, item, peer)]
+            late = [peer for peer in self._peers if not self._sums.arrived(head, item, peer)]
             if not late:
                 continue  # it came just now
             start = now_ns()
 
             def here(peer: int = late[0], head: Scatter = head, item: UnitSlice = item) -> bool:
                 self.relieve()
-                if head.summed > item.index or self._arrived(head, item, peer):
+                if head.summed > item.index or self._sums.arrived(head, item, peer):
                     return True
                 self.heed_sums()
                 return False
 
             self._transport.wait_until(here, peer=late[0], where=head.where(item), doing=PARTIAL)
             self._probe.exposed(f"{head.unit.name} (tail)", start, now_ns())
-        if self._released:
+        if self._sums.released:
             self._push()
         self._send_kept()
         while self._replicating:
@@ -499,10 +392,10 @@ class GradientStream:
 
                 self._breakage.heed(peer, head.where(item), doing, passed)
             return
-        item_ = self._next_item(head)
+        item_ = self._sums.next_item(head)
         if item_ is not None and head.own_done > head.summed:
             for peer in self._peers:
-                self._breakage.heed(peer, head.where(item_), PARTIAL, partial(self._arrived, head, item_, peer))
+                self._breakage.heed(peer, head.where(item_), PARTIAL, partial(self._sums.arrived, head, item_, peer))
 
     def _send_kept(self) -> None:
         """Block until nothing is kept for others."""
@@ -559,7 +452,7 @@ class GradientStream:
         """The end: drop every buffer."""
         self._queue.clear()
         self._replicating.clear()
-        self._scratch.clear()
+        self._sums.clear()
 
     def reset(self) -> None:
         """After a step that was broken off, on a transport that recovers: forget all of it. Gradients are not delivered.
@@ -579,7 +472,7 @@ class GradientStream:
             self._replicating.popleft()[2].wait()
         if self._replicas is not None:
             self._replicas.agree(step, cause)
-        self._routes = Routes(self._transport, self.slots, self._pool, self._ordering, self._scratch_for)
+        self._routes = Routes(self._transport, self.slots, self._pool, self._ordering, self._sums.scratch_for)
 
     def abandon(self) -> None:
         """After a step that was broken off: take in and drop what peers have sent for it. Gradients are not delivered.

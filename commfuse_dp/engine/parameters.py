@@ -341,8 +341,8 @@ class ParameterStream:
         return self._readings[unit.index].remote_forward
 
     def take_whole(self, unit: Unit) -> list[Held] | None:
-        """All slices of others at once, as they come together (`remote_forward`), without waiting where they have a word of arrival
-        (`transfer.arrival`); None if they do not fit into the window together."""
+        """All slices of others at once, as they come together (`remote_forward`), without waiting where they have a word of
+        arrival (`transfer.arrival`); None if they do not fit into the window together."""
         window = self._window
         if window is None:
             return []

@@ -15,8 +15,8 @@ What is pinned (parameters that the user keeps gathered after forward, a recompu
 otherwise fill the window, and everything after it would be fetched only when it is needed.
 
 [Note: Slices that come together]
-On a device, what moves in a pull of its own costs host time and calls of the driver. There slices of one unit that are small come
-together (`group`): one entry here, one buffer, one batch of copies, one word of arrival, however many ranks there are.
+On a device, what moves in a pull of its own costs host time and calls of the driver. There slices of one unit that are small
+come together (`group`): one entry here, one buffer, one batch of copies, one word of arrival, however many ranks there are.
 
 [Note: Same walk on all ranks]
 The walk moves only at `take` and `done`, by rules that depend on nothing but the sequence of layers and the sizes. Ranks

@@ -95,8 +95,8 @@ CHANNEL_PARAM, CHANNEL_GRAD, CHANNEL_COLLECTIVE, CHANNEL_REPLICA = 1, 2, 3, 4
 class Sending(NamedTuple):
     """A message as one of several, see `Transport.send_all`.
 
-    room: device-ordered transports: bytes that both ends set aside for it, at least its own; 0: its own. Messages of one tag that
-    have equal room are worked out together, however many peers they go to."""
+    room: device-ordered transports: bytes that both ends set aside for it, at least its own; 0: its own. Messages of one tag
+    that have equal room are worked out together, however many peers they go to."""
 
     dst: int
     tag: Tag
@@ -214,8 +214,8 @@ class Transport(ABC):
         more: other publications follow at once, or `push`; the notices may travel together."""
 
     def publish_all(self, keys: Sequence[int], epoch: int, *, last: bool) -> None:
-        """`publish` of several segments that are ready together. last: of all that this rank publishes in `epoch`; all ranks say
-        so, or none. Waits may then be for all keys of an owner at once."""
+        """`publish` of several segments that are ready together. last: of all that this rank publishes in `epoch`; all ranks
+        say so, or none. Waits may then be for all keys of an owner at once."""
         for key in keys:
             self.publish(key, epoch, more=True)
         self.push()
@@ -294,7 +294,8 @@ class Transport(ABC):
 
     def read_again(self, owners: Sequence[int], key: int, epoch: int, nbytes: int) -> bool:
         """`in_place` pulls from several ranks, nbytes in all, of which the caller still has the views from an earlier epoch
-        (segments stay where they are): True if all may be read now. False says nothing: `pull`. Never blocks, takes nothing in."""
+        (segments stay where they are): True if all may be read now. False says nothing: `pull`. Never blocks, and takes
+        nothing in."""
         return False
 
     # ---- messages: gradients and collectives -------------------------------------------------------------------------

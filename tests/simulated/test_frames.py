@@ -1,6 +1,7 @@
 """Python frames of the library that one fused linear costs, and calls of the driver, counted: exact on the device path, where
-nothing waits; over shared memory the fewest of several steps, in which everything had come already. Bounds stand just above what is needed today: a change
-that adds frames for every layer, slice or rank is seen here on the day it comes. Lower them when there are fewer."""
+nothing waits; over shared memory the fewest of several steps, in which everything had come already. Bounds stand just above
+what is needed today: a change that adds frames for every layer, slice or rank is seen here on the day it comes. Lower them when
+there are fewer."""
 
 from __future__ import annotations
 

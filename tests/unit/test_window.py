@@ -62,7 +62,9 @@ class Rig:
         self.transport = FakeTransport()
         self.probe = Probe()
         self.pool = Arena(budget)
-        self.window = Window(self.transport, self.pool, budget, self.probe, lambda key: Located(key[0] * 1000, SIZES[key[0]], SIZES[key[0]]))
+        self.window = Window(
+            self.transport, self.pool, budget, self.probe, lambda key: Located(key[0] * 1000, SIZES[key[0]], SIZES[key[0]])
+        )
         self.epoch = 0
         self.record: list[Key] = []
 

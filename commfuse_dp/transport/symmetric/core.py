@@ -134,8 +134,8 @@ class Core:
         about: object = None,
         batch: Batch | None = None,
     ) -> Wait:
-        """The stream waits for words, all of them exactly or none, and the watchdog looks after it. `behind` ends the wait, once all that belongs to it is
-        enqueued. batch: of the stream, if the caller has more to put into it."""
+        """The stream waits for words, all of them exactly or none, and the watchdog looks after it. `behind` ends the wait,
+        once all that belongs to it is enqueued. batch: of the stream, if the caller has more to put into it."""
         wait = Wait(conditions, places, doing, about)
         self.watch.note(stream, wait)
         waits = self.device.batch(stream) if batch is None else batch

@@ -206,7 +206,8 @@ class Messages:
                 reservation = lane.find(fan.offsets[dst], fan.room if len(dsts) > 1 else fan.sendings[dst].buffer.nbytes)
                 if reservation is None:
                     raise ValueError(
-                        f"send to rank {dst}, {fan.tag}: the buffer was not reserved by try_reserve({dst}, ...), or was sent before"
+                        f"send to rank {dst}, {fan.tag}: the buffer was not reserved by try_reserve({dst}, ...), or was sent "
+                        "before"
                     )
                 fan.reservations.append((lane, reservation))
 
@@ -222,8 +223,8 @@ class Messages:
         for box, members in self._inboxes.together(names):
             if tag in box.expected:
                 raise TransportError(
-                    f"rank {core.rank} expects two messages {tag} of rank {members[0][0]}: tags must be unique among messages in "
-                    "flight"
+                    f"rank {core.rank} expects two messages {tag} of rank {members[0][0]}: tags must be unique among messages "
+                    "in flight"
                 )
             if not 0 <= nbytes <= room <= self.limit:
                 raise ValueError(f"a message of {nbytes} bytes from rank {members[0][0]}: 0 .. {self.limit} fit")
@@ -283,9 +284,7 @@ class Messages:
         names = [(src, tag.channel) for src in srcs]
         for name in names:
             if name not in self._inboxes or tag not in self._inboxes[name].received:
-                raise ValueError(
-                    f"release: no message {tag} of rank {name[0]} is here (released twice, or not yet received)"
-                )
+                raise ValueError(f"release: no message {tag} of rank {name[0]} is here (released twice, or not yet received)")
         for box, members in self._inboxes.together(names):
             box.received.discard(tag)
             entry = box.expected.pop(tag)

@@ -9,8 +9,9 @@
 [Note: Mirrored rings]
 Messages of one pair and channel are numbered from 1 in the order of `send` at the one end and of `expect` at the other.
 `PlaceRing` gives each number the same place at both ends. A message of another size, or another message, would be looked for in
-the wrong place: so its arrival word is a fingerprint of number, tag and size (`room`), for which the owner waits exactly. Ranks that run
-in different orders stand still, are found by the watchdog, and never read each other's bytes as something that they are not.
+the wrong place: so its arrival word is a fingerprint of number, tag and size (`room`), for which the owner waits exactly. Ranks
+that run in different orders stand still, are found by the watchdog, and never read each other's bytes as something that they
+are not.
 
 [Note: Steps begin at the start]
 In a program of a steady order every step computes the same partials. So that they also come to lie where they lay, and what
@@ -156,8 +157,8 @@ Kind = TypeVar("Kind", bound=Lane)
 
 class Lanes(dict[Name, Kind]):
     """The lanes of one rank, by name. What a layer sends has the same size for every owner, and what it awaits comes from all
-    peers alike: lanes that have had the same messages are one object, so that what is worked out about the next message is worked
-    out once for all of them. A message of some of them only makes these go on with a lane of their own."""
+    peers alike: lanes that have had the same messages are one object, so that what is worked out about the next message is
+    worked out once for all of them. A message of some of them only makes these go on with a lane of their own."""
 
     def __init__(self, alike: Sequence[Sequence[Name]], make: Callable[[], Kind]) -> None:
         """alike: names that begin with one lane."""

@@ -1,0 +1,108 @@
+"""A unit's backward: bound, run entry by entry, and what microbatches leave for a later one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from commfuse_dp.engine.bound import Binder
+from commfuse_dp.engine.parameters import Consume
+from commfuse_dp.engine.partials import PartialGradients, Produce
+from commfuse_dp.engine.plan import Unit, UnitSlice
+from commfuse_dp.engine.whole import Whole
+from commfuse_dp.ops.pieces import Piece
+
+if TYPE_CHECKING:
+    from commfuse_dp.engine.engine import Engine
+
+
+class Backward:
+    """Of all units of an engine.
+
+    Attributes:
+        accumulating: indices of units whose partials were added up here and are due at the end of the backward, at the latest.
+    """
+
+    def __init__(self, engine: Engine, binder: Binder) -> None:
+        self._engine = engine
+        self._binder = binder
+        self._parameters = engine.parameters
+        self._gradients = engine.gradients
+        self._in_place = engine.transport.in_place
+        self.accumulating: set[int] = set()
+
+    def exchange(
+        self,
+        unit: Unit,
+        consume: Consume | None,
+        produce: Produce | None,
+        dtype: torch.dtype,
+        include: tuple[bool, ...],
+        whole: Whole | None,
+    ) -> None:
+        """See `Engine.exchange`."""
+        unit.pending_backwards = max(0, unit.pending_backwards - 1)
+        reduce = produce is not None and self._reduces(unit)
+        computed = dtype if produce is not None else None
+        record = self._binder.record(unit, computed, include, read=consume is not None, reduce=reduce)
+        bound = self._binder.backward(unit, record)
+        partials = PartialGradients(self._engine, unit, bound, dtype, include) if produce is not None else None
+        if produce is None and unit.accumulated is not None and self._reduces(unit):
+            self.accumulating.add(unit.index)  # it is trained no more, and what was accumulated before is due
+        parameters = self._parameters
+        in_view = consume is not None and parameters.in_view(unit)
+        if consume is not None and not in_view:
+            parameters.announce(bound.remote)
+        if whole is not None:
+            if partials is not None and partials.produce_whole(whole.wgrad, bound.order):
+                partials = None
+            if consume is not None and whole.dgrad():
+                consume = None
+        for item, read in bound.entries:
+            if item is not None and partials is not None:
+                partials.fill(item, produce)  # type: ignore[arg-type]
+            elif read is not None and consume is not None:
+                if in_view:
+                    consume(read.item, read.pieces)
+                else:
+                    parameters.read(unit, read, consume)
+        if not self._in_place:
+            parameters.forget(unit)
+        self._gradients.poll()
+
+    def _reduces(self, unit: Unit) -> bool:
+        """Whether the partials of this backward are sent now."""
+        if not unit.policy.reduce_grads:
+            return False
+        if unit.pending_backwards > 0:  # the module was called several times: they are added up here, and sent with the last
+            self.accumulating.add(unit.index)
+            return False
+        return True
+
+    def scatter_accumulated(self, unit: Unit) -> None:
+        """Reduce what was accumulated locally, without a new partial: the call that should have brought it did not come."""
+        dtype = unit.accumulated_dtype
+        if dtype is None:
+            return
+        nothing = (False,) * len(unit.slots)
+        bound = self._binder.backward(unit, self._binder.record(unit, dtype, nothing, read=False, reduce=True))
+        partials = PartialGradients(self._engine, unit, bound, dtype, nothing)
+        for item in bound.order:
+            partials.fill(item, _nothing_new)
+
+    def finish(self) -> None:
+        """The backward pass is over: what was left for a call that did not come."""
+        for index in sorted(self.accumulating):
+            unit = self._engine.units[index]
+            if unit.policy.reduce_grads:
+                self.scatter_accumulated(unit)
+        self.accumulating.clear()
+
+    def forget_all(self) -> None:
+        """The end: drop every view of memory."""
+        self._binder.forget_all()
+
+
+def _nothing_new(item: UnitSlice, pieces: list[Piece]) -> None:
+    """A `Produce` where all comes from earlier microbatches."""

@@ -1,0 +1,146 @@
+"""Sums of partials that came straight to their owner: which slice is next, whether all of it is here, and the sum itself.
+
+On a host what a bound backward sums in every step is found, not made: slots of the inbox come again, and so do their views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from commfuse_dp.collectives.summation import BLOCK_ELEMENTS, sum_in_rank_order, wide_dtype
+from commfuse_dp.engine.bound import MOST_VIEWS, BoundBackward
+from commfuse_dp.engine.plan import UnitSlice
+from commfuse_dp.engine.scatter import Scatter
+from commfuse_dp.probe import COMPUTE, now_ns
+from commfuse_dp.transport.base import NOWHERE, Transport
+from commfuse_dp.transport.one_sided.ring import ALIGNMENT
+
+# A notice of so many bytes, or fewer, waits for company: on layers of microseconds the time is in messages. It leaves with the
+# next larger one to the same rank, before anything waits, and at the end of the backward.
+SMALL_BYTES = 1 << 14
+
+
+class Sums:
+    """Of one rank. divides: sums are divided here (with replicas: after the sum over these).
+
+    Attributes:
+        released: bytes of small messages whose places the peers do not know to be free yet; set to 0 when they have been told.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device, *, inbox_bytes: int, divides: bool) -> None:
+        self._transport = transport
+        self._probe = transport.probe
+        self._rank = transport.rank
+        self._peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
+        self._device = device
+        self._inbox_bytes = inbox_bytes
+        self._divides = divides
+        self._on_streams = transport.device_ordered
+        self._kept_views = transport.in_place  # slots are places of shared memory: their views come again
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self.released = 0
+
+    def next_item(self, scatter: Scatter) -> UnitSlice | None:
+        """The own slice that is summed next."""
+        own = scatter.bound.geometry.slices[self._rank]
+        return own[scatter.summed] if scatter.summed < len(own) else None
+
+    def arrived(self, scatter: Scatter, item: UnitSlice, peer: int) -> bool:
+        """The partial of a peer is here."""
+        return (peer, item.index) in scatter.unloaded or self._transport.arrived(peer, scatter.tag(item))
+
+    def ready(self, scatter: Scatter) -> bool:
+        """The next slice can be summed (or there is none, and the unit has only to be completed)."""
+        if scatter.route is not None:
+            return scatter.route.done
+        own, summed = scatter.bound.geometry.slices[self._rank], scatter.summed
+        if summed == len(own):  # an empty shard
+            return True
+        if scatter.own_done <= summed:
+            return False
+        tag, unloaded, index = scatter.tag(own[summed]), scatter.unloaded, own[summed].index
+        if self._transport.device_ordered and not self._transport.mirrored:  # the stream waits; raises what is wrong
+            return not self._peers or self._transport.arrived(self._peers[0], tag)
+        # Not all(...): the generator's frames would come on top of every look at every peer.
+        for peer in self._peers:  # noqa: SIM110
+            if (peer, index) not in unloaded and not self._transport.arrived(peer, tag):
+                return False
+        return True
+
+    def add(self, scatter: Scatter, item: UnitSlice) -> None:
+        """Sum one own slice, whose partials are here (or for which the stream waits), into its place in the gradient."""
+        probe, bound = self._probe, scatter.bound
+        begun = probe.mark() if probe.timing is not None else None
+        start = now_ns() if probe.sink is not None else 0
+        dtype = bound.geometry.dtype
+        assert scatter.own is not None
+        flat = scatter.flat
+        if flat is None:
+            flat = scatter.flat = scatter.own.view(dtype)
+        low, high = item.offset // dtype.itemsize, (item.offset + item.nbytes) // dtype.itemsize
+        own = flat if item.nbytes == scatter.own.numel() else flat[low:high]
+        if bound.in_place:
+            out = own
+        else:
+            if scatter.partials is None:
+                scatter.partials = torch.empty(flat.numel(), dtype=bound.out_dtype, device=own.device)
+            out = scatter.partials[low:high]
+        tag = scatter.tag(item)
+        where = scatter.where(item) if self._on_streams else NOWHERE  # on a host all of it is here
+        unloaded = scatter.unloaded
+        peers, place = bound.sources[scatter.summed]
+        held = [rank for rank in peers if (rank, item.index) not in unloaded] if unloaded else peers
+        came = self._typed(bound, self._transport.receive_all(held, tag, where))
+        if unloaded:
+            by_rank = dict(zip(held, came, strict=True))
+            came = [by_rank[rank] if rank in by_rank else unloaded.pop((rank, item.index)).view(dtype) for rank in peers]
+        partials = [*came[:place], own, *came[place:]]
+        if begun is not None:
+            probe.tail(f"{scatter.unit.name} (tail)", begun)
+        begun = probe.mark() if probe.sink is not None else None
+        divisor = bound.divisor if self._divides else None
+        scratch = self._scratch.get(bound.wide) if bound.wide is not None else None
+        if scratch is None:
+            scratch = self.scratch_for(dtype)
+        sum_in_rank_order(out, partials, own_rank=place, scale_divisor=divisor, scratch=scratch, checked=True)
+        self._transport.release_all(held, tag, more=True)
+        self.released += max(item.nbytes, ALIGNMENT) if item.nbytes <= SMALL_BYTES else self._inbox_bytes
+        if probe.sink is not None:
+            probe.span_since(COMPUTE, f"{scatter.unit.name} sum", start, begun, kind="sum")
+
+    def _typed(self, bound: BoundBackward, came: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Partials that have come, as what they are."""
+        dtype = bound.geometry.dtype
+        if not self._kept_views:
+            return [buffer.view(dtype) for buffer in came]
+        views, found = bound.inbox_views, []
+        for buffer in came:
+            known = views.get(id(buffer))
+            if known is None or known[0] is not buffer:
+                if len(views) >= MOST_VIEWS:
+                    views.clear()
+                known = views[id(buffer)] = buffer, buffer.view(dtype)
+            found.append(known[1])
+        return found
+
+    def unload(self, scatter: Scatter) -> None:
+        """Copy what has come out of the inbox: see [Note: Credit and deadlock] in gradients.py."""
+        for item in scatter.bound.geometry.slices[self._rank][scatter.summed :]:
+            tag = scatter.tag(item)
+            for peer in self._peers:
+                if (peer, item.index) not in scatter.unloaded and self._transport.arrived(peer, tag):
+                    scatter.unloaded[peer, item.index] = self._transport.receive(peer, tag, scatter.where(item)).clone()
+                    self._transport.release(peer, tag)
+
+    def scratch_for(self, dtype: torch.dtype) -> torch.Tensor:
+        """A block of the wide type of `dtype`."""
+        wide = wide_dtype(dtype)
+        scratch = self._scratch.get(wide)
+        if scratch is None:
+            scratch = self._scratch[wide] = torch.empty(BLOCK_ELEMENTS, dtype=wide, device=self._device)
+        return scratch
+
+    def clear(self) -> None:
+        self._scratch.clear()
