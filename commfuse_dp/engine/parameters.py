@@ -41,12 +41,12 @@ def _window_memory(transport: Transport, budget: int, device: torch.device) -> B
 
 
 class Group:
-    """Slices that come into one buffer."""
+    """Slices that come into one buffer. (It does not refer to its visits: they go without the help of a collection.)"""
 
-    __slots__ = ("data", "key", "located", "visits", "waiting")
+    __slots__ = ("data", "key", "located", "size", "waiting")
 
     def __init__(self, visits: list[Visit]) -> None:
-        self.visits = visits
+        self.size = len(visits)
         first = visits[0]
         self.key = first.key
         at, others = align(first.item.nbytes), []
@@ -391,7 +391,7 @@ class ParameterStream:
         elif self._window is not None:
             found = visit.group
             if not found.waiting:
-                found.waiting = len(found.visits)
+                found.waiting = found.size
                 transfer = self._window.take(found.key)
                 self._open.append(found)
                 found.data = self._await(unit, item, transfer) if not item.absent else None
