@@ -22,8 +22,8 @@ from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.backward import Backward
 from commfuse_dp.engine.bound import Binder
 from commfuse_dp.engine.broken import Breakage
-from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.gradients import GradientStream
+from commfuse_dp.engine.memory.buffers import BufferPool
 from commfuse_dp.engine.ordering import ordering_of
 from commfuse_dp.engine.parameters import Consume, ParameterStream
 from commfuse_dp.engine.partials import Produce

@@ -32,13 +32,13 @@ import torch
 from commfuse_dp.device.base import Word
 from commfuse_dp.engine.bound import BoundBackward
 from commfuse_dp.engine.broken import ROOM, Breakage
-from commfuse_dp.engine.buffers import BufferPool
+from commfuse_dp.engine.memory.buffers import BufferPool
 from commfuse_dp.engine.ordering import Ordering
 from commfuse_dp.engine.plan import UnitSlice
 from commfuse_dp.engine.replicas import BROKEN, ENDED, ReplicaGroup, Replicating
 from commfuse_dp.engine.reserver import Reserver
-from commfuse_dp.engine.route import Route
-from commfuse_dp.engine.routes import Routes
+from commfuse_dp.engine.routes.choose import Routes
+from commfuse_dp.engine.routes.route import Route
 from commfuse_dp.engine.scatter import Scatter
 from commfuse_dp.engine.sums import SMALL_BYTES, Sums
 from commfuse_dp.errors import Where

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from commfuse_dp.config import CommFuseConfig
-from commfuse_dp.engine.arena import Arena
-from commfuse_dp.engine.buffers import BufferPool
+from commfuse_dp.engine.memory.arena import Arena
+from commfuse_dp.engine.memory.buffers import BufferPool
 from commfuse_dp.engine.ordering import ordering_of
 from commfuse_dp.engine.plan import Unit, UnitSlice, absent_slice
 from commfuse_dp.engine.programs import Programs, bind

@@ -6,7 +6,7 @@ import torch
 
 from commfuse_dp.engine.bound import BoundBackward
 from commfuse_dp.engine.plan import UnitSlice
-from commfuse_dp.engine.route import Route
+from commfuse_dp.engine.routes.route import Route
 from commfuse_dp.errors import Where
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag
 

@@ -37,8 +37,8 @@ from typing import NamedTuple
 import torch
 
 from commfuse_dp.device.base import Event
-from commfuse_dp.engine.arena import Arena
-from commfuse_dp.engine.buffers import BufferPool
+from commfuse_dp.engine.memory.arena import Arena
+from commfuse_dp.engine.memory.buffers import BufferPool
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import Part, PullRequest, Transfer, Transport

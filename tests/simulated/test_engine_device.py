@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from commfuse_dp.device.base import Event
-from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.gradients import GradientStream
+from commfuse_dp.engine.memory.buffers import BufferPool
 from commfuse_dp.engine.ordering import StreamOrdering
 from commfuse_dp.engine.whole import _ReadTable
 from commfuse_dp.engine.window import Held

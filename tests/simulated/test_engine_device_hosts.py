@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from commfuse_dp.engine.stream_two_level import StreamTwoLevel
+from commfuse_dp.engine.routes.stream_two_level import StreamTwoLevel
 from commfuse_dp.transport.base import ExchangeFn, Transport
 from commfuse_dp.transport.hierarchical.device import StreamHierarchicalTransport
 from tests.simulated.test_engine import Policy, base_case, cases, run_program

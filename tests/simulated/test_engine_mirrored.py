@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from commfuse_dp.config import CommFuseConfig
-from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.engine import Engine
+from commfuse_dp.engine.memory.buffers import BufferPool
 from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.parameters import ParameterStream
 from commfuse_dp.engine.partials import PartialGradients

@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.bound import BoundBackward, Record
 from commfuse_dp.engine.broken import Breakage
-from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.gradients import GradientStream
+from commfuse_dp.engine.memory.buffers import BufferPool
 from commfuse_dp.engine.ordering import StreamOrdering
 from commfuse_dp.engine.plan import Unit
 from commfuse_dp.engine.programs import Programs
-from commfuse_dp.engine.stream_chain import StreamChain, _Step
+from commfuse_dp.engine.routes.stream_chain import StreamChain, _Step
 from commfuse_dp.transport.base import ExchangeFn, Transport
 from commfuse_dp.transport.symmetric.messages import Messages
 from tests.simulated.test_engine import Policy

@@ -25,8 +25,8 @@ from commfuse_dp.integrations.deepspeed.weights import PartitionedWeight, Replic
 from torch import nn
 
 from commfuse_dp.config import CommFuseConfig
-from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.engine import Engine
+from commfuse_dp.engine.memory.buffers import BufferPool
 from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.ordering import StreamOrdering
 from commfuse_dp.engine.plan import Unit

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from commfuse_dp.config import CommFuseConfig
-from commfuse_dp.engine.arena import Arena
-from commfuse_dp.engine.buffers import BufferPool
 from commfuse_dp.engine.engine import Engine
+from commfuse_dp.engine.memory.arena import Arena
+from commfuse_dp.engine.memory.buffers import BufferPool
 from commfuse_dp.engine.plan import Unit
 from tests.simulated.test_engine import Policy, Slot
 from tests.support.copying import CopyingTransport

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commfuse_dp.engine.arena import Arena
+from commfuse_dp.engine.memory.arena import Arena
 from commfuse_dp.engine.window import Key, Located, Window
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import Probe

@@ -12,7 +12,7 @@ CPUs, with threads in place of streams: transport.py.
   So: a relay segment is written when the host's ranks have finished the epoch before, and read when the exchange is through.
   `wait_finished` stands behind the stream "relay", too: what was exchanged has left the segment before it is packed anew.
 
-  gradients, one unit (engine/stream_two_level.py)
+  gradients, one unit (engine/routes/stream_two_level.py)
     reduce   |partials of the host   sums, for every host
     across       |event of reduce   { sum -> rail, rail -> landing }   (event)
     reduce                                                            |event   sum over hosts

@@ -1,7 +1,7 @@
 """Transport `hierarchical`: one transport inside every host, another one between hosts, and few bytes on the latter.
 
     published by rank 5 (host 1)      --outer, once-->  segment of rank 1, its gateway on host 0  --inner-->  ranks 0, 2, 3
-    messages inside a host: inner; to other hosts: outer (engine/two_level.py adds gradients up before they cross)
+    messages inside a host: inner; to other hosts: outer (engine/routes/two_level.py adds gradients up before they cross)
 
 The order is program/hosts.py's. A rank fetches for its whole host what its *rail* (the ranks at its place on other hosts)
 publishes, and publishes it again inside the host under a key of its own: key * hosts + distance in hosts (0: its own shard).

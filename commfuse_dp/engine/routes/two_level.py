@@ -34,11 +34,11 @@ import torch
 
 from commfuse_dp.collectives.summation import sum_in_rank_order
 from commfuse_dp.device.base import Word
-from commfuse_dp.engine.buffers import BufferPool
+from commfuse_dp.engine.memory.buffers import BufferPool
 from commfuse_dp.engine.plan import Geometry, UnitSlice
 from commfuse_dp.engine.programs import Reduction
 from commfuse_dp.engine.reserver import Reserver
-from commfuse_dp.engine.route import Route
+from commfuse_dp.engine.routes.route import Route
 from commfuse_dp.program.operations import partial_sum
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
 

@@ -36,11 +36,11 @@ from typing import NamedTuple
 import torch
 
 from commfuse_dp.device.base import Word
-from commfuse_dp.engine.buffers import BufferPool
-from commfuse_dp.engine.chain import chain_total
+from commfuse_dp.engine.memory.buffers import BufferPool
 from commfuse_dp.engine.ordering import Ordering
 from commfuse_dp.engine.plan import Geometry, UnitSlice
-from commfuse_dp.engine.route import Route
+from commfuse_dp.engine.routes.chain import chain_total
+from commfuse_dp.engine.routes.route import Route
 from commfuse_dp.errors import Where
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
 

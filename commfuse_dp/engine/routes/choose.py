@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 import torch
 
-from commfuse_dp.engine.buffers import BufferPool
-from commfuse_dp.engine.chain import Chain
+from commfuse_dp.engine.memory.buffers import BufferPool
 from commfuse_dp.engine.ordering import Ordering
 from commfuse_dp.engine.reserver import Reserver
 from commfuse_dp.engine.room import in_chain
-from commfuse_dp.engine.route import Route
+from commfuse_dp.engine.routes.chain import Chain
+from commfuse_dp.engine.routes.route import Route
+from commfuse_dp.engine.routes.stream_chain import StreamChain
+from commfuse_dp.engine.routes.stream_two_level import StreamTwoLevel, Turn
+from commfuse_dp.engine.routes.two_level import Outbox, TwoLevel
 from commfuse_dp.engine.scatter import Scatter
-from commfuse_dp.engine.stream_chain import StreamChain
-from commfuse_dp.engine.stream_two_level import StreamTwoLevel, Turn
-from commfuse_dp.engine.two_level import Outbox, TwoLevel
 from commfuse_dp.errors import Where
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.hierarchical.device import StreamHierarchicalTransport
