@@ -26,7 +26,11 @@ from tests.support.inproc import Faults, InprocTransport, InprocWorld
 from tests.support.threads import run_ranks
 
 RANKS, LAYERS, STEPS = 3, 3, 12
-KINDS = ("in place", "copying", "device")
+KINDS = ("in place", "copying", "device", "device, small window")
+
+
+# shift: what has been added to all parameters so far, as an optimizer does between steps.
+STEADY: dict[str, Any] = {"reduce": True, "divisor": None, "frozen": (), "turned": False, "shift": 0.0}
 
 
 def changes(seed: int) -> list[dict[str, Any]]:
@@ -34,12 +38,14 @@ def changes(seed: int) -> list[dict[str, Any]]:
     choose = random.Random(seed)
     found: list[dict[str, Any]] = []
     for _ in range(STEPS):
-        facts: dict[str, Any] = found[-1].copy() if found else {"reduce": True, "divisor": None, "frozen": (), "turned": False}
-        what = choose.choice(("", "reduce", "divisor", "frozen", "turned"))
+        facts: dict[str, Any] = found[-1].copy() if found else STEADY.copy()
+        what = choose.choice(("", "reduce", "divisor", "frozen", "turned", "shift"))
         if what == "divisor":
             facts["divisor"] = choose.choice((None, 1.0, 2.0))
         elif what == "frozen":
             facts["frozen"] = choose.choice(((), ("1.0", "1.1"), ("0.1", "2.0")))
+        elif what == "shift":
+            facts["shift"] += choose.choice((-0.5, 0.25))
         elif what:
             facts[what] = not facts[what]
         found.append(facts)
@@ -48,7 +54,7 @@ def changes(seed: int) -> list[dict[str, Any]]:
 
 
 def opener(kind: str, seed: int) -> Callable[[int, ExchangeFn], Transport]:
-    if kind == "device":
+    if kind.startswith("device"):
         devices = FakeWorld(RANKS, seed=seed, deferred=False)
         return lambda rank, exchange: open_fake(devices, rank, exchange, inbox_bytes=1 << 16, deadline_s=20.0)
     world = InprocWorld(RANKS, inbox_bytes=4096, deadline_s=20.0, faults=Faults(seed=seed, max_delay=2))
@@ -72,13 +78,15 @@ def run(kind: str, seed: int, steps: list[dict[str, Any]], *, replay: bool) -> l
         policy = Policy()
         slots = [[Slot(f"{i}.{j}", p, rank, RANKS) for j, p in enumerate(layer)] for i, layer in enumerate(params)]
         units = [Unit(i, f"layer{i}", layer, policy, 2) for i, layer in enumerate(slots)]
-        config = CommFuseConfig(replay=replay)
+        # All of a layer comes together, or slice by slice.
+        config = CommFuseConfig(replay=replay, **({"prefetch_bytes": 1 << 9} if kind == "device, small window" else {}))
         engine = Engine(transport, units, config, device=torch.device("cpu"), replicas=None)
         operands = [UnitOperand(engine, unit) for unit in units]
         for number, facts in enumerate(steps):
             policy.reduce_grads, policy.divide_factor = facts["reduce"], facts["divisor"]
             for slot in (slot for layer in slots for slot in layer):
                 slot.requires_grad = slot.name not in facts["frozen"]
+                slot.local().add_(facts["shift"] - (steps[number - 1]["shift"] if number else 0.0))
             engine.begin_step()
             x = data(rank, number).requires_grad_()
             order = list(range(LAYERS))
@@ -104,7 +112,7 @@ def expected(seed: int, steps: list[dict[str, Any]]) -> list[torch.Tensor]:
     for number, facts in enumerate(steps):
         trained = [name for name in names if f"{name[0]}.{name[1]}" not in facts["frozen"]]
         for rank in range(RANKS):
-            whole = [[p.clone().requires_grad_() for p in layer] for layer in params]
+            whole = [[(p + facts["shift"]).requires_grad_() for p in layer] for layer in params]
             x = data(rank, number)
             for layer in reversed(range(LAYERS)) if facts["turned"] else range(LAYERS):
                 x = torch.tanh(plain_linear(x, whole[layer]))
@@ -123,8 +131,13 @@ def reduce_into(totals: dict[Any, Any], waiting: dict[Any, Any], names: list[Any
         waiting[name].zero_()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", [3, 8])
+CELLS = [(kind, seed) for kind in KINDS for seed in (3, 8)]
+QUICK = [*CELLS[:4], ("device", 3), ("device, small window", 8)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"), [cell if cell in QUICK else pytest.param(*cell, marks=pytest.mark.slow) for cell in CELLS]
+)
 def test_replay_gives_the_same_bits(kind: str, seed: int) -> None:
     steps = changes(seed)
     bound, replayed = run(kind, seed, steps, replay=False), run(kind, seed, steps, replay=True)
@@ -140,14 +153,14 @@ def test_replay_gives_the_same_bits(kind: str, seed: int) -> None:
 
 
 def test_equal_steps_are_bound_once() -> None:
-    steady = [{"reduce": True, "divisor": None, "frozen": (), "turned": False}] * STEPS
+    steady = [STEADY] * STEPS
     for _, counted in run("in place", 1, steady, replay=True):
         assert (counted.bound, counted.replayed) == (LAYERS, LAYERS * (STEPS - 1))
 
 
 def test_programs_do_not_pile_up() -> None:
     """A divisor that is another one in every step, as a script might set it."""
-    steps = [{"reduce": True, "divisor": 1.0 + n, "frozen": (), "turned": False} for n in range(2 * MOST_PROGRAMS + 1)]
+    steps = [{**STEADY, "divisor": 1.0 + n} for n in range(2 * MOST_PROGRAMS + 1)]
     most = 0
     bind = Binder._bind
 
