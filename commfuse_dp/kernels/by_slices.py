@@ -13,7 +13,7 @@ One difference from the kernels is left: a product in another dtype than its ope
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,10 +61,17 @@ def _call(callback: Word | None, entry: SliceEntry, epoch: int, what: str) -> No
     callback(entry, epoch)
 
 
+def _wait(callback: Word | None, entries: Sequence[SliceEntry], number: int, epoch: int) -> None:
+    """Wait for a slice, unless the one before it came with it."""
+    entry, before = entries[number], entries[number - 1] if number else None
+    if before is None or entry.pad is not before.pad or (entry.index, entry.value) != (before.index, before.value):
+        _call(callback, entry, epoch, "wait")
+
+
 def gemm_forward(x: torch.Tensor, table: SliceTable, y: torch.Tensor, *, epoch: int = 0, wait: Word | None = None) -> None:
     """y[:, rows of s] = x @ W_s.T (+ b_s) for every slice s. x: [tokens, columns], y: [tokens, >= table.end_row]."""
-    for entry in table.entries:
-        _call(wait, entry, epoch, "wait")
+    for number, entry in enumerate(table.entries):
+        _wait(wait, table.entries, number, epoch)
         out = y.narrow(1, entry.first_row, entry.rows)
         direct = out.dtype == x.dtype
         target = out if direct else torch.empty_like(out, dtype=x.dtype, memory_format=torch.contiguous_format)
@@ -86,7 +93,7 @@ def gemm_dgrad(dy: torch.Tensor, table: SliceTable, dx: torch.Tensor, *, epoch: 
         torch.mm(*_join(dy, table, epoch, wait), out=total)
     else:
         for number, entry in enumerate(table.entries):
-            _call(wait, entry, epoch, "wait")
+            _wait(wait, table.entries, number, epoch)
             part = dy.narrow(1, entry.first_row, entry.rows)
             if number:
                 total.addmm_(part, entry.data)
@@ -102,8 +109,8 @@ def _join(dy: torch.Tensor, table: SliceTable, epoch: int, wait: Word | None) ->
     dense = table.end_row - low == table.total_rows
     weight = torch.empty(table.total_rows, table.columns, dtype=table.dtype, device=table.device)
     at = 0
-    for entry in table.entries:
-        _call(wait, entry, epoch, "wait")
+    for number, entry in enumerate(table.entries):
+        _wait(wait, table.entries, number, epoch)
         weight.narrow(0, entry.first_row - low if dense else at, entry.rows).copy_(entry.data)
         at += entry.rows
     if dense:

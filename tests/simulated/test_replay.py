@@ -133,11 +133,10 @@ def reduce_into(totals: dict[Any, Any], waiting: dict[Any, Any], names: list[Any
 
 CELLS = [(kind, seed) for kind in KINDS for seed in (3, 8)]
 QUICK = [*CELLS[:4], ("device", 3), ("device, small window", 8)]
+MARKED = [cell if cell in QUICK else pytest.param(*cell, marks=pytest.mark.slow) for cell in CELLS]
 
 
-@pytest.mark.parametrize(
-    ("kind", "seed"), [cell if cell in QUICK else pytest.param(*cell, marks=pytest.mark.slow) for cell in CELLS]
-)
+@pytest.mark.parametrize(("kind", "seed"), MARKED)
 def test_replay_gives_the_same_bits(kind: str, seed: int) -> None:
     steps = changes(seed)
     bound, replayed = run(kind, seed, steps, replay=False), run(kind, seed, steps, replay=True)
