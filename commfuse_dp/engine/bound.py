@@ -67,7 +67,7 @@ class BoundBackward:
         rooms: by index of a slice: what both ends set aside for its partial; 0: as much as it has. Only if all go straight.
         fans: likewise, who gets one.
         sources: of each own slice whose partials go straight: the peers in the order of the sum, and this rank's place in it.
-        slot_views: pieces of slots in peers' inboxes, by the identity of the slot, which is kept beside them.
+        slot_views: pieces of slots in peers' inboxes, by slot (its identity; it is kept beside them) and index of the slice.
         inbox_views: likewise, what lies in a slot of this rank's inbox, in the dtype of the partials.
     """
 
@@ -139,16 +139,17 @@ class BoundBackward:
         self.kept = bool(replicas) or any(slot.keeps_delivered for slot in unit.slots)  # whoever gets the sum keeps it
         self.divisor = float(ranks * max(1, replicas)) if record.divisor is None else float(record.divisor)
         self.replicate = bool(replicas) and record.replicate
-        self.slot_views: dict[int, tuple[torch.Tensor, list[Piece]]] = {}
+        self.slot_views: dict[tuple[int, int], tuple[torch.Tensor, list[Piece]]] = {}
         self.inbox_views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def slot_pieces(self, item: UnitSlice, slot: torch.Tensor) -> list[Piece]:
         """Views of a slot for one slice, one for each part. The slot must be of the kind that comes again."""
-        known = self.slot_views.get(id(slot))
+        name = id(slot), item.index  # slices of one size lie in one slot after another
+        known = self.slot_views.get(name)
         if known is None or known[0] is not slot:
             if len(self.slot_views) >= MOST_VIEWS:
                 self.slot_views.clear()
-            known = self.slot_views[id(slot)] = slot, self.geometry.pieces(item, slot)
+            known = self.slot_views[name] = slot, self.geometry.pieces(item, slot)
         return known[1]
 
 
