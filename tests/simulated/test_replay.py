@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from commfuse_dp.config import CommFuseConfig
-from commfuse_dp.engine.bound import MOST_PROGRAMS, Binder, Record
+from commfuse_dp.engine.bound import MOST_PROGRAMS, Binder, BoundBackward, Record
 from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.plan import Unit
@@ -186,3 +186,17 @@ def test_a_fact_that_is_overlooked_is_found(field: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(Binder, "backward", blind)
     with pytest.raises(Exception):  # noqa: B017  (whatever it breaks: a comparison, a shape, a wait)
         test_replay_gives_the_same_bits("in place", 3)
+
+
+def test_slices_of_one_size_in_one_slot_keep_their_rows() -> None:
+    """An inbox of few slices gives the same slot to one slice after another."""
+    unit = Unit(0, "layer", [Slot("weight", torch.zeros(8, 2), 0, 2)], Policy(), 2)
+    unit.bind(2, comfortable=1 << 20)
+    geometry = unit.geometry(torch.float32, (True,))
+    record = Record(False, None, (True,), False, None, None, False)
+    bound = BoundBackward(unit, record, geometry, (), None, rank=0, ranks=2, replicas=0)
+    slot = torch.zeros(16, dtype=torch.uint8)
+    first, second = geometry.slices[1]
+    for _ in range(2):
+        assert bound.slot_pieces(first, slot)[0].row_start == 4 and bound.slot_pieces(second, slot)[0].row_start == 6
+    assert len(bound.slot_views) == 2
