@@ -1,4 +1,4 @@
-"""Host time of a fused linear on a device-ordered path, and the calls of the driver that it makes, by kind.
+"""Host time of a fused linear on a stream-ordered path, and the calls of the driver that it makes, by kind.
 
     python -m benchmarks.micro_device_overhead [--ranks 2,4,8] [--save]           no GPU: calls of the driver do nothing
     python -m benchmarks.micro_device_overhead --device cuda [--kernels triton]   on a GPU: they are real

@@ -1,6 +1,6 @@
 """One rank of transport `symmetric` and its engine in one process, with peers that do nothing: all that the host does is there.
 
-Nothing on a device-ordered path waits on the host, so the peers may be missing: all calls are made, and no one answers.
+Nothing on a stream-ordered path waits on the host, so the peers may be missing: all calls are made, and no one answers.
 
     NullDevice        a driver whose calls do nothing but count
     UnwaitingDevice   CUDA's own, on a GPU: waits for words of peers wait for a word that is there already

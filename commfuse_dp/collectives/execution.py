@@ -13,7 +13,7 @@ compute lane are made between its operations and while it waits, as soon as thei
 
 [Note: Other streams]
 Two ranks that wait here for each other may each be what a rank of another group waits for (data parallelism over tensor
-parallelism). So whoever waits here also does what other communication of this process has to do for its peers: see relief.py.
+parallelism). So whoever waits here also does what other communication of this process has to do for its peers: see progress.py.
 
 [Note: Copies]
 pairwise all-gather: shard -> peer's inbox -> consume (in place), or -> the rows of the result.
@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from commfuse_dp.collectives import relief
+from commfuse_dp.collectives import progress
 from commfuse_dp.collectives.summation import sum_in_rank_order
 from commfuse_dp.errors import MismatchError, Where
 from commfuse_dp.probe import now_ns
@@ -413,7 +413,7 @@ class Execution:
     def _wait(self, ready: Callable[[], bool], peer: int, piece: Piece, doing: str) -> None:
         transport = self._transport
         assert transport is not None
-        others = relief.callbacks()
+        others = progress.callbacks()
 
         def pumped() -> bool:
             self._evict()
@@ -421,12 +421,12 @@ class Execution:
             self._advance()
             if ready():
                 return True
-            for relieve in others:
-                relieve()
+            for make_progress in others:
+                make_progress()
             return False
 
         start = now_ns()
-        with relief.looking_often(transport) if others else nullcontext():
+        with progress.looking_often(transport) if others else nullcontext():
             transport.wait_until(pumped, peer=peer, where=self._where(piece), doing=doing)
         transport.probe.exposed(self._name, start, now_ns())
 

@@ -8,7 +8,7 @@
 
 A rank that went through with a step which others lost raises once, at the start of the next: its optimizer may have moved on
 alone. Where the lost backward added to gradients of earlier ones, no rank goes on before they are cleared: see `Gradients`.
-Transports that do not recover (streams) go another way, see `GradientStream.abandon`.
+Transports that do not recover (streams) go another way, see `GradientStream.discard`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 A rank that waits in a plain collective must go on summing the fused layers' gradients: a peer further behind may be blocked
 for want of credit in this rank's inbox, and would never reach the collective (see [Note: Credit and deadlock] in
 gradients.py). And the other way round: whoever waits for anything takes in, and sends on, what belongs to collectives under
-way (`GradientStream.relieve`), and so does every layer that passes. So a collective of any size moves before its `wait`, as far
-as credit goes.
+way (`GradientStream.make_progress`), and so does every layer that passes. So a collective of any size moves before its `wait`,
+as far as credit goes.
 
 [Note: Program order in a ring]
 Collectives and gradients share the ring of a pair. What a rank sends leaves in the order of its program: a gradient does not
@@ -234,12 +234,12 @@ class CollectivePort:
                 rank=self.rank,
                 peer=self.rank,
             )
-        self._engine.gradients.relieve()
+        self._engine.gradients.make_progress()
         if messages.done:
             return
         start = now_ns()
         try:
-            self._wait(messages, self._engine.gradients.relieve, heed=True)
+            self._wait(messages, self._engine.gradients.make_progress, heed=True)
         except BaseException as error:
             self._doubt(messages.what, error)
             raise

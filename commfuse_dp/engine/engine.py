@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from commfuse_dp.collectives import relief
+from commfuse_dp.collectives import progress
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.backward import Backward
 from commfuse_dp.engine.bound import Binder
@@ -103,9 +103,9 @@ class Engine:
         self._backward = Backward(self, binder)
         self.ports = self.gradients.ports
         self.on_recovery: Callable[[], None] = lambda: None  # the framework's part, after a step that was broken off
-        self.parameters.while_waiting = self.gradients.relieve
-        if not transport.device_ordered:
-            relief.register(self.gradients.relieve)
+        self.parameters.while_waiting = self.gradients.make_progress
+        if not transport.stream_ordered:
+            progress.register(self.gradients.make_progress)
         self._sequences: dict[bool, list[Key]] = {}  # recorded orders, by whether gradients are computed
         self._mode = False
         self._active = False  # between begin_step and the end of the pass it belongs to
@@ -142,7 +142,7 @@ class Engine:
         where = Where("(start of step)", self.step, "all")
         self.breakage.leave(unfinished=self.unfinished)
         if not self.transport.recovers and not self.gradients.idle:
-            self.gradients.abandon()
+            self.gradients.discard()
         for index in self._backward.accumulating:  # the last backward was broken off between two calls of a layer
             if not self.breakage.onto:  # else it is refused to go on with what is there
                 self.units[index].accumulated = None
@@ -158,7 +158,7 @@ class Engine:
             self.transport.wait_finished(self.step, where, meanwhile=self._move_on)
         waited = now_ns()
         self.probe.stood("(start of step)", begun)
-        if self.world_size > 1 and waited - start > LATE_NS and not self.transport.device_ordered:
+        if self.world_size > 1 and waited - start > LATE_NS and not self.transport.stream_ordered:
             self.probe.exposed("(start of step)", start, waited)
         broken = self.breakage.agree() if self.transport.recovers else None
         if broken is not None:
@@ -402,7 +402,7 @@ class Engine:
             self._backward.finish()
             begun = now_ns()
             self.gradients.drain()
-            if not self.transport.device_ordered:
+            if not self.transport.stream_ordered:
                 self.probe.ended(begun, now_ns())
         self._armed = None
         self._active = False
@@ -456,7 +456,7 @@ class Engine:
         with contextlib.suppress(CommFuseError):  # a peer may be gone already
             # Else the peers' close() goes on serving this rank for a while.
             self.parameters.stop(Where("(close)", self.step), self._outcome())
-        relief.unregister(self.gradients.relieve)
+        progress.unregister(self.gradients.make_progress)
         self.transport.close()
         self.parameters.forget_all()
         self._backward.forget_all()
@@ -478,6 +478,6 @@ class _Finish:
         self._engine.finish_backward()
 
     def __del__(self) -> None:
-        if not self._called and not self._engine.transport.device_ordered:
+        if not self._called and not self._engine.transport.stream_ordered:
             with contextlib.suppress(CommFuseError):
                 self._engine.transport.push()  # peers may wait for partials whose notices wait for company here

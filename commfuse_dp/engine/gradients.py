@@ -73,7 +73,7 @@ class GradientStream:
         self._breakage = breakage
         self._rank = transport.rank
         self._announces = type(transport).expect is not Transport.expect  # two-sided: receives are posted early
-        self._on_streams = transport.device_ordered
+        self._on_streams = transport.stream_ordered
         self._kept_views = transport.in_place  # slots are places of shared memory: their views come again
         self._routed = False  # some unit's partials do not go straight
         self._peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
@@ -148,7 +148,7 @@ class GradientStream:
     def send(self, scatter: Scatter, item: UnitSlice, buffer: torch.Tensor, start_ns: int, *, when: Word | None = None) -> None:
         """The partial of `item` has been computed into `buffer`, from start_ns on (0: spans are off).
 
-        when: it will have been, once this word is reached (device-ordered transports)."""
+        when: it will have been, once this word is reached (stream-ordered transports)."""
         if scatter.route is not None:
             scatter.own_done += item.owner == self._rank
             scatter.route.produced(item, buffer, when)
@@ -166,7 +166,7 @@ class GradientStream:
             self._probe.span(SEND, name, start_ns, now_ns(), nbytes=item.nbytes, peer=item.owner)
 
     def send_nothing(self, scatter: Scatter, item: UnitSlice) -> None:
-        """The step of an absent slice, on a mirrored transport: what a peer sends meanwhile is taken in."""
+        """The step of an absent slice, on a lockstep transport: what a peer sends meanwhile is taken in."""
         self._transport.send(item.owner, scatter.tag(item), _NOTHING)
 
     def send_all(
@@ -220,7 +220,7 @@ class GradientStream:
         def ready() -> bool:
             buffer = self.slots.try_reserve(item.owner, item.nbytes)
             if buffer is None:
-                self.relieve()
+                self.make_progress()
                 buffer = self.slots.try_reserve(item.owner, item.nbytes)
             if buffer is not None:
                 found.append(buffer)
@@ -268,9 +268,9 @@ class GradientStream:
                     break
         return worked
 
-    def relieve(self) -> None:
+    def make_progress(self) -> None:
         """What a rank does while it waits for anything: sum, and see to it that nobody waits for room in its inbox."""
-        if not self.poll() and not self._transport.device_ordered:  # there nobody waits on the host, and inboxes have room
+        if not self.poll() and not self._transport.stream_ordered:  # there nobody waits on the host, and inboxes have room
             for scatter in self._queue:
                 if scatter.route is not None:
                     continue
@@ -339,9 +339,9 @@ class GradientStream:
                 continue
             head = self._queue[0]
             if head.route is not None:
-                head.route.hurry()
+                head.route.flush()
                 if not head.route.done:
-                    self._await_route(head, head.route, self.relieve)
+                    self._await_route(head, head.route, self.make_progress)
                 continue
             item = self._sums.next_item(head)
             if item is None:
@@ -354,7 +354,7 @@ class GradientStream:
             start = now_ns()
 
             def here(peer: int = late[0], head: Scatter = head, item: UnitSlice = item) -> bool:
-                self.relieve()
+                self.make_progress()
                 if head.summed > item.index or self._sums.arrived(head, item, peer):
                     return True
                 self.heed_sums()
@@ -474,13 +474,13 @@ class GradientStream:
             self._replicas.agree(step, cause)
         self._routes = Routes(self._transport, self.slots, self._pool, self._ordering, self._sums.scratch_for)
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """After a step that was broken off: take in and drop what peers have sent for it. Gradients are not delivered.
 
-        A mirrored transport's peers were broken off where this rank was, and have not sent what it has not sent."""
+        A lockstep transport's peers were broken off where this rank was, and have not sent what it has not sent."""
         for scatter in self._queue:
             if scatter.route is not None:
-                scatter.route.hurry()
+                scatter.route.flush()
             while scatter.route is not None and not scatter.route.done:  # ranks further down wait for what is passed on here
                 self._await_route(scatter, scatter.route, self._advance_routes)
         while self._queue:
@@ -490,7 +490,7 @@ class GradientStream:
             for item in scatter.bound.geometry.slices[self._rank][scatter.summed :]:
                 tag = scatter.tag(item)
                 for peer in self._peers:
-                    if self._transport.mirrored and not self._transport.arrived(peer, tag):
+                    if self._transport.lockstep and not self._transport.arrived(peer, tag):
                         continue
                     if (peer, item.index) not in scatter.unloaded:
                         self._transport.receive(peer, tag, scatter.where(item))

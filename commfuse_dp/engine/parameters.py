@@ -35,7 +35,7 @@ PUSH_BYTES = 1 << 20
 
 
 def _window_memory(transport: Transport, budget: int, device: torch.device) -> BufferPool | Arena:
-    if device.type == "cpu" and not transport.device_ordered:
+    if device.type == "cpu" and not transport.stream_ordered:
         return Arena(budget)
     return BufferPool(device, ordering_of(transport.device), transport.probe, limit=budget)
 
@@ -94,7 +94,7 @@ class _Reading:
             ]
             for owner, own in enumerate(slices)
         ]
-        """[owner][index]; those that an owner lacks are read on mirrored transports only."""
+        """[owner][index]; those that an owner lacks are read on lockstep transports only."""
         lane = () if unit.replicated else bind(programs.forward(unit), None, self.visit)
         self.forward = [entry.read for entry in lane if entry.read is not None]
         remote = [visit for visit in self.forward if visit.item.owner != rank]
@@ -133,7 +133,7 @@ class ParameterStream:
         self._programs = programs
         self._published = [unit for unit in units if not unit.replicated]
         # In streams nobody waits for the readers of what nobody publishes (ZeRO-1, 2).
-        self.shared = bool(self._published) or not transport.device_ordered
+        self.shared = bool(self._published) or not transport.stream_ordered
         self._config = config
         self.memory = _window_memory(transport, config.prefetch_bytes, device)
         self._probe = transport.probe
@@ -167,13 +167,13 @@ class ParameterStream:
                 )
             check_room(unit, unit.geometry(unit.dtype, (True,) * len(unit.slots)), self._transport)
         self._transport.expose([unit.params.segment_bytes for unit in self._units])
-        mirrored = self._transport.mirrored
-        together = config.prefetch_bytes if self._transport.device_ordered and not mirrored else 0
+        lockstep = self._transport.lockstep
+        together = config.prefetch_bytes if self._transport.stream_ordered and not lockstep else 0
         self._readings = [_Reading(unit, self._rank, self._programs, together) for unit in self._units]
         for unit, reading in zip(self._units, self._readings, strict=True):
             self._bind_own(unit, reading)
         if not self._transport.in_place and self._world_size > 1:
-            mirror = self._mirror if mirrored else None
+            mirror = self._mirror if lockstep else None
             self.memory.reserve(sum(align(v.item.nbytes) for r in self._readings for own in r.by_owner for v in own))
             self._window = Window(self._transport, self.memory, config.prefetch_bytes, self._probe, self._locate, mirror)
         self._transport.describe_pulls(self._describe)
@@ -202,14 +202,14 @@ class ParameterStream:
         """Publish this rank's parameters as version `epoch`, and begin to fetch the others' along a recording."""
         self._epoch = epoch
         self.memory.settle()
-        if self._window is not None and not self._transport.mirrored:
+        if self._window is not None and not self._transport.lockstep:
             self._window.start(epoch, sequence)  # asked for now, served as soon as the owners have published
         with torch.no_grad():
             batches = list(self._batches(sequence))
             for batch in batches:
                 self._pack(batch)
                 self._transport.publish_all([unit.index for unit in batch], epoch, last=batch is batches[-1])
-        if self._window is not None and self._transport.mirrored:
+        if self._window is not None and self._transport.lockstep:
             self._window.start(epoch, sequence)  # each pull gives a slice of ours, too
 
     def stop(self, where: Where, outcome: Outcome) -> list[Key]:
@@ -245,7 +245,7 @@ class ParameterStream:
             if size >= limit:
                 yield batch
                 batch, size = [], 0
-                if self._transport.device_ordered:
+                if self._transport.stream_ordered:
                     limit *= 2
         yield batch
 

@@ -115,7 +115,7 @@ class UnitSlice:
 
 
 def absent_slice(owner: int, index: int) -> UnitSlice:
-    """Stands for a slice that other owners have: a step that all ranks of a mirrored transport take."""
+    """Stands for a slice that other owners have: a step that all ranks of a lockstep transport take."""
     return UnitSlice(owner, index, 0, 0, 0, 0, (), -1)
 
 

@@ -45,7 +45,7 @@ class Programs:
         self.rank = transport.rank
         self._world_size = transport.world_size
         self._hosts = transport.hosts
-        self._mirrored = transport.mirrored
+        self._lockstep = transport.lockstep
         self._order = "hierarchical" if transport.hosts is not None else flat_order(config)
 
     def forward(self, unit: Unit) -> Program:
@@ -71,7 +71,7 @@ class Programs:
     def _parameters(self, unit: Unit, name: str) -> Problem:
         way = "hosts" if self._hosts is not None else "direct"
         tensor = Tensor(name, "parameters")
-        return self._problem("all_gather", unit.params, tensor, self._order, way, padded=self._mirrored)
+        return self._problem("all_gather", unit.params, tensor, self._order, way, padded=self._lockstep)
 
     def _gradients(self, unit: Unit, geometry: Geometry) -> Problem:
         tensor = Tensor(f"gradient of {unit.name}", "gradients")
@@ -79,12 +79,12 @@ class Programs:
             return self._problem("reduce_scatter", geometry, tensor, "ring", "ring")
         if self._hosts is not None:
             return self._problem("reduce_scatter", geometry, tensor, self._order, "hosts")
-        return self._problem("reduce_scatter", geometry, tensor, self._order, "direct", padded=self._mirrored)
+        return self._problem("reduce_scatter", geometry, tensor, self._order, "direct", padded=self._lockstep)
 
     def _problem(
         self, collective: Collective, geometry: Geometry, tensor: Tensor, order: str, way: str, *, padded: bool = False
     ) -> Problem:
-        """padded: every owner gets as many slices as the one that has most: ranks of a mirrored transport take equal steps."""
+        """padded: every owner gets as many slices as the one that has most: ranks of a lockstep transport take equal steps."""
         most = max(map(len, geometry.slices))
         cut = []
         for owner, own in enumerate(geometry.slices):
@@ -119,7 +119,7 @@ def bind(program: Program, gradients: Geometry | None, reads: Callable[[Slice], 
 
 
 def _item(slices: Sequence[Sequence[UnitSlice]], part: Slice, rank: int) -> UnitSlice | None:
-    """The slice itself; an absent one in a mirrored step that its owner has none for, if one comes to this rank meanwhile."""
+    """The slice itself; an absent one in a lockstep step that its owner has none for, if one comes to this rank meanwhile."""
     own = slices[part.owner]
     if part.index < len(own):
         return own[part.index]

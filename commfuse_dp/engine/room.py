@@ -66,7 +66,7 @@ def footprint(units: Sequence[Unit], transport: Transport, window: int) -> Footp
 
 def check_room(unit: Unit, geometry: Geometry, transport: Transport) -> None:
     """Raises ConfigError if the unit's gradients, in this layout, could fill an inbox for ever."""
-    if not transport.device_ordered or transport.world_size == 1 or in_chain(unit, transport.world_size):
+    if not transport.stream_ordered or transport.world_size == 1 or in_chain(unit, transport.world_size):
         return
     boxes: dict[int, int] = defaultdict(int)  # between hosts several owners' rows go to one rank
     for owner, nbytes in enumerate(geometry.owed):

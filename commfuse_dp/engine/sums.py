@@ -37,7 +37,7 @@ class Sums:
         self._device = device
         self._inbox_bytes = inbox_bytes
         self._divides = divides
-        self._on_streams = transport.device_ordered
+        self._on_streams = transport.stream_ordered
         self._kept_views = transport.in_place  # slots are places of shared memory: their views come again
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self.released = 0
@@ -61,7 +61,7 @@ class Sums:
         if scatter.own_done <= summed:
             return False
         tag, unloaded, index = scatter.tag(own[summed]), scatter.unloaded, own[summed].index
-        if self._transport.device_ordered and not self._transport.mirrored:  # the stream waits; raises what is wrong
+        if self._transport.stream_ordered and not self._transport.lockstep:  # the stream waits; raises what is wrong
             return not self._peers or self._transport.arrived(self._peers[0], tag)
         # Not all(...): the generator's frames would come on top of every look at every peer.
         for peer in self._peers:  # noqa: SIM110

@@ -142,7 +142,7 @@ class WholeProducts:
             for owner, own in enumerate(geometry.slices):
                 box = transport.box_of(owner)
                 owed[box] = owed.get(box, 0) + sum(item.nbytes for item in own)
-            # The own part, too: all ranks of a mirrored transport decide alike.
+            # The own part, too: all ranks of a lockstep transport decide alike.
             self._fitting = geometry, max(owed.values()) <= room
         return self._fitting[1]
 

@@ -22,7 +22,7 @@ come together (`group`): one entry here, one buffer, one batch of copies, one wo
 The walk moves only at `take` and `done`, by rules that depend on nothing but the sequence of layers and the sizes. Ranks
 that run the same program therefore pull in the same order, which two-sided transports rely on. Arrival times play no part.
 
-On a mirrored transport a pull is half of a step that all ranks take together, so they must also take equally many. Uneven
+On a lockstep transport a pull is half of a step that all ranks take together, so they must also take equally many. Uneven
 shards would make them differ: what fits into the budget here need not fit there. So there every rank accounts a slice with the
 largest size that it has on any owner (`Mirror.weight`), and walks also over slices that an owner does not have: then keys
 (unit, owner, slice) differ from rank to rank only by a shift of the owner, and all else that the walk depends on is equal.
@@ -51,7 +51,7 @@ MOST_GROUPS = 4  # of a unit, as far as a third of the window holds one: larger 
 
 
 class Mirror(NamedTuple):
-    """What a mirrored transport's pull of a slice also is."""
+    """What a lockstep transport's pull of a slice also is."""
 
     weight: int  # bytes that all ranks account for it
     give: tuple[int, int]  # start and bytes of the slice of the own segment that a peer gets meanwhile
@@ -114,7 +114,7 @@ class Window:
         self._probe = probe
         self._locate = locate
         self._located: dict[Key, Located] = {}  # asked for once
-        self._mirror = mirror  # on a mirrored transport
+        self._mirror = mirror  # on a lockstep transport
         self._entries: dict[Key, Held] = {}
         self._pins: dict[int, list[Key]] = defaultdict(list)  # unit -> slices held for its backward
         self._sequence: list[Key] = []

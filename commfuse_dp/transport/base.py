@@ -7,7 +7,7 @@ Two families stand behind one interface, so that engine and collectives are writ
 * two-sided (`p2p` over torch.distributed, `mpi`): `TwoSidedTransport` below, made to look one-sided by
   `paired.PairedTransport`, which has every pull answered by a send of its owner.
 
-`p2p` on GPUs is neither: there a pull is half of an exchange ([Note: Mirrored transports]).
+`p2p` on GPUs is neither: there a pull is half of an exchange ([Note: Lockstep transports]).
 
 Life of one transport, on every rank alike:
 
@@ -29,9 +29,9 @@ A tensor returned by `pull(...).wait()` or `receive` may alias a peer's memory (
 `finish(epoch)` for a pull into no buffer (or for as long as the caller keeps its own `out`), and until `release` for a
 message. It must never be written to.
 
-[Note: Device-ordered transports]
-Where `device_ordered` is True nothing waits on the host: what a method would wait for, the *current stream* stands for
-instead, and what was said above about time holds for the order of work in streams:
+[Note: Stream-ordered transports]
+A transport whose `stream_ordered` is True never blocks the CPU: wherever this contract says that a method waits, the *current
+stream* waits on an event, and what is said above about time holds for the order of work in streams:
 * `Transfer.done` and `arrived` are True at once, `try_reserve` never returns None, and every wait returns at once. Whatever
   is enqueued in the current stream afterwards runs when the wait is over; another stream must be ordered behind it.
 * `publish`, `send` and `release` speak for the work that is in the current stream when they are called.
@@ -47,8 +47,8 @@ what will not come. Where `recovers` is True the ranks find out and begin the ne
   for what may still come: ranks that all fail at the same place each meet their own exception.
 * every rank learns the outcome of a step on all ranks with `wait_finished`, and so all decide alike whether to `recover`.
 
-[Note: Mirrored transports]
-Where `mirrored` is True nothing is asked for: whatever a rank does with the peer t places further on, in the order of the ring,
+[Note: Lockstep transports]
+Where `lockstep` is True nothing is asked for: whatever a rank does with the peer t places further on, in the order of the ring,
 its peer t places back does with it at the same moment. Both directions of such a step are one grouped exchange (`grouped`).
 So all ranks must take the same steps, also where shards are uneven and a step has nothing to bring or to give:
 * `pull_all` takes the place of `pull`. Each request brings a slice of its owner, and gives one of the own segment (`give`) to
@@ -95,7 +95,7 @@ CHANNEL_PARAM, CHANNEL_GRAD, CHANNEL_COLLECTIVE, CHANNEL_REPLICA = 1, 2, 3, 4
 class Sending(NamedTuple):
     """A message as one of several, see `Transport.send_all`.
 
-    room: device-ordered transports: bytes that both ends set aside for it, at least its own; 0: its own. Messages of one tag
+    room: stream-ordered transports: bytes that both ends set aside for it, at least its own; 0: its own. Messages of one tag
     that have equal room are worked out together, however many peers they go to."""
 
     dst: int
@@ -116,8 +116,8 @@ class Part(NamedTuple):
 
 
 class PullRequest(NamedTuple):
-    """A pull as one of several, see `Transport.pull_all`. With `others`, device-ordered transports that are not mirrored fetch
-    slices of several owners by one batch of copies, with one word of arrival for all: they come as one."""
+    """A pull as one of several, see `Transport.pull_all`. With `others`, stream-ordered transports that are not in lockstep
+    fetch slices of several owners by one batch of copies, with one word of arrival for all: they come as one."""
 
     owner: int
     key: int
@@ -125,7 +125,7 @@ class PullRequest(NamedTuple):
     nbytes: int
     out: torch.Tensor
     after: Event | None = None
-    give: tuple[int, int] = (0, 0)  # mirrored transports: start and bytes of what a peer gets of the own segment meanwhile
+    give: tuple[int, int] = (0, 0)  # lockstep transports: start and bytes of what a peer gets of the own segment meanwhile
     others: tuple[Part, ...] = ()  # behind the first slice, which begins at byte 0 of `out`; one object for equal pulls
 
 
@@ -157,9 +157,9 @@ class Left(NamedTuple):
 class Transfer(ABC):
     """A pull under way."""
 
-    arrival: Word | None = None  # device-ordered transports: reached when the bytes are there, for kernels that wait themselves
+    arrival: Word | None = None  # stream-ordered transports: reached when the bytes are there, for kernels that wait themselves
 
-    landed: Event | None = None  # device-ordered transports: behind the copy; timed while somebody watches (probe.timing)
+    landed: Event | None = None  # stream-ordered transports: behind the copy; timed while somebody watches (probe.timing)
 
     def concerns(self, where: Where) -> None:
         """What the bytes are, for errors of a wait that somebody else makes."""
@@ -179,10 +179,10 @@ class Transport(ABC):
 
     name: ClassVar[str]
     in_place: ClassVar[bool]  # pulled slices are read where the owner published them: no window buffers are needed
-    device_ordered: ClassVar[bool] = False  # see [Note: Device-ordered transports]
-    device: Device | None = None  # whose streams its waits stand in, if device_ordered
+    stream_ordered: ClassVar[bool] = False  # see [Note: Stream-ordered transports]
+    device: Device | None = None  # whose streams its waits stand in, if stream_ordered
     hosts: Hosts | None = None  # the hierarchical order, where one transport serves a host and another one what is between
-    mirrored: ClassVar[bool] = False  # see [Note: Mirrored transports]
+    lockstep: ClassVar[bool] = False  # see [Note: Lockstep transports]
     share: Share | None = None  # what it takes for messages, if `open_transport` has opened it
     recovers: ClassVar[bool] = False  # it has `recover` and what belongs to it, see [Note: Broken steps]
 
@@ -235,7 +235,7 @@ class Transport(ABC):
         """Start to fetch bytes [start, start + nbytes) of `owner`'s segment `key`; never blocks.
 
         `out`: uint8 buffer of nbytes that receives them; must be None if `in_place`, must be given otherwise.
-        `after`: device-ordered transports write to `out` only behind this event (its last reader's); others ignore it.
+        `after`: stream-ordered transports write to `out` only behind this event (its last reader's); others ignore it.
         May be called before the owner has published `epoch`: the transfer then completes after it has.
         """
 
@@ -317,7 +317,7 @@ class Transport(ABC):
         """
 
     def reserve_all(self, dsts: Sequence[int], sizes: Sequence[int], room: int) -> list[torch.Tensor]:
-        """`try_reserve` for one message to each of several ranks, on device-ordered transports. room: as in `Sending`."""
+        """`try_reserve` for one message to each of several ranks, on stream-ordered transports. room: as in `Sending`."""
         found = [self.try_reserve(dst, nbytes) for dst, nbytes in zip(dsts, sizes, strict=True)]
         return [buffer for buffer in found if buffer is not None]
 
@@ -325,7 +325,7 @@ class Transport(ABC):
     def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None, more: bool = False) -> None:
         """Hand over a buffer got from `try_reserve(dst, ...)`; it must not be touched afterwards. Never blocks.
 
-        when: device-ordered transports: it leaves as soon as this word is reached, not behind the current stream.
+        when: stream-ordered transports: it leaves as soon as this word is reached, not behind the current stream.
         more: as in `publish`; others ignore it where the bytes travel themselves."""
 
     def send_all(self, sendings: Sequence[Sending]) -> None:

@@ -72,7 +72,7 @@ def open_transport(
     deadline_s: float,
     probe: Probe | None,
     device: torch.device,
-    device_ordered: bool = False,
+    stream_ordered: bool = False,
     order: str = "pairwise",
     published_bytes: int = 0,
     least_ring: int = 0,
@@ -86,7 +86,7 @@ def open_transport(
     inbox_bytes: what this rank may take for messages of all peers together, see budget.py. least_ring: bytes for one peer's
     messages that are taken even if that is too little. What is taken is logged before, and is `transport.share` afterwards.
 
-    device_ordered: the caller can use a transport whose waits stand in streams (base.py); else 'symmetric' is never chosen.
+    stream_ordered: the caller can use a transport whose waits stand in streams (base.py); else 'symmetric' is never chosen.
 
     Returns the transport and why it was chosen. Raises ConfigError for an unknown kind, TransportError if a request cannot
     be met, MismatchError on all ranks if they ask for different kinds, devices, inbox sizes or orders.
@@ -111,7 +111,7 @@ def open_transport(
         deadline_s=deadline_s,
         probe=probe,
         device=device,
-        device_ordered=device_ordered,
+        stream_ordered=stream_ordered,
         order=order,
         published_bytes=published_bytes,
     )
@@ -129,14 +129,14 @@ def _open(
     deadline_s: float,
     probe: Probe | None,
     device: torch.device,
-    device_ordered: bool,
+    stream_ordered: bool,
     order: str,
     published_bytes: int,
 ) -> tuple[Transport, str]:
     chosen, reason = choose(kind, hosts, device)
     world_size = len(hosts)
     rank = dist.get_rank(group) if dist.is_initialized() else 0
-    together = _together(order, kind, hosts, device, device_ordered=device_ordered)
+    together = _together(order, kind, hosts, device, stream_ordered=stream_ordered)
     if together is not None:
         found = _open_hierarchical(
             together,
@@ -152,12 +152,12 @@ def _open(
         )
         if found is not None:
             return found
-    if chosen == "symmetric" and not device_ordered:
+    if chosen == "symmetric" and not stream_ordered:
         raise TransportError(
             "transport 'symmetric' orders work by CUDA streams, as layers of FSDP2 and DeepSpeed do; this caller waits on the "
             "host: use 'auto'"
         )
-    if device.type == "cuda" and device_ordered and kind in ("auto", "symmetric"):
+    if device.type == "cuda" and stream_ordered and kind in ("auto", "symmetric"):
         opened = _open_symmetric(
             kind, group, rank, hosts, exchange, device=device, room=room, deadline_s=deadline_s, probe=probe
         )
@@ -185,20 +185,20 @@ def _open(
     if not dist.is_initialized():
         raise TransportError("transport 'p2p' needs torch.distributed: call init_process_group first, or start with torchrun")
     if device.type != "cpu":
-        if device.type != "cuda" or not device_ordered:
+        if device.type != "cuda" or not stream_ordered:
             raise TransportError(
                 f"parameters are on {device}, where this caller would have to wait for every transfer on the host: "
                 "torch.distributed's own collectives are better there. Layers of FSDP2 and DeepSpeed on CUDA are ordered by "
                 "streams instead"
             )
-        mirrored = _open_nccl(group, exchange, device=device, room=room, deadline_s=deadline_s, probe=probe)
-        return mirrored, f"{reason}; NCCL in grouped exchanges, ordered by streams"
+        nccl = _open_nccl(group, exchange, device=device, room=room, deadline_s=deadline_s, probe=probe)
+        return nccl, f"{reason}; NCCL in grouped exchanges, ordered by streams"
     paired = importlib.import_module("commfuse_dp.transport.two_sided.paired")
     transport = paired.open_p2p(group, inbox_bytes=room.ring("p2p"), deadline_s=deadline_s, probe=probe)
     return transport, reason
 
 
-def _together(order: str, kind: str, hosts: list[str], device: torch.device, *, device_ordered: bool) -> Hosts | None:
+def _together(order: str, kind: str, hosts: list[str], device: torch.device, *, stream_ordered: bool) -> Hosts | None:
     """The hosts of a hierarchical order; None: it is not wanted, or left out. Raises TransportError if it was asked for and
     cannot be had."""
     if order not in ("auto", "hierarchical"):
@@ -209,7 +209,7 @@ def _together(order: str, kind: str, hosts: list[str], device: torch.device, *, 
                 f"order 'hierarchical' joins one transport inside a host and one between hosts, but transport={kind!r} was "
                 "asked for; use transport='auto'"
             )
-        if device.type != "cpu" and not device_ordered:
+        if device.type != "cpu" and not stream_ordered:
             raise TransportError(f"order 'hierarchical' on {device} is ordered by streams, which this caller is not")
         return check_hosts(hosts)
     except TransportError as error:

@@ -74,7 +74,7 @@ class Attachment:
                 deadline_s=config.deadline_s,
                 probe=Probe(),
                 device=device,
-                device_ordered=True,
+                stream_ordered=True,
                 order=order,
                 published_bytes=published_bytes(units),
             )

@@ -162,7 +162,7 @@ def _open_gather(attachment: Attachment, zero: Any, config: CommFuseConfig, grou
         deadline_s=config.deadline_s,
         probe=engine.probe,
         device=engine.device,
-        device_ordered=symmetric,
+        stream_ordered=symmetric,
     )
     transaction.on_undo(transport.close)
     gather = DeferredGather(transport, [FlatGroup(*entry) for entry in compat.flat_groups(zero.optimizer, group.size())])
@@ -181,7 +181,7 @@ def _install(
     gather: DeferredGather | None,
 ) -> Report:
     engine, transaction = attachment.engine, attachment.transaction
-    streams = engine.transport.device_ordered
+    streams = engine.transport.stream_ordered
     for layer, unit in zip(selection.layers, units, strict=True):
         transposed = layer.form is not None and layer.form.transposed
         attachment.serve(layer.module, unit, _computes(layer), transposed=transposed)

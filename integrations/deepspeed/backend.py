@@ -256,5 +256,5 @@ class RingBackend:
 
     def settle(self) -> None:
         for client in self.clients:
-            if not client.engine.transport.device_ordered:
+            if not client.engine.transport.stream_ordered:
                 client.engine.settle()

@@ -1,4 +1,4 @@
-"""The engine over device-ordered waits: the random programs of test_engine.py on a simulated device that finds every race.
+"""The engine over stream-ordered waits: the random programs of test_engine.py on a simulated device that finds every race.
 
 Torch's own operations count as work of the stream that is current (`Watched`), so that a GEMM that reads a slice before its
 wait, a buffer that is written again under a reader, or a gradient that is read before its sum are errors whatever the order in

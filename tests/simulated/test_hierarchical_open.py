@@ -72,7 +72,7 @@ def parts(names: str, *, survey: str = "", inner: str = "", between: str = ""):
 def options(order: str) -> dict[str, Any]:
     return {
         "group": None, "inbox_bytes": 14 << 20, "deadline_s": 9.0, "probe": Probe(), "device": CUDA,
-        "device_ordered": True, "order": order,
+        "stream_ordered": True, "order": order,
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Transport p2p on GPUs (mirrored, over grouped exchanges) on the simulated device: what the engine's programs do not reach."""
+"""Transport p2p on GPUs (in lockstep, over grouped exchanges) on the simulated device, beside the engine's programs."""
 
 from __future__ import annotations
 

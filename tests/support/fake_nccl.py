@@ -1,4 +1,4 @@
-"""The mirrored transport over simulated exchanges, with ranks as threads."""
+"""The lockstep transport over simulated exchanges, with ranks as threads."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_streams_where_the_caller_can_use_them(opened: dict[str, Any]) -> None:
-    transport, reason = select.open_transport("p2p", **OPTIONS, device_ordered=True)
+    transport, reason = select.open_transport("p2p", **OPTIONS, stream_ordered=True)
     assert transport.made == ("nccl", "device") and "asked for" in reason and "streams" in reason
 
 
@@ -59,13 +59,13 @@ def test_all_ranks_refuse_if_one_has_no_streams(opened: dict[str, Any], whose: s
     else:
         opened["theirs"] = "cuda-bindings is missing"
     with pytest.raises(TransportError, match=f"rank {int(whose == 'theirs')}: cuda-bindings is missing"):
-        select.open_transport("p2p", **OPTIONS, device_ordered=True)
+        select.open_transport("p2p", **OPTIONS, stream_ordered=True)
 
 
 def test_another_current_device_is_an_error_on_all_ranks(opened: dict[str, Any]) -> None:
     opened["current"] = 1
     with pytest.raises(TransportError, match=r"rank 0: .*cuda:0 while the current device is cuda:1.*set_device\(0\)"):
-        select.open_transport("p2p", **OPTIONS, device_ordered=True)
+        select.open_transport("p2p", **OPTIONS, stream_ordered=True)
     opened.update(current=0, theirs="grouped exchanges on cuda:1 while ...")
     with pytest.raises(TransportError, match="rank 1: grouped exchanges"):
-        select.open_transport("p2p", **OPTIONS, device_ordered=True)
+        select.open_transport("p2p", **OPTIONS, stream_ordered=True)

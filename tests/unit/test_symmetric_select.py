@@ -59,7 +59,7 @@ def test_cpu_parameters_and_other_callers_are_refused() -> None:
             deadline_s=1.0,
             probe=None,
             device=torch.device("cuda"),
-            device_ordered=False,
+            stream_ordered=False,
         )
 
 
@@ -82,7 +82,7 @@ def test_what_is_missing_is_logged_or_raised(
     assert select._open_symmetric(*arguments, room=Room(1 << 20, 2, 0), **options) == verdict.reason
     monkeypatch.setattr(select, "exchange_of", lambda group: lambda item: [item, item])
     with pytest.raises(TransportError, match="init_process_group"):  # p2p was tried
-        open_transport(kind, group=None, inbox_bytes=1 << 20, **options, device_ordered=True)
+        open_transport(kind, group=None, inbox_bytes=1 << 20, **options, stream_ordered=True)
     assert "no peer access: look at topo" in caplog.text and "'p2p'" in caplog.text
 
 

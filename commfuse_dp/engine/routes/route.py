@@ -32,7 +32,7 @@ class Route(ABC):
         """Routes of later units must not advance yet."""
         return False
 
-    def hurry(self) -> None:
+    def flush(self) -> None:
         """Nothing more is coming: what was kept back for the sake of later units may be done."""
         return
 

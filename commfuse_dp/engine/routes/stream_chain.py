@@ -19,7 +19,7 @@ receiver has released an earlier one, say of q < p: it does so at the step after
 depends on steps before p alone, `scatter` at p on `reduce` up to p, and nothing waits in a circle, whatever fits into an inbox:
 one slice is enough. (Hops first and slices second would need room for all slices of a hop.)
 
-A message is tagged by its step (i, h), not by its owner: on a mirrored transport, where a rank takes in what its predecessor
+A message is tagged by its step (i, h), not by its owner: on a lockstep transport, where a rank takes in what its predecessor
 sends in the step in which it sends itself, both have the same tag; and a rank that has nothing to send takes the step all the
 same. There, `scatter` at p stands for both neighbours to have come to p, and p is before what `reduce` at p's successor needs.
 
@@ -48,7 +48,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class _Step(NamedTuple):
-    """This rank's part in one step: a hop of a slice, or nothing but a mirrored transport's step."""
+    """This rank's part in one step: a hop of a slice, or nothing but a lockstep transport's step."""
 
     item: UnitSlice | None
     place: int  # index of the slice among its owner's
@@ -88,7 +88,7 @@ class StreamChain(Route):
             own = geometry.slices[(rank - hop - 1) % n]
             if index < len(own):
                 self._steps.append(_Step(own[index], index, hop))
-            elif transport.mirrored and hop < self._last:
+            elif transport.lockstep and hop < self._last:
                 self._steps.append(_Step(None, index, hop))
         self._items = [step.item for step in self._steps if step.item is not None]
         for step in self._steps:
@@ -139,7 +139,7 @@ class StreamChain(Route):
             transport.release(self._previous, came, more=True)
             return
         slot = transport.try_reserve(self._next, item.nbytes)
-        assert slot is not None, "device-ordered transports always have room"
+        assert slot is not None, "stream-ordered transports always have room"
         if step.hop:
             torch.add(own, sums, out=slot.view(self._dtype))
             transport.release(self._previous, came, more=True)

@@ -8,7 +8,7 @@
 [Note: One unit behind]
 The sum over hosts of a unit is enqueued behind the sums inside the host of the next one: the stream "reduce" would otherwise
 stand for the exchange of every unit before it could make the sums that the next exchange needs, and the link between hosts
-would idle meanwhile. `hurry` says that no unit follows.
+would idle meanwhile. `flush` says that no unit follows.
 
 [Note: What must fit]
 Sums are enqueued once the unit's own partials are all computed, so until then nothing leaves the inboxes: all that a unit owes
@@ -42,7 +42,7 @@ class Turn:
 
     def take(self, route: StreamTwoLevel) -> None:
         if self._latest is not None:
-            self._latest.hurry()
+            self._latest.flush()
         self._latest = route
 
 
@@ -161,7 +161,7 @@ class StreamTwoLevel(Route):
     def done(self) -> bool:
         return self._added and self._may_finish
 
-    def hurry(self) -> None:
+    def flush(self) -> None:
         self._may_finish = True
 
     def total(self, own: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What windows and messages of the mirrored transport share: the device, exchanges with the peers, checksums, the watchdog."""
+"""What windows and messages of the lockstep transport share: the device, exchanges with the peers, checksums, the watchdog."""
 
 from __future__ import annotations
 

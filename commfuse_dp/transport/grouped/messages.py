@@ -1,4 +1,4 @@
-"""Messages of the mirrored transport: out of a staging ring, into a ring of local memory. Timelines: see transport.py."""
+"""Messages of the lockstep transport: out of a staging ring, into a ring of local memory. Timelines: see transport.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Transport `p2p` on GPUs: parameters and gradients in grouped exchanges, ordered by streams alone.
 
-For GPUs without peer access, or on several hosts. **NCCL: not yet run on a GPU.** Mirrored and device-ordered, see the notes in
-base.py: no requests, no threads that answer, no host that waits. The same code runs over any `GroupedExchange`.
+For GPUs without peer access, or on several hosts. **NCCL: not yet run on a GPU.** In lockstep and stream-ordered, see the
+notes in base.py: no requests, no threads that answer, no host that waits. The same code runs over any `GroupedExchange`.
 
 [Note: Timelines] (r = this rank; | stands for a wait)
 
@@ -101,8 +101,8 @@ class NcclTransport(Transport):
 
     name: ClassVar[str] = "p2p"
     in_place: ClassVar[bool] = False
-    device_ordered: ClassVar[bool] = True
-    mirrored: ClassVar[bool] = True
+    stream_ordered: ClassVar[bool] = True
+    lockstep: ClassVar[bool] = True
     device: Device
 
     def __init__(
@@ -199,7 +199,7 @@ class NcclTransport(Transport):
         after: Event | None = None,
     ) -> Transfer:
         raise TransportError(
-            f"transport {self.name} is mirrored: use pull_all, with what the peer gets that mirrors rank {owner}"
+            f"transport {self.name} works in lockstep: use pull_all, with what the peer gets that mirrors rank {owner}"
         )
 
     def pull_all(self, epoch: int, requests: Sequence[PullRequest]) -> Sequence[Brought]:
@@ -234,7 +234,7 @@ class NcclTransport(Transport):
         if self._published.get(key, 0) != epoch:
             raise TransportError(
                 f"pull: rank {self.rank} has published key {key} up to epoch {self._published.get(key, 0)}, not {epoch}: a "
-                "pull of a mirrored transport also gives; publish first"
+                "pull of a lockstep transport also gives; publish first"
             )
         device, gather = self.device, self._gather
         if nbytes:

@@ -77,7 +77,7 @@ class StreamHierarchicalTransport(Transport):
 
     name: ClassVar[str] = "hierarchical"
     in_place: ClassVar[bool] = False
-    device_ordered: ClassVar[bool] = True
+    stream_ordered: ClassVar[bool] = True
     device: Device
     hosts: Hosts
 

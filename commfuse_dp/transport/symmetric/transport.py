@@ -1,7 +1,7 @@
 """Transport `symmetric`: GPUs of one host copy from and to each other's memory, ordered by streams and words alone.
 
 Bytes are moved by copy engines, order is made by stream memory operations: no multiprocessor is used and no thread waits, see
-[Note: Device-ordered transports] in base.py. **Not yet run on a GPU**; its order is proved over a simulated device.
+[Note: Stream-ordered transports] in base.py. **Not yet run on a GPU**; its order is proved over a simulated device.
 
 [Note: Timelines] (r = reader or receiver, o = owner; | stands for a wait)
 
@@ -96,7 +96,7 @@ class SymmetricTransport(Transport):
 
     name: ClassVar[str] = "symmetric"
     in_place: ClassVar[bool] = False
-    device_ordered: ClassVar[bool] = True
+    stream_ordered: ClassVar[bool] = True
     device: Device
 
     def __init__(

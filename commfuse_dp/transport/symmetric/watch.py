@@ -1,4 +1,4 @@
-"""The watchdog of a device-ordered transport: a thread that looks after waits which nobody waits for on the host.
+"""The watchdog of a stream-ordered transport: a thread that looks after waits which nobody waits for on the host.
 
 Every wait that is put into a stream is noted here with an event behind it. The thread asks the events; a wait that does not end
 is looked into by reading its words:

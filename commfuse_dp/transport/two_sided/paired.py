@@ -8,7 +8,7 @@
 | DATA (answer to a PULL) | 40 bytes | parameter lane | request | by `pull`, before the request leaves |
 | DEPOSIT | 40 bytes | gradient lane | n-th deposit of the pair | when its announcement comes |
 
-[Note: Requests, not mirrored sends]
+[Note: Requests, not sends in lockstep]
 In a program that is the same on all ranks, pull number n of a key from rank r+k could be paired with an unasked send to rank
 r-k: no requests would be needed. But ranks with uneven shards fill their windows at different times, so that one keeps a slice
 over the turn to backward that another fetches twice: the counts differ, and one rank waits for ever for a send that its peer

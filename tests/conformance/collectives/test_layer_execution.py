@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from commfuse_dp.collectives import Owner, all_gather, relief
+from commfuse_dp.collectives import Owner, all_gather, progress
 from commfuse_dp.collectives.execution import Bindings
 from commfuse_dp.collectives.sessions import begin, execute
 from commfuse_dp.program.layer import backward
@@ -124,37 +124,39 @@ class _Other:
     """A stream of other communication, for which a peer of this rank waits."""
 
     def __init__(self) -> None:
-        self.relieved = threading.Event()
+        self.progressed = threading.Event()
 
-    def relieve(self) -> None:
-        self.relieved.set()
+    def make_progress(self) -> None:
+        self.progressed.set()
 
 
 def test_a_thread_takes_over_nothing_from_one_that_has_ended() -> None:
     """Threads' identifiers come again; a stream that outlives its thread is nobody's."""
     other, found = _Other(), []
     for number in range(8):
-        first = (lambda: relief.register(other.relieve)) if number == 0 else (lambda: found.extend(relief.callbacks()))
+        first = (
+            (lambda: progress.register(other.make_progress)) if number == 0 else (lambda: found.extend(progress.callbacks()))
+        )
         thread = threading.Thread(target=first)
         thread.start()
         thread.join()
-    relief.unregister(other.relieve)
+    progress.unregister(other.make_progress)
     assert not found
 
 
-def test_whoever_waits_relieves_other_streams() -> None:
+def test_whoever_waits_makes_progress_for_other_streams() -> None:
     """Rank 1 does its part only after rank 0, which waits for it, has looked after another stream."""
     others = [_Other(), _Other()]
 
     def body(rank: int, transport: Any) -> None:
-        relief.register(others[rank].relieve)
+        progress.register(others[rank].make_progress)
         if rank == 1:
-            assert others[0].relieved.wait(20), "rank 0 waited without a look at its other stream"
+            assert others[0].progressed.wait(20), "rank 0 waited without a look at its other stream"
         all_gather(torch.ones(2), sizes=(2, 2), transport=transport)
-        assert relief.callbacks() == [others[rank].relieve]
-        relief.unregister(others[rank].relieve)
-        assert not relief.callbacks()
+        assert progress.callbacks() == [others[rank].make_progress]
+        progress.unregister(others[rank].make_progress)
+        assert not progress.callbacks()
 
     in_world(2, body)
     others.clear()
-    assert not relief.callbacks()  # of another thread
+    assert not progress.callbacks()  # of another thread

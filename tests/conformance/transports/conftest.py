@@ -25,11 +25,11 @@ SKIPS: dict[tuple[str, str], str] = {
     (
         "symmetric",
         "test_pull_before_publish_completes_after_it",
-    ): "device-ordered: a transfer is `done` at once, and the stream waits; test_symmetric has the same in streams",
+    ): "stream-ordered: a transfer is `done` at once, and the stream waits; test_symmetric has the same in streams",
     (
         "symmetric",
         "test_no_credit_until_release",
-    ): "device-ordered: try_reserve never returns None, the stream that copies waits for credit; see test_symmetric",
+    ): "stream-ordered: try_reserve never returns None, the stream that copies waits for credit; see test_symmetric",
     (
         "symmetric",
         "test_same_tag_twice_in_flight_is_refused",

@@ -23,7 +23,7 @@ WHERE = Where(layer="blocks.3.fc", step=12, slice="2/1", nbytes=4711)
 def deposit(transport: Transport, dst: int, tag: Tag, data: torch.Tensor) -> None:
     """Send, consuming nothing meanwhile: only where there is room for sure (or after credits that will come).
 
-    The receiver announces it by `expect`, in the order of sending, which device-ordered transports need."""
+    The receiver announces it by `expect`, in the order of sending, which stream-ordered transports need."""
     holder: list[torch.Tensor] = []
 
     def reserve() -> torch.Tensor | None:

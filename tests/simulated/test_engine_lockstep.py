@@ -1,4 +1,4 @@
-"""The engine over a mirrored transport: random programs on the simulated device, uneven shards above all.
+"""The engine over a lockstep transport: random programs on the simulated device, uneven shards above all.
 
 Every pull is also a send, so ranks that walked differently would stand for each other (`Stuck`), exchange other bytes than the
 peer expects (`Unmatched`, wrong gradients, the checksums) or read too early (`Race`).
@@ -36,7 +36,7 @@ from tests.support.fake_nccl import die, open_fake_nccl
 from tests.support.threads import run_ranks
 
 
-def run_mirrored(case: dict[str, Any], **settings: Any) -> FakeBoard:
+def run_lockstep(case: dict[str, Any], **settings: Any) -> FakeBoard:
     world = FakeWorld(case["world_size"], seed=case["seed"], deferred=False)
     board = FakeBoard(world)
     opened: list[NcclTransport] = []
@@ -65,7 +65,7 @@ def run_mirrored(case: dict[str, Any], **settings: Any) -> FakeBoard:
 @given(cases(), st.sampled_from(["auto", "blas"]))
 def test_random_programs(case, kernels):
     """A window of two slices at least: a device needs room for all that a layer owes to one rank, twice."""
-    run_mirrored({**case, "bytes": max(case["bytes"], 600), "kernels": kernels})
+    run_lockstep({**case, "bytes": max(case["bytes"], 600), "kernels": kernels})
 
 
 def uneven(**more: Any) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def uneven(**more: Any) -> dict[str, Any]:
 )
 def test_all_ranks_take_the_same_steps(world_size, order):
     """Each in the direction and on the lane of all others; nobody exchanges more than the slices that there are."""
-    board = run_mirrored(uneven(world_size=world_size, order=order, kernels="blas"))
+    board = run_lockstep(uneven(world_size=world_size, order=order, kernels="blas"))
     sign = 1 if order == "pairwise" else -1
     for rank, calls in board.calls.items():
         for lane, to, source in calls:
@@ -208,7 +208,7 @@ def test_a_mistake_is_a_race(monkeypatch, mistake):
     monkeypatch.setattr("tests.support.fake_device.PATIENCE_S", 1.0)
     mistake(monkeypatch)
     with pytest.raises(Race):
-        run_mirrored(uneven(kernels="blas"))
+        run_lockstep(uneven(kernels="blas"))
 
 
 @pytest.mark.parametrize("mistake", OTHERS, ids=lambda mistake: mistake.__name__.strip("_"))
@@ -216,7 +216,7 @@ def test_ranks_that_walk_differently_are_found(monkeypatch, mistake):
     monkeypatch.setattr("tests.support.fake_device.PATIENCE_S", 1.0)
     mistake(monkeypatch)
     with pytest.raises((Unmatched, Stuck, DeadlineError, MismatchError, AssertionError), match=r"rank \d|partner"):
-        run_mirrored(uneven(kernels="blas"), deadline_s=1.0)
+        run_lockstep(uneven(kernels="blas"), deadline_s=1.0)
 
 
 # ---- exceptions and measurement ----------------------------------------------------------------------------------------

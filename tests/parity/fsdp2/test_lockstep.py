@@ -1,4 +1,4 @@
-"""FSDP2 with the mirrored transport over real communicators: gloo, CPU tensors, one process per rank.
+"""FSDP2 with the lockstep transport over real communicators: gloo, CPU tensors, one process per rank.
 
 What NCCL would run is the same code; its streams are simulated here. On a CPU each exchange blocks the host until its peers
 have come to it, which is stricter than a GPU: any two ranks that take their steps in different orders stand for ever.
@@ -29,7 +29,7 @@ attachment = importlib.import_module("commfuse_dp.integrations.attach.attachment
 
 
 @contextmanager
-def mirrored() -> Iterator[None]:
+def lockstep() -> Iterator[None]:
     """`apply` opens the transport that it opens on GPUs, on a simulated device of this process."""
     before = attachment.open_transport
 
@@ -66,7 +66,7 @@ def count_exchanges(transport: NcclTransport) -> list[tuple[int, int, int]]:
 def steps(rank: int, world_size: int, order: str, reshard: bool, kernels: str) -> None:
     """Uneven shards (37 rows), several slices, a window of a few of them, evaluation and a skipped block in between."""
     config = settings("p2p", order=order, slices_per_rank=2, prefetch_bytes=1 << 13, inbox_bytes=1 << 14, kernels=kernels)
-    with mirrored(), Twin(config=config, reshard_after_forward=reshard) as twin:
+    with lockstep(), Twin(config=config, reshard_after_forward=reshard) as twin:
         assert isinstance(engine_of(twin.fused).transport, NcclTransport)
         assert "fused" in twin.paths_of("up.weight")
         for number in range(4):
@@ -92,7 +92,7 @@ def test_gradients_equal_stock(workers, world_size, order, reshard, kernels):
 
 def counted(rank: int, world_size: int) -> list[tuple[int, int, int]]:
     config = settings("p2p", slices_per_rank=1, prefetch_bytes=1 << 20, inbox_bytes=1 << 20)
-    with mirrored(), Twin(lambda: Stack(*[64] * 5, bias=False), config=config) as twin:
+    with lockstep(), Twin(lambda: Stack(*[64] * 5, bias=False), config=config) as twin:
         transport = engine_of(twin.fused).transport
         for number in range(3):
             if number == 2:
@@ -110,7 +110,7 @@ def test_a_step_is_the_fewest_exchanges(workers):
 
 def differ(rank: int, world_size: int) -> str:
     """Rank 1 runs two blocks of equal sizes in another order: every exchange fits, with the slices of another layer."""
-    with mirrored():
+    with lockstep():
         model = build(lambda: ByteModel(24, 48))
         commfuse_dp.apply(model, settings("p2p", deadline_s=2.0, inbox_bytes=1 << 16))
         ids = torch.zeros(2, 3, dtype=torch.int64)
