@@ -20,9 +20,9 @@ def calls(world_size, **settings):
 
 
 # Slices that come together: one batch of copies and one call for words, however many. A product: the mark behind it, and the
-# wait for the window's buffers that came back with another mark than the last ones. Backward: dgrad's slices that the window did
-# not keep over the turn, as in forward; partials, a batch of copies and one call for their words; one more call for the first,
-# one for all that are received and one for credit; marks and waits between the streams of compute, sends and sums.
+# wait for the window's buffers that came back with another mark than the last ones. Backward: dgrad's slices that the window
+# did not keep over the turn, as in forward; partials, a batch of copies and one call for their words; one more call for the
+# first, one for all that are received and one for credit; marks and waits between the streams of compute, sends and sums.
 EXPECTED = {
     2: (
         {"record": 13, "wait_event": 4, "words": 5, "copy": 4},
