@@ -353,6 +353,7 @@ def _two_dimensions(rank: int, world_size: int, steps: int, inbox_bytes: int) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inbox_bytes", [1 << 20, 1 << 12])
-def test_data_parallelism_over_tensor_parallelism(workers: Any, inbox_bytes: int) -> None:
-    workers(4).run(_two_dimensions, 5, inbox_bytes, timeout=200)
+@pytest.mark.parametrize(("ranks", "inbox_bytes"), [(4, 1 << 20), (4, 1 << 12), (8, 1 << 20)])
+def test_data_parallelism_over_tensor_parallelism(workers: Any, ranks: int, inbox_bytes: int) -> None:
+    """2 x 2 and 2 x 4."""
+    workers(ranks).run(_two_dimensions, 5, inbox_bytes, timeout=300)
