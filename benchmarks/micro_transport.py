@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_dp import mpi_launch
-from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
+from commfuse_dp.transport.base import CHANNEL_GRAD, PullRequest, Sending, Tag, Transport
 from commfuse_dp.transport.exchange import exchange_of
 
 WORLD_SIZE = 2
@@ -79,15 +79,15 @@ def _exchanges(name: str, pattern: str, largest: int) -> Iterator[Callable[[int,
     transport = _open(name, largest)
     try:
         transport.expose([[largest, largest]])
-        transport.segment(0).fill_(rank)
-        transport.publish(0, 1)
+        transport.segments[0].fill_(rank)
+        transport.publish((0,), 1)
         window = None if transport.in_place else torch.zeros(largest, dtype=torch.uint8)
         number = 0
 
         def pull(size: int, count: int) -> None:
             for _ in range(count):
                 out = None if window is None else window[:size]
-                got = transport.pull(peer, 0, 1, nbytes=size, out=out).wait()
+                got = transport.pull(1, (PullRequest(peer, 0, 0, size, out),))[0].wait()
                 if window is None:
                     got.view(torch.int64).sum()
                 assert got[0] == peer and got[-1] == peer
@@ -97,13 +97,13 @@ def _exchanges(name: str, pattern: str, largest: int) -> Iterator[Callable[[int,
             for _ in range(count):
                 number += 1
                 tag = Tag(CHANNEL_GRAD, seq=number)
-                while (buffer := transport.try_reserve(peer, size)) is None:
+                while not (room := transport.reserve((peer,), (size,))):
                     transport.progress(0.01)
-                transport.send(peer, tag, buffer)
-                got = transport.receive(peer, tag)
+                transport.send((Sending(peer, tag, room[0]),))
+                got = transport.receive((peer,), tag)[0]
                 if window is None:
                     got.view(torch.int64).sum()
-                transport.release(peer, tag)
+                transport.release((peer,), tag)
 
         yield pull if pattern == "pull" else message
     finally:

@@ -149,6 +149,8 @@ def _exchange_bytes(open_one: Callable[[int, Callable[[Any], list[Any]]], Any]) 
     """Two ranks open a transport, publish a segment each and read the other's. Raises what the first of them raised."""
     import torch
 
+    from commfuse_dp.transport.base import PullRequest
+
     barrier = threading.Barrier(_WORLD_SIZE)
     slots: list[Any] = [None] * _WORLD_SIZE
     errors: list[Exception] = []
@@ -165,11 +167,11 @@ def _exchange_bytes(open_one: Callable[[int, Callable[[Any], list[Any]]], Any]) 
         try:
             transport = open_one(rank, exchange)
             transport.expose([[_NBYTES] * _WORLD_SIZE])
-            transport.segment(0).fill_(rank + 1)
-            transport.publish(0, 1)
+            transport.segments[0].fill_(rank + 1)
+            transport.publish((0,), 1)
             peer = 1 - rank
             out = None if transport.in_place else torch.empty(_NBYTES, dtype=torch.uint8)
-            received = transport.pull(peer, 0, 1, out=out).wait()
+            received = transport.pull(1, (PullRequest(peer, 0, 0, _NBYTES, out),))[0].wait()
             if not bool((received == peer + 1).all()):
                 raise RuntimeError("the bytes that arrived are not those that were sent")
             transport.finish(1)

@@ -36,7 +36,8 @@ from commfuse_dp.errors import MismatchError, Where
 from commfuse_dp.probe import now_ns
 from commfuse_dp.program.layout import Slice, Tensor
 from commfuse_dp.program.operations import TOTAL, Consume, Link, Piece, Produce, Program, Reduce, Send
-from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, Tag, Transport
+from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, Sending, Tag, Transport
+from commfuse_dp.transport.waiting import wait_until
 
 # Produced pieces kept in memory of this rank because their channels are full; with more, production waits for credit.
 BACKLOG_PIECES = 2
@@ -251,13 +252,14 @@ class Execution:
             self._pump()
             if self._outgoing[to][0].piece != piece:
                 return None
-        return self._transport.try_reserve(to.peer, self._nbytes(piece))
+        found = self._transport.reserve((to.peer,), (self._nbytes(piece),))
+        return found[0] if found else None
 
     def _made(self, piece: Piece, buffer: torch.Tensor, inbox: torch.Tensor | None) -> None:
         if inbox is not None:
             assert self._transport is not None
             to = self._only_to[piece]
-            self._transport.send(to.peer, self._outgoing[to].popleft().tag(self._call), inbox)
+            self._transport.send((Sending(to.peer, self._outgoing[to].popleft().tag(self._call), inbox),))
         elif self._uses[piece]:
             self._pieces[piece] = buffer
             self._pump()
@@ -270,7 +272,8 @@ class Execution:
             held = self._held.pop(piece, None)
             if held is not None:
                 assert self._transport is not None
-                self._transport.release(*held)
+                source, tag = held
+                self._transport.release((source,), tag)
 
     def _shape(self, piece: Piece) -> tuple[int, ...]:
         return (piece.slice.size, *self._of(piece).row_shape)
@@ -306,7 +309,7 @@ class Execution:
                 itemsize = self._of(passage.piece).dtype(passage.piece).itemsize
                 for part, (start, stop) in enumerate(passage.cuts):
                     tag = Tag(CHANNEL_COLLECTIVE, self._call, passage.number, part)
-                    self._transport.expect(link.peer, tag, (stop - start) * itemsize)
+                    self._transport.expect((link.peer,), tag, (stop - start) * itemsize)
 
     def _pump(self) -> None:
         """Take in what has arrived and send what is ready, as far as it goes without waiting."""
@@ -325,9 +328,10 @@ class Execution:
         itemsize = self._of(piece).dtype(piece).itemsize
         while passage.at < len(passage.cuts):
             tag = passage.tag(self._call)
-            if not transport.arrived(source, tag):
+            came = transport.receive((source,), tag, wait=False)
+            if not came:
                 return False
-            message = transport.receive(source, tag, self._where(piece))
+            message = came[0]
             start, stop = passage.cuts[passage.at]
             if message.numel() != (stop - start) * itemsize:
                 raise MismatchError(
@@ -344,7 +348,7 @@ class Execution:
             if passage.target is None:
                 passage.target = self._scratch(piece)
             passage.target.view(-1)[start:stop].copy_(message.view(passage.target.dtype))
-            transport.release(source, tag)
+            transport.release((source,), tag)
             passage.at += 1
         assert passage.target is not None
         self._pieces[piece] = passage.target
@@ -359,11 +363,11 @@ class Execution:
         flat = tensor.reshape(-1)
         while passage.at < len(passage.cuts):
             start, stop = passage.cuts[passage.at]
-            room = self._transport.try_reserve(to, (stop - start) * flat.element_size())
-            if room is None:
+            found = self._transport.reserve((to,), ((stop - start) * flat.element_size(),))
+            if not found:
                 return False
-            room.view(flat.dtype).copy_(flat[start:stop])
-            self._transport.send(to, passage.tag(self._call), room)
+            found[0].view(flat.dtype).copy_(flat[start:stop])
+            self._transport.send((Sending(to, passage.tag(self._call), found[0]),))
             passage.at += 1
         return True
 
@@ -377,7 +381,7 @@ class Execution:
                 assert self._transport is not None
                 self._pieces[piece] = self._pieces[piece].clone()
                 del self._held[piece]
-                self._transport.release(source, tag)
+                self._transport.release((source,), tag)
 
     # ---- waiting -----------------------------------------------------------------------------------------------------
     def _await(self, piece: Piece) -> None:
@@ -427,7 +431,7 @@ class Execution:
 
         start = now_ns()
         with progress.looking_often(transport) if others else nullcontext():
-            transport.wait_until(pumped, peer=peer, where=self._where(piece), doing=doing)
+            wait_until(transport, pumped, peer=peer, where=self._where(piece), doing=doing)
         transport.probe.exposed(self._name, start, now_ns())
 
     def _where(self, piece: Piece) -> Where:

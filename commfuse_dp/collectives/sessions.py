@@ -127,15 +127,12 @@ def failed(transport: Transport, what: str, error: BaseException) -> None:
     The transport cannot be used any more, for the ranks' calls no longer match; one that was opened here is closed, and the
     next call of all ranks opens another.
     """
-    with contextlib.suppress(TransportError):
-        transport.abort(f"its {what} failed: {type(error).__name__}: {error}")
     with _lock:
         holders = [by_place for by_place in _opened.values() if transport in by_place.values()]
         for by_place in holders:
             by_place.pop(next(place for place, known in by_place.items() if known is transport))
-    if holders:
-        with contextlib.suppress(TransportError):
-            transport.close()
+    with contextlib.suppress(TransportError):
+        transport.close(f"its {what} failed: {type(error).__name__}: {error}")
 
 
 def opened(purpose: Purpose = COLLECTIVES) -> list[Transport]:

@@ -40,6 +40,7 @@ class Breakage:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
+        self._recovery = transport.recovery
         self._peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
         self.step = 0
         self.cause = ""  # of the break in this step, if there is one
@@ -94,19 +95,22 @@ class Breakage:
 
     def _tell(self, cause: str) -> None:
         self.cause = cause
+        if self._recovery is None:
+            return
         with contextlib.suppress(CommFuseError):
-            self._transport.tell_broken(self.step, f"rank {self._transport.rank}: {cause}")
+            self._recovery.tell_broken(self.step, f"rank {self._transport.rank}: {cause}")
 
     def heed(self, peer: int, where: Where, doing: str, come: Callable[[], bool]) -> None:
         """Raises BrokenStepError if `peer` has left this step, and what is waited for was not among what it has sent."""
-        left = self._transport.left(peer)
-        if left is None or left.epoch < self.step:
+        recovery = self._recovery
+        left = recovery.left(peer) if recovery is not None else None
+        if recovery is None or left is None or left.epoch < self.step:
             return
         if doing is ROOM:  # it makes room if it knows that its step is lost
-            outcome = self._transport.outcome_of(peer, self.step)
+            outcome = recovery.outcome_of(peer, self.step)
             if outcome is None or outcome.broken:
                 return
-        elif not self._transport.all_sent(peer):
+        elif not recovery.all_sent(peer):
             return
         if not come():
             raise BrokenStepError(
@@ -138,7 +142,7 @@ class Breakage:
         All ranks decide alike. An empty list: nobody knows of an exception, but ranks did not do the same."""
         if self._agreed or self._told is None:
             return None
-        theirs = {peer: self._transport.outcome_of(peer, self.step) for peer in self._peers}
+        theirs = dict(zip(self._peers, self._outcomes(), strict=True))
         known = {peer: outcome for peer, outcome in theirs.items() if outcome is not None}
         broken = [peer for peer, outcome in known.items() if outcome.broken]
         if self._told.broken:
@@ -147,17 +151,21 @@ class Breakage:
             return sorted(broken)
         return None
 
+    def _outcomes(self) -> list[Outcome | None]:
+        """How the step ended on the peers."""
+        return [self._recovery.outcome_of(peer, self.step) for peer in self._peers] if self._recovery is not None else []
+
     def same_calls(self) -> bool:
         """Whether all ranks have begun the same plain collectives, and none of those is in doubt."""
         assert self._told is not None
-        others = [self._transport.outcome_of(peer, self.step) for peer in self._peers]
+        others = self._outcomes()
         return self._told.calls >= 0 and all(other is not None and other.calls == self._told.calls for other in others)
 
     def lose_gradients(self) -> bool:
         """All ranks know that the step is lost, and nothing of it is under way any more. True, on all ranks if on one: it has
         added to gradients of earlier ones. Otherwise what it has left is dropped."""
         self._agreed = True
-        outcomes = [self._told, *(self._transport.outcome_of(peer, self.step) for peer in self._peers)]
+        outcomes = [self._told, *self._outcomes()]
         if any(outcome is not None and outcome.mixed for outcome in outcomes):
             self._mixed = self.cause or "it was broken off on another rank"
         elif self.backward:
@@ -208,7 +216,7 @@ class Breakage:
         if self.cause or not self.complete:
             return  # this rank has had its exception
         peer = next((rank for rank in broken if rank != self._transport.rank), -1)
-        left = self._transport.left(peer) if peer >= 0 else None
+        left = self._recovery.left(peer) if peer >= 0 and self._recovery is not None else None
         reason = left.reason if left is not None and left.reason else "it was broken off there"
         raise BrokenStepError(
             f"rank {self._transport.rank} has gone through with step {self.step}, but on rank {peer} it was lost: {reason}. "

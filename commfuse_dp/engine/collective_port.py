@@ -29,7 +29,8 @@ from commfuse_dp.engine.programs import flat_order
 from commfuse_dp.errors import BrokenStepError, Where
 from commfuse_dp.probe import now_ns
 from commfuse_dp.program.orders import gather_owners, scatter_owners
-from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, CHANNEL_PARAM, Tag, Transport
+from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, CHANNEL_PARAM, Sending, Tag, Transport
+from commfuse_dp.transport.waiting import wait_until
 
 _ROUND_LIMIT = 1 << 31
 
@@ -53,7 +54,7 @@ class _Messages:
             self._outgoing.setdefault(dst, deque()).append((tag, data))
         self._incoming: dict[int, deque[tuple[Tag, torch.Tensor]]] = {}
         for src, tag, out in incoming:
-            transport.expect(src, tag, out.numel())
+            transport.expect((src,), tag, out.numel())
             self._incoming.setdefault(src, deque()).append((tag, out))
         self.lost = ""  # why it will never be complete
 
@@ -81,11 +82,10 @@ class _Messages:
         for dst, left in list(self._outgoing.items()):
             while left and dst not in blocked:
                 tag, data = left[0]
-                buffer = self._transport.try_reserve(dst, data.numel())
-                if buffer is None:
+                found = self._transport.reserve((dst,), (data.numel(),))
+                if not found:
                     break
-                buffer.copy_(data)
-                self._transport.send(dst, tag, buffer)
+                self._transport.send((Sending(dst, tag, found[0].copy_(data)),))
                 left.popleft()
             if not left:
                 del self._outgoing[dst]
@@ -95,11 +95,10 @@ class _Messages:
     def take_in(self) -> None:
         """Copy what has arrived."""
         for src, left in list(self._incoming.items()):
-            while left and self._transport.arrived(src, left[0][0]):
-                tag, out = left[0]
-                out.copy_(self._transport.receive(src, tag))
-                self._transport.release(src, tag)
-                left.popleft()
+            while left and (came := self._transport.receive((src,), left[0][0], wait=False)):
+                tag, out = left.popleft()
+                out.copy_(came[0])
+                self._transport.release((src,), tag)
             if not left:
                 del self._incoming[src]
 
@@ -262,7 +261,7 @@ class CollectivePort:
                     self._engine.gradients.heed_sums()
                 return False
 
-            self.transport.wait_until(served, peer=peer, where=where, doing=doing)
+            wait_until(self.transport, served, peer=peer, where=where, doing=doing)
 
     def _doubt(self, what: str, error: BaseException) -> None:
         self.in_doubt = True

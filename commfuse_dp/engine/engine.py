@@ -104,7 +104,7 @@ class Engine:
         self.ports = self.gradients.ports
         self.on_recovery: Callable[[], None] = lambda: None  # the framework's part, after a step that was broken off
         self.parameters.while_waiting = self.gradients.make_progress
-        if not transport.stream_ordered:
+        if transport.device is None:
             progress.register(self.gradients.make_progress)
         self._sequences: dict[bool, list[Key]] = {}  # recorded orders, by whether gradients are computed
         self._mode = False
@@ -141,7 +141,7 @@ class Engine:
         self.ensure_exposed()
         where = Where("(start of step)", self.step, "all")
         self.breakage.leave(unfinished=self.unfinished)
-        if not self.transport.recovers and not self.gradients.idle:
+        if self.transport.recovery is None and not self.gradients.idle:
             self.gradients.discard()
         for index in self._backward.accumulating:  # the last backward was broken off between two calls of a layer
             if not self.breakage.onto:  # else it is refused to go on with what is there
@@ -150,22 +150,22 @@ class Engine:
         record = self.parameters.stop(where, self._outcome())
         if record:
             self._sequences[self._mode] = record
-        if self.breakage.unsettled:  # peers that wait for room here come to know of it, too
-            self.transport.discard(CHANNEL_GRAD)
+        if self.breakage.unsettled and self.transport.recovery is not None:  # peers that wait for room here hear of it, too
+            self.transport.recovery.discard(CHANNEL_GRAD)
         begun = self.probe.mark()
         start = now_ns()
         if self.parameters.shared:
             self.transport.wait_finished(self.step, where, meanwhile=self._move_on)
         waited = now_ns()
         self.probe.stood("(start of step)", begun)
-        if self.world_size > 1 and waited - start > LATE_NS and not self.transport.stream_ordered:
+        if self.world_size > 1 and waited - start > LATE_NS and self.transport.device is None:
             self.probe.exposed("(start of step)", start, waited)
-        broken = self.breakage.agree() if self.transport.recovers else None
+        broken = self.breakage.agree() if self.transport.recovery is not None else None
         if broken is not None:
             self._recover(broken, where)
         elif self.step and not self.breakage.lost:  # asked again after a refusal: the replicas have been told the truth
             self.gradients.ended()
-        if not self.transport.recovers and self.breakage.unsettled and self.breakage.lose_gradients():
+        if self.transport.recovery is None and self.breakage.unsettled and self.breakage.lose_gradients():
             raise self.breakage.refusal()
         self.breakage.refuse()
 
@@ -207,7 +207,9 @@ class Engine:
 
     def _recover(self, broken: list[int], where: Where) -> None:
         """All ranks have left a step that was broken off on some of them, and all of them do this."""
-        self.transport.discard(CHANNEL_GRAD)  # plain collectives under way need the room
+        recovery = self.transport.recovery
+        assert recovery is not None
+        recovery.discard(CHANNEL_GRAD)  # plain collectives under way need the room
         same = self.breakage.same_calls()
         for port in self.ports:
             port.recover(complete=same)
@@ -217,7 +219,7 @@ class Engine:
             self.on_recovery()
         self.buffers.forget_taken()
         self.parameters.recover()
-        self.transport.recover(self.step, where)
+        recovery.recover(self.step, where)
         for unit in self.units:
             unit.scatters = 0
         self._armed = None
@@ -233,8 +235,9 @@ class Engine:
             yield
         except BaseException as error:
             self._broken = self._broken or f"{type(error).__name__}: {error}"
-            with contextlib.suppress(CommFuseError):
-                self.transport.tell_broken(self.step, self._broken, final=True)
+            if self.transport.recovery is not None:
+                with contextlib.suppress(CommFuseError):
+                    self.transport.recovery.tell_broken(self.step, self._broken, final=True)
             raise
 
     def _begin_step(self) -> None:
@@ -402,7 +405,7 @@ class Engine:
             self._backward.finish()
             begun = now_ns()
             self.gradients.drain()
-            if not self.transport.stream_ordered:
+            if self.transport.device is None:
                 self.probe.ended(begun, now_ns())
         self._armed = None
         self._active = False
@@ -478,6 +481,6 @@ class _Finish:
         self._engine.finish_backward()
 
     def __del__(self) -> None:
-        if not self._called and not self._engine.transport.stream_ordered:
+        if not self._called and self._engine.transport.device is None:
             with contextlib.suppress(CommFuseError):
-                self._engine.transport.push()  # peers may wait for partials whose notices wait for company here
+                self._engine.transport.progress()  # peers may wait for partials whose notices wait for company here

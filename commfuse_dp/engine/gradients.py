@@ -45,6 +45,7 @@ from commfuse_dp.errors import Where
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.probe import SEND, Probe, now_ns
 from commfuse_dp.transport.base import Sending, Tag, Transport
+from commfuse_dp.transport.waiting import wait_until
 
 PARTIAL = "its partial gradient"  # what a rank waits for at the end of a backward
 
@@ -72,8 +73,7 @@ class GradientStream:
         self._replicas = replicas
         self._breakage = breakage
         self._rank = transport.rank
-        self._announces = type(transport).expect is not Transport.expect  # two-sided: receives are posted early
-        self._on_streams = transport.stream_ordered
+        self._on_streams = transport.device is not None
         self._kept_views = transport.in_place  # slots are places of shared memory: their views come again
         self._routed = False  # some unit's partials do not go straight
         self._peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
@@ -97,9 +97,9 @@ class GradientStream:
             divided = None if self._replicas is not None else bound.divisor
             scatter.route = self._routes.choose(scatter, divisor=divided)
             self._routed = self._routed or scatter.route is not None
-        for item in bound.geometry.slices[self._rank] if self._announces and scatter.route is None else ():
+        for item in bound.geometry.slices[self._rank] if self._on_streams and scatter.route is None else ():
             room = bound.rooms[item.index] or item.nbytes
-            self._transport.expect_all(self._peers, scatter.tag(item), item.nbytes, room)
+            self._transport.expect(self._peers, scatter.tag(item), item.nbytes, room)
         self._queue.append(scatter)
         self._breakage.scatters += 1
         return scatter
@@ -112,14 +112,12 @@ class GradientStream:
             return scatter.route.reserve(item, self._own_part(scatter, item) if item.owner == self._rank else _NOTHING)
         if item.owner == self._rank:
             return self._own_part(scatter, item)
-        reserve = self._transport.try_reserve
         for port in self.ports:
             if port.under_way:
-                reserve = self.slots.try_reserve
-        buffer = reserve(item.owner, item.nbytes)
-        if buffer is None:
-            buffer = self._await_credit(scatter, item)
-        return buffer
+                buffer = self.slots.try_reserve(item.owner, item.nbytes)
+                return buffer if buffer is not None else self._await_credit(scatter, item)
+        found = self._transport.reserve((item.owner,), (item.nbytes,))
+        return found[0] if found else self._await_credit(scatter, item)
 
     def reserve_all(self, scatter: Scatter, items: Sequence[UnitSlice]) -> list[torch.Tensor]:
         """`reserve` for all slices of a unit, in streams."""
@@ -133,7 +131,7 @@ class GradientStream:
             self._probe.timing.layer = scatter.unit.name
         found: dict[tuple[int, int], torch.Tensor] = {}
         for index, dsts, sizes, room in fans:
-            for dst, buffer in zip(dsts, self._transport.reserve_all(dsts, sizes, room), strict=True):
+            for dst, buffer in zip(dsts, self._transport.reserve(dsts, sizes, room), strict=True):
                 found[dst, index] = buffer
         for item in scatter.bound.geometry.slices[self._rank]:
             found[self._rank, item.index] = self._own_part(scatter, item)
@@ -156,18 +154,16 @@ class GradientStream:
         if item.owner == self._rank:
             scatter.own_done += 1
             return
-        if self._on_streams:
-            room = scatter.bound.rooms[item.index]
-            self._transport.send_all((Sending(item.owner, scatter.tag(item), buffer, when, room),))
-        else:
-            self._transport.send(item.owner, scatter.tag(item), buffer, more=item.nbytes <= SMALL_BYTES)
+        room = scatter.bound.rooms[item.index] if self._on_streams else 0
+        sending = Sending(item.owner, scatter.tag(item), buffer, when, room)
+        self._transport.send((sending,), more=item.nbytes <= SMALL_BYTES)
         if start_ns and self._transport.in_place:  # the transfer is the writing itself, by the GEMM
             name = f"{scatter.unit.name} gradient (in place)"
             self._probe.span(SEND, name, start_ns, now_ns(), nbytes=item.nbytes, peer=item.owner)
 
     def send_nothing(self, scatter: Scatter, item: UnitSlice) -> None:
         """The step of an absent slice, on a lockstep transport: what a peer sends meanwhile is taken in."""
-        self._transport.send(item.owner, scatter.tag(item), _NOTHING)
+        self._transport.send((Sending(item.owner, scatter.tag(item), _NOTHING),))
 
     def send_all(
         self, scatter: Scatter, items: Sequence[UnitSlice], buffers: Sequence[torch.Tensor], when: Sequence[Word | None]
@@ -194,7 +190,7 @@ class GradientStream:
                     tag = tags[item.index] = scatter.tag(item)
                 sendings.append(Sending(item.owner, tag, buffer, word, scatter.bound.rooms[item.index]))
         if sendings:
-            self._transport.send_all(sendings)
+            self._transport.send(sendings)
 
     def _own_part(self, scatter: Scatter, item: UnitSlice) -> torch.Tensor:
         if scatter.own is None:
@@ -229,7 +225,7 @@ class GradientStream:
                 self.heed_sums()  # it may wait for room here, which a sum that will never be made does not give
             return buffer is not None
 
-        self._transport.wait_until(ready, peer=item.owner, where=scatter.where(item), doing=ROOM)
+        wait_until(self._transport, ready, peer=item.owner, where=scatter.where(item), doing=ROOM)
         self._probe.exposed(scatter.unit.name, start, now_ns())
         return found[0]
 
@@ -256,7 +252,7 @@ class GradientStream:
 
     def _push(self) -> None:
         self._sums.released = 0
-        self._transport.push()
+        self._transport.progress()
 
     def _advance_routes(self) -> bool:
         """Others wait for what is to be passed on, also that of later units. True if anything was done."""
@@ -270,7 +266,7 @@ class GradientStream:
 
     def make_progress(self) -> None:
         """What a rank does while it waits for anything: sum, and see to it that nobody waits for room in its inbox."""
-        if not self.poll() and not self._transport.stream_ordered:  # there nobody waits on the host, and inboxes have room
+        if not self.poll() and not self._on_streams:  # there nobody waits on the host, and inboxes have room
             for scatter in self._queue:
                 if scatter.route is not None:
                     continue
@@ -360,7 +356,7 @@ class GradientStream:
                 self.heed_sums()
                 return False
 
-            self._transport.wait_until(here, peer=late[0], where=head.where(item), doing=PARTIAL)
+            wait_until(self._transport, here, peer=late[0], where=head.where(item), doing=PARTIAL)
             self._probe.exposed(f"{head.unit.name} (tail)", start, now_ns())
         if self._sums.released:
             self._push()
@@ -412,7 +408,7 @@ class GradientStream:
                 self._breakage.heed(dst, where, ROOM, lambda: False)
                 return False
 
-            self._transport.wait_until(sent, peer=dst, where=where, doing=ROOM)
+            wait_until(self._transport, sent, peer=dst, where=where, doing=ROOM)
             self._probe.exposed("(sums for other ranks)", start, now_ns())
 
     def _await_route(self, scatter: Scatter, route: Route, meanwhile: Callable[[], object]) -> None:
@@ -431,7 +427,7 @@ class GradientStream:
             self.heed_sums()
             return False
 
-        self._transport.wait_until(here, peer=peer, where=scatter.where(item), doing=doing)
+        wait_until(self._transport, here, peer=peer, where=scatter.where(item), doing=doing)
         self._probe.exposed(f"{scatter.unit.name} (tail)", start, now_ns())
 
     @property
@@ -490,11 +486,10 @@ class GradientStream:
             for item in scatter.bound.geometry.slices[self._rank][scatter.summed :]:
                 tag = scatter.tag(item)
                 for peer in self._peers:
-                    if self._transport.lockstep and not self._transport.arrived(peer, tag):
+                    if (peer, item.index) in scatter.unloaded:
                         continue
-                    if (peer, item.index) not in scatter.unloaded:
-                        self._transport.receive(peer, tag, scatter.where(item))
-                        self._transport.release(peer, tag)
+                    if self._transport.receive((peer,), tag, scatter.where(item), wait=not self._transport.lockstep):
+                        self._transport.release((peer,), tag)
         self._send_kept()
         while self._replicating:
             self._replicating.popleft()[2].wait()

@@ -26,8 +26,9 @@ from commfuse_dp.kernels.publish import PublishPlan
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.probe import RECEIVE, now_ns
 from commfuse_dp.program.layout import Slice
-from commfuse_dp.transport.base import Outcome, Part, Transfer, Transport
+from commfuse_dp.transport.base import Outcome, Part, PullRequest, Transfer, Transport
 from commfuse_dp.transport.one_sided.ring import align
+from commfuse_dp.transport.waiting import wait_until
 
 Consume = Callable[[UnitSlice, "list[Piece]"], None]
 
@@ -35,7 +36,7 @@ PUSH_BYTES = 1 << 20
 
 
 def _window_memory(transport: Transport, budget: int, device: torch.device) -> BufferPool | Arena:
-    if device.type == "cpu" and not transport.stream_ordered:
+    if device.type == "cpu" and transport.device is None:
         return Arena(budget)
     return BufferPool(device, ordering_of(transport.device), transport.probe, limit=budget)
 
@@ -65,12 +66,13 @@ class Group:
 class Visit:
     """One slice of one unit, as this rank reads it in every step."""
 
-    __slots__ = ("at", "data", "group", "item", "key", "mirror", "pieces")
+    __slots__ = ("at", "data", "group", "item", "key", "mirror", "pieces", "pull")
 
     def __init__(self, item: UnitSlice, key: Key, mirror: Mirror) -> None:
         self.item = item
         self.key = key
         self.mirror = mirror  # of a slice of another rank
+        self.pull = PullRequest(item.owner, key[0], item.offset, item.nbytes)  # in place
         self.at = 0  # byte of the group's buffer
         self.group: Group  # of a slice of another rank
         self.data: torch.Tensor | None = None  # bytes that `pieces` are views of
@@ -80,7 +82,7 @@ class Visit:
 class _Reading:
     """How this rank reads and publishes one unit."""
 
-    __slots__ = ("_rank", "by_owner", "forward", "groups", "remote_bytes", "remote_forward", "shards", "sources", "viewed")
+    __slots__ = ("_rank", "by_owner", "forward", "groups", "pulls", "remote_forward", "shards", "viewed")
 
     def __init__(self, unit: Unit, rank: int, programs: Programs, together: int) -> None:
         """together: bytes of the window, if slices may come together; else 0."""
@@ -105,8 +107,7 @@ class _Reading:
             self.groups[found.key] = found
             read_at += count
         self.remote_forward = list(self.groups)  # keys
-        self.sources = list(dict.fromkeys(visit.item.owner for visit in self.forward if visit.item.owner != rank))
-        self.remote_bytes = sum(visit.item.nbytes for visit in self.forward if visit.item.owner != rank)
+        self.pulls = [visit.pull for visit in remote]
         self.viewed = False  # in place: all visits have their pieces
         self.shards: list[tuple[torch.Tensor, int, int]] = []  # (view of the own segment, part, first row in the local shard)
 
@@ -133,7 +134,7 @@ class ParameterStream:
         self._programs = programs
         self._published = [unit for unit in units if not unit.replicated]
         # In streams nobody waits for the readers of what nobody publishes (ZeRO-1, 2).
-        self.shared = bool(self._published) or not transport.stream_ordered
+        self.shared = bool(self._published) or transport.device is None
         self._config = config
         self.memory = _window_memory(transport, config.prefetch_bytes, device)
         self._probe = transport.probe
@@ -168,7 +169,7 @@ class ParameterStream:
             check_room(unit, unit.geometry(unit.dtype, (True,) * len(unit.slots)), self._transport)
         self._transport.expose([unit.params.segment_bytes for unit in self._units])
         lockstep = self._transport.lockstep
-        together = config.prefetch_bytes if self._transport.stream_ordered and not lockstep else 0
+        together = config.prefetch_bytes if self._transport.device is not None and not lockstep else 0
         self._readings = [_Reading(unit, self._rank, self._programs, together) for unit in self._units]
         for unit, reading in zip(self._units, self._readings, strict=True):
             self._bind_own(unit, reading)
@@ -176,11 +177,11 @@ class ParameterStream:
             mirror = self._mirror if lockstep else None
             self.memory.reserve(sum(align(v.item.nbytes) for r in self._readings for own in r.by_owner for v in own))
             self._window = Window(self._transport, self.memory, config.prefetch_bytes, self._probe, self._locate, mirror)
-        self._transport.describe_pulls(self._describe)
+        self._transport.describe = self._describe
         self.exposed = True
 
     def _bind_own(self, unit: Unit, reading: _Reading) -> None:
-        segment = self._transport.segment(unit.index)
+        segment = self._transport.segments[unit.index]
         for visit in reading.by_owner[self._rank]:
             visit.data = segment[visit.item.offset : visit.item.offset + visit.item.nbytes]
             visit.pieces = unit.params.pieces(visit.item, visit.data)
@@ -208,7 +209,7 @@ class ParameterStream:
             batches = list(self._batches(sequence))
             for batch in batches:
                 self._pack(batch)
-                self._transport.publish_all([unit.index for unit in batch], epoch, last=batch is batches[-1])
+                self._transport.publish([unit.index for unit in batch], epoch, last=batch is batches[-1])
         if self._window is not None and self._transport.lockstep:
             self._window.start(epoch, sequence)  # each pull gives a slice of ours, too
 
@@ -245,7 +246,7 @@ class ParameterStream:
             if size >= limit:
                 yield batch
                 batch, size = [], 0
-                if self._transport.stream_ordered:
+                if self._transport.device is not None:
                     limit *= 2
         yield batch
 
@@ -312,11 +313,12 @@ class ParameterStream:
         """All slices of the unit may be read where their owners published them, through the pieces of its visits: nothing is to
         be waited for, or done afterwards. They count as read."""
         reading = self._readings[unit.index]
-        return (
-            reading.viewed
-            and self._probe.sink is None
-            and self._transport.read_again(reading.sources, unit.index, self._epoch, reading.remote_bytes)
-        )
+        if not reading.viewed or self._probe.sink is not None:
+            return False
+        for transfer in self._transport.pull(self._epoch, reading.pulls):  # noqa: SIM110  (a generator would be a frame for each)
+            if transfer.data is None:
+                return False
+        return True
 
     def visitor(self, unit: Unit) -> Callable[[Slice], Visit | None] | None:
         """How the unit's slices are read; None: no more."""
@@ -408,12 +410,11 @@ class ParameterStream:
     def _read_in_place(self, unit: Unit, visit: Visit, consume: Consume) -> None:
         item = visit.item
         owner, nbytes = item.owner, item.nbytes
-        if visit.data is None or not self._transport.read_again((owner,), unit.index, self._epoch, nbytes):
-            transfer = self._transport.pull(owner, unit.index, self._epoch, start=item.offset, nbytes=nbytes)
-            data = self._await(unit, item, transfer)
-            if data is not visit.data:  # segments stay where they are: the same bytes in every step
-                visit.data = data
-                visit.pieces = unit.params.pieces(item, data)
+        transfer = self._transport.pull(self._epoch, (visit.pull,))[0]
+        data = transfer.data if transfer.data is not None else self._await(unit, item, transfer)
+        if data is not visit.data:  # segments stay where they are: the same bytes in every step
+            visit.data = data
+            visit.pieces = unit.params.pieces(item, data)
         if self._probe.sink is None:
             consume(item, visit.pieces)
             return
@@ -432,7 +433,7 @@ class ParameterStream:
                 return transfer.done()
 
             where = Where(unit.name, self._epoch, str(item), item.nbytes)
-            self._transport.wait_until(ready, peer=item.owner, where=where, doing="a parameter slice")
+            wait_until(self._transport, ready, peer=item.owner, where=where, doing="a parameter slice")
             self._probe.exposed(unit.name, start, now_ns())
         if self._probe.timing is not None:
             self._probe.stood(unit.name, self._probe.mark(), (transfer.landed,))

@@ -39,10 +39,11 @@ class Reserver:
         self.ports: list[Port] = []
 
     def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor | None:
-        """As of the transport; also None while a collective that was begun before has something to send to `dst`."""
+        """A place for one message; None: no credit, or a collective that was begun before has something to send to `dst`."""
         for port in self.ports:
             if port.under_way and port.sends_to(dst):
                 port.progress()
                 if port.sends_to(dst):
                     return None
-        return self._transport.try_reserve(dst, nbytes)
+        found = self._transport.reserve((dst,), (nbytes,))
+        return found[0] if found else None

@@ -24,6 +24,11 @@ def in_chain(unit: Unit, world_size: int) -> bool:
     return unit.replicated and world_size > 2
 
 
+def box_of(transport: Transport, owner: int) -> int:
+    """Whose inbox gradients for `owner` go to; this rank itself: none."""
+    return owner if transport.hosts is None else transport.hosts.gateway(transport.rank, owner)
+
+
 def least_ring(units: Sequence[Unit], world_size: int, *, streams: bool) -> int:
     """Bytes that there must be for the messages of one peer, whatever the budget is. streams: on a device.
 
@@ -66,11 +71,11 @@ def footprint(units: Sequence[Unit], transport: Transport, window: int) -> Footp
 
 def check_room(unit: Unit, geometry: Geometry, transport: Transport) -> None:
     """Raises ConfigError if the unit's gradients, in this layout, could fill an inbox for ever."""
-    if not transport.stream_ordered or transport.world_size == 1 or in_chain(unit, transport.world_size):
+    if transport.device is None or transport.world_size == 1 or in_chain(unit, transport.world_size):
         return
     boxes: dict[int, int] = defaultdict(int)  # between hosts several owners' rows go to one rank
     for owner, nbytes in enumerate(geometry.owed):
-        boxes[transport.box_of(owner)] += nbytes
+        boxes[box_of(transport, owner)] += nbytes
     owed = max(boxes.values())
     if 2 * owed > transport.message_limit:
         raise ConfigError(

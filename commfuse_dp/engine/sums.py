@@ -37,7 +37,7 @@ class Sums:
         self._device = device
         self._inbox_bytes = inbox_bytes
         self._divides = divides
-        self._on_streams = transport.stream_ordered
+        self._on_streams = transport.device is not None
         self._kept_views = transport.in_place  # slots are places of shared memory: their views come again
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self.released = 0
@@ -49,7 +49,7 @@ class Sums:
 
     def arrived(self, scatter: Scatter, item: UnitSlice, peer: int) -> bool:
         """The partial of a peer is here."""
-        return (peer, item.index) in scatter.unloaded or self._transport.arrived(peer, scatter.tag(item))
+        return (peer, item.index) in scatter.unloaded or bool(self._transport.receive((peer,), scatter.tag(item), wait=False))
 
     def ready(self, scatter: Scatter) -> bool:
         """The next slice can be summed (or there is none, and the unit has only to be completed)."""
@@ -60,14 +60,11 @@ class Sums:
             return True
         if scatter.own_done <= summed:
             return False
-        tag, unloaded, index = scatter.tag(own[summed]), scatter.unloaded, own[summed].index
-        if self._transport.stream_ordered and not self._transport.lockstep:  # the stream waits; raises what is wrong
-            return not self._peers or self._transport.arrived(self._peers[0], tag)
-        # Not all(...): the generator's frames would come on top of every look at every peer.
-        for peer in self._peers:  # noqa: SIM110
-            if (peer, index) not in unloaded and not self._transport.arrived(peer, tag):
-                return False
-        return True
+        if self._on_streams:  # the stream waits; in lockstep all steps of a slice are taken before its own partial is made
+            return True
+        unloaded, index = scatter.unloaded, own[summed].index
+        peers = [peer for peer in self._peers if (peer, index) not in unloaded] if unloaded else self._peers
+        return not peers or bool(self._transport.receive(peers, scatter.tag(own[summed]), wait=False))
 
     def add(self, scatter: Scatter, item: UnitSlice) -> None:
         """Sum one own slice, whose partials are here (or for which the stream waits), into its place in the gradient."""
@@ -92,7 +89,7 @@ class Sums:
         unloaded = scatter.unloaded
         peers, place = bound.sources[scatter.summed]
         held = [rank for rank in peers if (rank, item.index) not in unloaded] if unloaded else peers
-        came = self._typed(bound, self._transport.receive_all(held, tag, where))
+        came = self._typed(bound, self._transport.receive(held, tag, where))
         if unloaded:
             by_rank = dict(zip(held, came, strict=True))
             came = [by_rank[rank] if rank in by_rank else unloaded.pop((rank, item.index)).view(dtype) for rank in peers]
@@ -105,7 +102,7 @@ class Sums:
         if scratch is None:
             scratch = self.scratch_for(dtype)
         sum_in_rank_order(out, partials, own_rank=place, scale_divisor=divisor, scratch=scratch, checked=True)
-        self._transport.release_all(held, tag, more=True)
+        self._transport.release(held, tag, more=True)
         self.released += max(item.nbytes, ALIGNMENT) if item.nbytes <= SMALL_BYTES else self._inbox_bytes
         if probe.sink is not None:
             probe.span_since(COMPUTE, f"{scatter.unit.name} sum", start, begun, kind="sum")
@@ -130,9 +127,10 @@ class Sums:
         for item in scatter.bound.geometry.slices[self._rank][scatter.summed :]:
             tag = scatter.tag(item)
             for peer in self._peers:
-                if (peer, item.index) not in scatter.unloaded and self._transport.arrived(peer, tag):
-                    scatter.unloaded[peer, item.index] = self._transport.receive(peer, tag, scatter.where(item)).clone()
-                    self._transport.release(peer, tag)
+                if (peer, item.index) not in scatter.unloaded:
+                    for partial in self._transport.receive((peer,), tag, wait=False):
+                        scatter.unloaded[peer, item.index] = partial.clone()
+                        self._transport.release((peer,), tag)
 
     def scratch_for(self, dtype: torch.dtype) -> torch.Tensor:
         """A block of the wide type of `dtype`."""

@@ -35,7 +35,7 @@ import torch
 
 from commfuse_dp.device.base import Device, Word
 from commfuse_dp.engine.plan import Geometry, Unit, UnitSlice
-from commfuse_dp.engine.room import in_chain
+from commfuse_dp.engine.room import box_of, in_chain
 from commfuse_dp.engine.scatter import Scatter
 from commfuse_dp.engine.window import Held
 from commfuse_dp.kernels.gemms import Gemms
@@ -140,7 +140,7 @@ class WholeProducts:
             room = transport.message_limit // 2  # half of a ring may be lost to a gap at its end
             owed: dict[int, int] = {}
             for owner, own in enumerate(geometry.slices):
-                box = transport.box_of(owner)
+                box = box_of(transport, owner)
                 owed[box] = owed.get(box, 0) + sum(item.nbytes for item in own)
             # The own part, too: all ranks of a lockstep transport decide alike.
             self._fitting = geometry, max(owed.values()) <= room

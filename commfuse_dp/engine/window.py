@@ -300,7 +300,7 @@ class Window:
         if not pulls:
             return
         try:
-            transfers = self._transport.pull_all(self._epoch, [request for _, _, request in pulls])
+            transfers = self._transport.pull(self._epoch, [request for _, _, request in pulls])
         except BaseException:
             for key, entry, _ in pulls:  # a broken transport: nothing of it is to be waited for
                 del self._entries[key]

@@ -15,25 +15,30 @@ Life of one transport, on every rank alike:
     transport.expose(sizes)                         collective, once: who publishes how many bytes under which key
     each epoch (one epoch = one version of the parameters):
         transport.wait_finished(epoch - 1)          all peers have stopped reading the previous version
-        for key: pack transport.segment(key); transport.publish(key, epoch)
-        ... pull(owner, key, epoch) ... reserve / send / receive / release ...
+        pack transport.segments[key] ...; transport.publish(keys, epoch)
+        ... pull(epoch, requests) ... reserve / send / receive / release ...
         transport.finish(epoch)                     this rank will read no more of `epoch`
     transport.close()
 
+[Note: Batches]
+Windows and messages are moved in batches only: one call takes all keys, slices or peers that are ready together, whatever it
+costs a transport to find out what they have in common. Who has one message gives a batch of one.
+
 [Note: Who may block]
-Only the wait functions block, each with a deadline, and each calls `progress` while it waits. `try_reserve` never blocks:
-a caller that finds no credit must first consume what others sent to it (else two ranks can wait for each other for ever).
+Only `wait_finished`, `receive`, `Transfer.wait` and waiting.py block, each with a deadline, and call `progress` meanwhile.
+`reserve` never blocks: a caller that finds no credit must first consume what others sent to it (else two ranks can wait for
+each other for ever).
 
 [Note: Buffers]
 A tensor returned by `pull(...).wait()` or `receive` may alias a peer's memory (shm, inproc). It is valid until
 `finish(epoch)` for a pull into no buffer (or for as long as the caller keeps its own `out`), and until `release` for a
-message. It must never be written to.
+message. It must never be written to. What is read in place lies in the same place in every epoch.
 
 [Note: Stream-ordered transports]
-A transport whose `stream_ordered` is True never blocks the CPU: wherever this contract says that a method waits, the *current
-stream* waits on an event, and what is said above about time holds for the order of work in streams:
-* `Transfer.done` and `arrived` are True at once, `try_reserve` never returns None, and every wait returns at once. Whatever
-  is enqueued in the current stream afterwards runs when the wait is over; another stream must be ordered behind it.
+A transport that has a `device` never blocks the CPU: wherever this contract says that a method waits, the *current stream*
+waits on an event, and what is said above about time holds for the order of work in streams:
+* `Transfer.done` is True at once, `reserve` always finds room, and every wait returns at once. Whatever is enqueued in the
+  current stream afterwards runs when the wait is over; another stream must be ordered behind it.
 * `publish`, `send` and `release` speak for the work that is in the current stream when they are called.
 * Every message is announced by `expect`; messages of one pair and channel are sent in the order of their announcements.
 * A deadline or a lost peer is found by a thread of the transport. It releases the streams, whose data is then worthless,
@@ -41,7 +46,7 @@ stream* waits on an event, and what is said above about time holds for the order
 
 [Note: Broken steps]
 An exception may leave a step anywhere: messages sent that nobody takes in, places reserved and never sent, peers that wait for
-what will not come. Where `recovers` is True the ranks find out and begin the next step clean:
+what will not come. Where there is a `recovery` the ranks find out and begin the next step clean:
 * a rank that an exception broke off says so at once (`tell_broken`), and with `finish`, how many messages it has sent. A peer
   that has taken in all of these and still misses one knows that it will never come, and raises BrokenStepError. Nobody raises
   for what may still come: ranks that all fail at the same place each meet their own exception.
@@ -51,16 +56,15 @@ what will not come. Where `recovers` is True the ranks find out and begin the ne
 Where `lockstep` is True nothing is asked for: whatever a rank does with the peer t places further on, in the order of the ring,
 its peer t places back does with it at the same moment. Both directions of such a step are one grouped exchange (`grouped`).
 So all ranks must take the same steps, also where shards are uneven and a step has nothing to bring or to give:
-* `pull_all` takes the place of `pull`. Each request brings a slice of its owner, and gives one of the own segment (`give`) to
-  the peer that mirrors the owner. The own window must have been published.
-* `send(dst, tag, ...)` also takes in the message of the same tag that was announced (`expect`) from the peer that mirrors dst.
-  A rank that has nothing to send in a step sends an empty tensor. `arrived`: the step has been taken.
+* Each request of a `pull` brings a slice of its owner, and gives one of the own segment (`give`) to the peer that mirrors the
+  owner. The own window must have been published.
+* `send` also takes in the message of the same tag that was announced (`expect`) from the peer that mirrors its destination. A
+  rank that has nothing to send in a step sends an empty tensor. A message is here when the step has been taken.
 * `finish` and `wait_finished` are local: nobody reads the own segments but in steps of our own.
 """
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -68,7 +72,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from commfuse_dp.device.base import Device, Event, Word
-from commfuse_dp.errors import DeadlineError, Where
+from commfuse_dp.errors import Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.program.hosts import Hosts
 from commfuse_dp.transport.budget import Share
@@ -93,8 +97,10 @@ CHANNEL_PARAM, CHANNEL_GRAD, CHANNEL_COLLECTIVE, CHANNEL_REPLICA = 1, 2, 3, 4
 
 
 class Sending(NamedTuple):
-    """A message as one of several, see `Transport.send_all`.
+    """A message, see `Transport.send`.
 
+    buffer: from `reserve`; it must not be touched afterwards.
+    when: stream-ordered transports: it leaves as soon as this word is reached, not behind the current stream.
     room: stream-ordered transports: bytes that both ends set aside for it, at least its own; 0: its own. Messages of one tag
     that have equal room are worked out together, however many peers they go to."""
 
@@ -106,7 +112,7 @@ class Sending(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A further slice of a pull."""
+    """A further slice of a pull, see `PullRequest`."""
 
     owner: int
     key: int
@@ -116,17 +122,22 @@ class Part(NamedTuple):
 
 
 class PullRequest(NamedTuple):
-    """A pull as one of several, see `Transport.pull_all`. With `others`, stream-ordered transports that are not in lockstep
-    fetch slices of several owners by one batch of copies, with one word of arrival for all: they come as one."""
+    """A pull, see `Transport.pull`: bytes [start, start + nbytes) of what `owner` publishes under `key`.
+
+    out: uint8 buffer of nbytes that receives them; must be None if `in_place`, must be given otherwise.
+    after: stream-ordered transports write to `out` only behind this event (its last reader's); others ignore it.
+    give: lockstep transports: start and bytes of what a peer gets of the own segment meanwhile.
+    others: behind the first slice, which begins at byte 0 of `out`; one object for equal pulls. Stream-ordered transports that
+        are not in lockstep fetch slices of several owners by one batch of copies, with one word of arrival for all."""
 
     owner: int
     key: int
     start: int
     nbytes: int
-    out: torch.Tensor
+    out: torch.Tensor | None = None
     after: Event | None = None
-    give: tuple[int, int] = (0, 0)  # lockstep transports: start and bytes of what a peer gets of the own segment meanwhile
-    others: tuple[Part, ...] = ()  # behind the first slice, which begins at byte 0 of `out`; one object for equal pulls
+    give: tuple[int, int] = (0, 0)
+    others: tuple[Part, ...] = ()
 
 
 class Outcome(NamedTuple):
@@ -157,6 +168,8 @@ class Left(NamedTuple):
 class Transfer(ABC):
     """A pull under way."""
 
+    data: torch.Tensor | None = None  # the bytes, of a pull in place that had not to be waited for
+
     arrival: Word | None = None  # stream-ordered transports: reached when the bytes are there, for kernels that wait themselves
 
     landed: Event | None = None  # stream-ordered transports: behind the copy; timed while somebody watches (probe.timing)
@@ -174,26 +187,81 @@ class Transfer(ABC):
         """The bytes (uint8, 1-D, contiguous), readable. Raises DeadlineError or PeerLostError."""
 
 
+class Recovery(ABC):
+    """What the ranks tell each other of steps that they left, and how they drop what such a step has left behind: see
+    [Note: Broken steps]."""
+
+    @abstractmethod
+    def tell_broken(self, epoch: int, reason: str, *, final: bool = False) -> None:
+        """An exception has broken this rank's step `epoch` off: no message of that step follows. final: nothing ever follows.
+
+        Never blocks."""
+
+    @abstractmethod
+    def left(self, peer: int) -> Left | None:
+        """What `peer` has told last about a step that it has left; None: it has told nothing."""
+
+    @abstractmethod
+    def check(self, peer: int, ready: Callable[[], bool], where: Where, doing: str) -> None:
+        """Raise PeerLostError if what is not `ready` will not come: `peer` has said goodbye, or that it cannot go on."""
+
+    @abstractmethod
+    def discard(self, channel: int) -> None:
+        """Drop the messages of a channel that are here, or come, and give their room back, until `recover`."""
+
+    @abstractmethod
+    def outcome_of(self, peer: int, epoch: int) -> Outcome | None:
+        """How `peer` has ended step `epoch`, after `wait_finished(epoch)` until the next `finish`; None: it said goodbye."""
+
+    @abstractmethod
+    def all_sent(self, peer: int) -> bool:
+        """All that `peer` had sent to this rank when it left its step is here."""
+
+    @abstractmethod
+    def recover(self, epoch: int, where: Where = NOWHERE) -> None:
+        """Drop every message of all steps up to `epoch`, at both ends. Blocks until all ranks have. All have finished `epoch`.
+
+        All places in all inboxes are free afterwards, whatever an exception has left in them."""
+
+    @property
+    @abstractmethod
+    def held(self) -> int:
+        """Messages of which a place is reserved, that are on their way, or not released, in the peers' inboxes and here."""
+
+
 class Transport(ABC):
-    """One rank's end. Not thread-safe towards its user: one thread calls it (I/O threads of its own are its own affair)."""
+    """One rank's end. Not thread-safe towards its user: one thread calls it (I/O threads of its own are its own affair).
+
+    Attributes:
+        segments: this rank's published bytes by key, once exposed: uint8, 1-D, 64-byte aligned, writable until `publish`.
+        message_limit: largest message in bytes.
+        recovery: None: it cannot recover from broken steps.
+        device: whose streams its waits stand in, see [Note: Stream-ordered transports]; None: it blocks the CPU.
+    """
 
     name: ClassVar[str]
-    in_place: ClassVar[bool]  # pulled slices are read where the owner published them: no window buffers are needed
-    stream_ordered: ClassVar[bool] = False  # see [Note: Stream-ordered transports]
-    device: Device | None = None  # whose streams its waits stand in, if stream_ordered
-    hosts: Hosts | None = None  # the hierarchical order, where one transport serves a host and another one what is between
+    in_place: ClassVar[bool] = False  # pulled slices are read where the owner published them: no window buffers are needed
     lockstep: ClassVar[bool] = False  # see [Note: Lockstep transports]
+    device: Device | None = None
+    recovery: Recovery | None = None
+    hosts: Hosts | None = None  # the hierarchical order, where one transport serves a host and another one what is between
     share: Share | None = None  # what it takes for messages, if `open_transport` has opened it
-    recovers: ClassVar[bool] = False  # it has `recover` and what belongs to it, see [Note: Broken steps]
 
-    def __init__(self, rank: int, world_size: int, *, deadline_s: float, probe: Probe | None = None) -> None:
+    def __init__(
+        self, rank: int, world_size: int, *, message_limit: int, deadline_s: float, probe: Probe | None = None
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.message_limit = message_limit
         self.deadline_s = deadline_s
         self.probe = probe if probe is not None else Probe()
+        self.sizes: Sequence[Sequence[int]] | None = None  # as exposed
+        self.segments: Sequence[torch.Tensor] = ()
         self.activity = 0  # messages taken in so far
         self.sleep_s = 1.0  # longest sleep of a wait: peers end it earlier
         self.layers: Sequence[str] = ()  # what the keys of gradients stand for, in errors
+        # describe(owner, key, epoch, start, nbytes): what pulled bytes are, for errors of waits that nobody stands in.
+        self.describe: Callable[[int, int, int, int, int], Where] = _where
 
     # ---- windows: published parameters -------------------------------------------------------------------------------
     @abstractmethod
@@ -204,57 +272,24 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def segment(self, key: int) -> torch.Tensor:
-        """This rank's published bytes under `key`: uint8, 1-D, 64-byte aligned, writable until `publish`."""
+    def publish(self, keys: Sequence[int], epoch: int, *, last: bool = False) -> None:
+        """Make the segments' bytes readable to all peers as version `epoch` (> 0, rising by one).
+
+        last: of all that this rank publishes in `epoch`; all ranks say so, or none. Waits may then be for all keys of an owner
+        at once."""
 
     @abstractmethod
-    def publish(self, key: int, epoch: int, *, more: bool = False) -> None:
-        """Make the segment's bytes readable to all peers as version `epoch` (> 0, rising by one).
+    def pull(self, epoch: int, requests: Sequence[PullRequest]) -> Sequence[Transfer]:
+        """Start to fetch slices of `epoch`, in the order of the requests; never blocks.
 
-        more: other publications follow at once, or `push`; the notices may travel together."""
-
-    def publish_all(self, keys: Sequence[int], epoch: int, *, last: bool) -> None:
-        """`publish` of several segments that are ready together. last: of all that this rank publishes in `epoch`; all ranks
-        say so, or none. Waits may then be for all keys of an owner at once."""
-        for key in keys:
-            self.publish(key, epoch, more=True)
-        self.push()
-
-    @abstractmethod
-    def pull(
-        self,
-        owner: int,
-        key: int,
-        epoch: int,
-        *,
-        start: int = 0,
-        nbytes: int | None = None,
-        out: torch.Tensor | None = None,
-        after: Event | None = None,
-    ) -> Transfer:
-        """Start to fetch bytes [start, start + nbytes) of `owner`'s segment `key`; never blocks.
-
-        `out`: uint8 buffer of nbytes that receives them; must be None if `in_place`, must be given otherwise.
-        `after`: stream-ordered transports write to `out` only behind this event (its last reader's); others ignore it.
-        May be called before the owner has published `epoch`: the transfer then completes after it has.
+        May be called before an owner has published `epoch`: the transfer then completes after it has.
         """
-
-    def pull_all(self, epoch: int, requests: Sequence[PullRequest]) -> Sequence[Transfer]:
-        """Several pulls into buffers, in their order; cheaper than one by one where that costs much."""
-        return [
-            self.pull(owner, key, epoch, start=start, nbytes=nbytes, out=out, after=after)
-            for owner, key, start, nbytes, out, after, _, _ in requests
-        ]
-
-    def describe_pulls(self, describe: Callable[[int, int, int, int, int], Where]) -> None:
-        """describe(owner, key, epoch, start, nbytes): what the bytes are, for errors of waits that nobody stands in."""
-        return
 
     @abstractmethod
     def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
         """Tell all peers that this rank reads nothing of `epoch` any more (call once, all pulls waited for). Never blocks.
 
-        outcome: how the step ended here; transports that cannot recover from a broken step (`recovers`) keep it to themselves.
+        outcome: how the step ended here; transports without `recovery` keep it to themselves.
         """
 
     @abstractmethod
@@ -263,152 +298,52 @@ class Transport(ABC):
 
         meanwhile: called again and again while it blocks; streams do not need it."""
 
-    # ---- broken steps ------------------------------------------------------------------------------------------------
-    def tell_broken(self, epoch: int, reason: str, *, final: bool = False) -> None:
-        """An exception has broken this rank's step `epoch` off: no message of that step follows. final: nothing ever follows.
-
-        Never blocks. Of no effect where `recovers` is False."""
-        return
-
-    def left(self, peer: int) -> Left | None:
-        """What `peer` has told last about a step that it has left; None: it has told nothing."""
-        return None
-
-    def discard(self, channel: int) -> None:
-        """Drop the messages of a channel that are here, or come, and give their room back, until `recover`."""
-        return
-
-    def outcome_of(self, peer: int, epoch: int) -> Outcome | None:
-        """How `peer` has ended step `epoch`, after `wait_finished(epoch)` until the next `finish`; None: it said goodbye."""
-        return None
-
-    def all_sent(self, peer: int) -> bool:
-        """All that `peer` had sent to this rank when it left its step is here."""
-        return False
-
-    def recover(self, epoch: int, where: Where = NOWHERE) -> None:
-        """Drop every message of all steps up to `epoch`, at both ends. Blocks until all ranks have. All have finished `epoch`.
-
-        All places in all inboxes are free afterwards, whatever an exception has left in them."""
-        raise NotImplementedError(f"transport {self.name} cannot recover from a broken step")
-
-    def read_again(self, owners: Sequence[int], key: int, epoch: int, nbytes: int) -> bool:
-        """`in_place` pulls from several ranks, nbytes in all, of which the caller still has the views from an earlier epoch
-        (segments stay where they are): True if all may be read now. False says nothing: `pull`. Never blocks, and takes
-        nothing in."""
-        return False
-
     # ---- messages: gradients and collectives -------------------------------------------------------------------------
-    def box_of(self, owner: int) -> int:
-        """Whose inbox gradients for `owner` go to; this rank itself: none."""
-        return owner
-
-    @property
     @abstractmethod
-    def message_limit(self) -> int:
-        """Largest message in bytes."""
+    def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[torch.Tensor]:
+        """Writable uint8 buffers (64-byte aligned), one for a message of so many bytes to each of `dsts`; fewer, in their
+        order, if there is no credit just now for the next. Never blocks.
 
-    @abstractmethod
-    def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor | None:
-        """A writable uint8 buffer of nbytes (64-byte aligned) for one message to `dst`, or None: no credit just now.
-
-        For shm it lies in the owner's inbox, so that what is computed into it needs no further copy.
-        Raises ValueError if nbytes > message_limit.
+        For shm they lie in the owners' inboxes, so that what is computed into them needs no further copy.
+        room: as in `Sending`, for each of them; 0: the largest. Raises ValueError for more than message_limit.
         """
 
-    def reserve_all(self, dsts: Sequence[int], sizes: Sequence[int], room: int) -> list[torch.Tensor]:
-        """`try_reserve` for one message to each of several ranks, on stream-ordered transports. room: as in `Sending`."""
-        found = [self.try_reserve(dst, nbytes) for dst, nbytes in zip(dsts, sizes, strict=True)]
-        return [buffer for buffer in found if buffer is not None]
+    @abstractmethod
+    def send(self, sendings: Sequence[Sending], *, more: bool = False) -> None:
+        """Hand over buffers got from `reserve`, in this order. Never blocks.
+
+        more: other notices to the same peers follow, or a `progress`; this one may travel with them."""
+
+    def expect(self, srcs: Sequence[int], tag: Tag, nbytes: int, room: int = 0) -> None:  # noqa: B027
+        """Announce a message of nbytes from each of `srcs`: stream-ordered transports find it by that, others need no notice.
+
+        room: as in `Sending`."""
 
     @abstractmethod
-    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None, more: bool = False) -> None:
-        """Hand over a buffer got from `try_reserve(dst, ...)`; it must not be touched afterwards. Never blocks.
+    def receive(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE, *, wait: bool = True) -> list[torch.Tensor]:
+        """The bytes (uint8, read only, until `release`) of the messages of one tag from several ranks.
 
-        when: stream-ordered transports: it leaves as soon as this word is reached, not behind the current stream.
-        more: as in `publish`; others ignore it where the bytes travel themselves."""
-
-    def send_all(self, sendings: Sequence[Sending]) -> None:
-        """Several messages, in their order; cheaper than one by one where that costs much."""
-        for dst, tag, buffer, when, _ in sendings:
-            if when is None:
-                self.send(dst, tag, buffer)
-            else:
-                self.send(dst, tag, buffer, when=when)
-
-    def expect(self, src: int, tag: Tag, nbytes: int) -> None:
-        """Announce a message, so that a two-sided transport posts the receive early; the one-sided ones need no notice."""
-        return
-
-    def expect_all(self, srcs: Sequence[int], tag: Tag, nbytes: int, room: int) -> None:
-        """`expect` of one tag from several ranks. room: as in `Sending`."""
-        for src in srcs:
-            self.expect(src, tag, nbytes)
+        wait False: [] unless all of them are here; never blocks. Raises PeerLostError for one that will not come."""
 
     @abstractmethod
-    def arrived(self, src: int, tag: Tag) -> bool:
-        """True if `receive` would not block. Never blocks. Raises if the peer is lost."""
-
-    @abstractmethod
-    def receive(self, src: int, tag: Tag, where: Where = NOWHERE) -> torch.Tensor:
-        """The message's bytes (uint8, read only, until `release`)."""
-
-    @abstractmethod
-    def release(self, src: int, tag: Tag, *, more: bool = False) -> None:
-        """Give the message's slot back to its sender (credit). more: as in `publish`."""
-
-    def receive_all(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE) -> list[torch.Tensor]:
-        """The messages of one tag from several ranks."""
-        return [self.receive(src, tag, where) for src in srcs]
-
-    def release_all(self, srcs: Sequence[int], tag: Tag, *, more: bool = False) -> None:
-        """`release` of the messages of one tag from several ranks."""
-        for src in srcs:
-            self.release(src, tag, more=more)
-
-    def push(self) -> None:
-        """Send the notices that were held back for company (`more`). Waits do so by themselves. Never blocks."""
-        return
-
-    @property
-    def held(self) -> int:
-        """Messages of which a place is reserved, that are on their way, or not released, in the peers' inboxes and here."""
-        return 0
+    def release(self, srcs: Sequence[int], tag: Tag, *, more: bool = False) -> None:
+        """Give the slots of messages back to their senders (credit). more: as in `send`."""
 
     # ---- progress and end --------------------------------------------------------------------------------------------
     @abstractmethod
     def progress(self, timeout_s: float = 0.0) -> None:
-        """Take in what peers have sent; block at most timeout_s, less when something happens. Raises PeerLostError."""
-
-    def wait_until(self, ready: Callable[[], bool], *, peer: int, where: Where, doing: str) -> None:
-        """Block until ready(), with progress and the deadline. `doing` completes "rank 1 waits for ..." in the error."""
-        limit = time.monotonic() + self.deadline_s
-        while True:
-            before = self.activity
-            if ready():
-                return
-            if self.activity != before:  # something was taken in while it looked: it may be ready now, do not sleep
-                continue
-            left = limit - time.monotonic()
-            if left <= 0:
-                who = f"rank {peer}" if peer >= 0 else "its peers"
-                raise DeadlineError(
-                    f"rank {self.rank} waited {self.deadline_s:g} s for {who}: {doing} ({where}; transport {self.name}). "
-                    f"Either {who} is stuck or much slower, or it runs another program: look at its log first. "
-                    "If the step is really that slow, raise deadline_s.",
-                    rank=self.rank,
-                    peer=peer,
-                    where=where,
-                )
-            self.progress(min(left, self.sleep_s))
-
-    def abort(self, reason: str) -> None:
-        """Tell all peers that this rank has failed, if the transport can: their waits then end at once."""
-        return
+        """Send what was held back for company (`more`), and take in what peers have sent; block at most timeout_s, less when
+        something happens. Raises PeerLostError."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Say goodbye to the peers and free everything. Safe to call twice, and after an error."""
+    def close(self, reason: str = "") -> None:
+        """Say goodbye to the peers and free everything. Safe to call twice, and after an error.
+
+        reason: this rank has failed; the peers' waits then end at once, with a PeerLostError that says why."""
+
+
+def _where(owner: int, key: int, epoch: int, start: int, nbytes: int) -> Where:
+    return Where(f"(window {key})", epoch, f"bytes {start} to {start + nbytes}", nbytes)
 
 
 class Handle(ABC):

@@ -181,7 +181,7 @@ def _install(
     gather: DeferredGather | None,
 ) -> Report:
     engine, transaction = attachment.engine, attachment.transaction
-    streams = engine.transport.stream_ordered
+    streams = engine.transport.device is not None
     for layer, unit in zip(selection.layers, units, strict=True):
         transposed = layer.form is not None and layer.form.transposed
         attachment.serve(layer.module, unit, _computes(layer), transposed=transposed)

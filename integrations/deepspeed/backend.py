@@ -256,5 +256,5 @@ class RingBackend:
 
     def settle(self) -> None:
         for client in self.clients:
-            if not client.engine.transport.stream_ordered:
+            if client.engine.transport.device is None:
                 client.engine.settle()

@@ -24,7 +24,7 @@ from torch import nn
 from commfuse_dp.errors import CommFuseError, Where
 from commfuse_dp.probe import now_ns
 from commfuse_dp.program.orders import gather_owners
-from commfuse_dp.transport.base import Transfer, Transport
+from commfuse_dp.transport.base import PullRequest, Transfer, Transport
 
 PIECE_BYTES = 4 << 20
 
@@ -79,17 +79,21 @@ class DeferredGather:
         self._started.add(index)
         flat = group.whole.detach().view(torch.uint8)
         size = group.partition * group.whole.element_size()
-        transport.segment(index).copy_(flat[transport.rank * size : (transport.rank + 1) * size])
-        transport.publish(index, self._epoch)
-        pieces = self._pieces[index] = []
+        transport.segments[index].copy_(flat[transport.rank * size : (transport.rank + 1) * size])
+        transport.publish((index,), self._epoch)
+        targets: list[tuple[int, torch.Tensor]] = []
+        requests: list[PullRequest] = []
         step = max(1, PIECE_BYTES // group.whole.element_size()) * group.whole.element_size()
         for start in range(0, size, step):  # by turns, so that no owner's link is the one that all wait for
             stop = min(start + step, size)
             for owner in self._order:
                 target = flat[owner * size + start : owner * size + stop]
-                out = None if transport.in_place else target
-                transfer = transport.pull(owner, index, self._epoch, start=start, nbytes=stop - start, out=out)
-                pieces.append(_Piece(owner * size + start, owner * size + stop, target, transfer))
+                targets.append((owner * size + start, target))
+                requests.append(PullRequest(owner, index, start, stop - start, None if transport.in_place else target))
+        self._pieces[index] = [
+            _Piece(start, start + target.numel(), target, transfer)
+            for (start, target), transfer in zip(targets, transport.pull(self._epoch, requests), strict=True)
+        ]
         self.pending = True
 
     def require(self, index: int, start: int, stop: int, name: str) -> None:

@@ -264,7 +264,7 @@ def _hook_rest(attachment: Attachment, selection: Selection, engine: Engine) -> 
     rows = []
     served: set[int] = set()
     waiting: list[tuple[FSDPModule, Any]] = []
-    if engine.transport.stream_ordered:  # what is waited for in streams cannot pump plain collectives from the host
+    if engine.transport.device is not None:  # what is waited for in streams cannot pump plain collectives from the host
         for _, group in selection.groups:
             selection.foreign.setdefault(id(group), "on a GPU, what is not fused stays with FSDP2's own collectives")
     port = CollectivePort(engine)

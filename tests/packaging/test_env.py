@@ -10,6 +10,7 @@ import select
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,9 +94,12 @@ def test_bytes_that_arrive_wrong_are_no_success(monkeypatch):
     from commfuse_dp.transport.shm.transport import ShmTransport
 
     whole = ShmTransport.publish
-    monkeypatch.setattr(
-        ShmTransport, "publish", lambda self, key, epoch, **k: (self.segment(key)[5:6].zero_(), whole(self, key, epoch, **k))
-    )
+
+    def spoilt(self: Any, keys: Any, epoch: int, **more: Any) -> None:
+        self.segments[keys[0]][5:6].zero_()
+        whole(self, keys, epoch, **more)
+
+    monkeypatch.setattr(ShmTransport, "publish", spoilt)
     monkeypatch.setattr(env_transports, "_DEADLINE_S", 2.0)
     with pytest.raises(RuntimeError, match="not those that were sent"):
         env_transports._try_shm()

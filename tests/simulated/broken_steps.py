@@ -164,19 +164,19 @@ class Rig:
             yield from layer
 
     def _watch(self, transport: Any) -> None:
-        reserve, send = transport.try_reserve, transport.send
+        reserve, send = transport.reserve, transport.send
 
-        def try_reserve(dst: int, nbytes: int) -> torch.Tensor | None:
-            found = reserve(dst, nbytes)
-            if found is not None:
+        def reserved(*arguments: Any) -> list[torch.Tensor]:
+            found = reserve(*arguments)
+            if found:
                 self.injector.at("reserved")
             return found
 
-        def sent(dst: int, tag: Any, buffer: torch.Tensor, **more: Any) -> None:
-            send(dst, tag, buffer, **more)
+        def sent(*arguments: Any, **more: Any) -> None:
+            send(*arguments, **more)
             self.injector.at("sent")
 
-        transport.try_reserve, transport.send = try_reserve, sent
+        transport.reserve, transport.send = reserved, sent
 
     def _layer(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if self.replicated:
@@ -247,7 +247,7 @@ class Rig:
         """All ranks: nothing of any of them is left in an inbox."""
         while True:
             self.transport.progress(0.001)
-            if not any(exchange(self.transport.held)):
+            if not any(exchange(self.transport.recovery.held)):
                 return
 
 

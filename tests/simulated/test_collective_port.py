@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from commfuse_dp.engine.collective_port import CollectivePort
 from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.reserver import Reserver
 from commfuse_dp.errors import PeerLostError, Where
+from commfuse_dp.transport.waiting import wait_until
 from tests.support.inproc import InprocTransport, InprocWorld
 from tests.support.threads import run_ranks
 
@@ -29,12 +31,12 @@ def partials(rank: int) -> torch.Tensor:
 
 def in_turn(transport: InprocTransport, blocked: int, until: threading.Event) -> None:
     """No credit towards rank `blocked` until the event."""
-    reserve = transport.try_reserve
+    reserve = transport.reserve
 
-    def later(dst: int, nbytes: int) -> torch.Tensor | None:
-        return reserve(dst, nbytes) if dst != blocked or until.is_set() else None
+    def later(dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[torch.Tensor]:
+        return reserve(dsts, sizes, room) if tuple(dsts) != (blocked,) or until.is_set() else []
 
-    transport.try_reserve = later  # type: ignore[method-assign]
+    transport.reserve = later  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("late", [(1, 0), (0, 1), (1, 2), (2, 0)])
@@ -144,7 +146,7 @@ def test_a_gradient_does_not_overtake_a_collective():
         work.wait()
         assert out.all() and not port.sends_to(1 - rank)
         slots, peer = engine.gradients.slots, 1 - rank
-        engine.transport.wait_until(lambda: slots.try_reserve(peer, 64) is not None, peer=peer, where=Where(), doing="credit")
+        wait_until(engine.transport, lambda: slots.try_reserve(peer, 64) is not None, peer=peer, where=Where(), doing="credit")
         exchange("end")
         engine.close()
 

@@ -89,7 +89,7 @@ def test_what_crosses_hosts(hosts, per_host):
 # ---- the simulation catches what these tests are for -------------------------------------------------------------------
 def _relay_without_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The relay reads the segment without waiting for the stream that packs it."""
-    relay_due = StreamHierarchicalTransport._relay_due
+    relay_all = StreamHierarchicalTransport._relay_all
 
     wait = FakeDevice.wait_event
 
@@ -97,12 +97,12 @@ def _relay_without_packing(monkeypatch: pytest.MonkeyPatch) -> None:
         if stream.name != "relay":
             wait(device, stream, event)
 
-    def hasty(self: StreamHierarchicalTransport) -> None:
+    def hasty(self: StreamHierarchicalTransport, *arguments: Any) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(FakeDevice, "wait_event", deaf)
-            relay_due(self)
+            relay_all(self, *arguments)
 
-    monkeypatch.setattr(StreamHierarchicalTransport, "_relay_due", hasty)
+    monkeypatch.setattr(StreamHierarchicalTransport, "_relay_all", hasty)
 
 
 def _pack_under_exchange(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ import torch
 from commfuse_dp.errors import DeadlineError, MismatchError, TransportError, Where
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, CHANNEL_GRAD, PullRequest, Tag, Transfer
 from commfuse_dp.transport.grouped.transport import NcclTransport
+from commfuse_dp.transport.waiting import wait_until
+from tests.support import single
 from tests.support.cells import slow
 from tests.support.fake_device import FakeWorld, Race
 from tests.support.fake_grouped import FakeBoard
@@ -71,7 +73,7 @@ def pull(
     start: int = 0,
     after: Any = None,
 ) -> Transfer:
-    return transport.pull_all(epoch, [PullRequest(owner, key, start, out.numel(), out, after, give)])[0]
+    return transport.pull(epoch, [PullRequest(owner, key, start, out.numel(), out, after, give)])[0]
 
 
 def program(transport: NcclTransport, seen: list[tuple[Any, int]]) -> None:
@@ -86,34 +88,34 @@ def program(transport: NcclTransport, seen: list[tuple[Any, int]]) -> None:
     for epoch in range(1, 4):
         transport.wait_finished(epoch - 1)
         for key in range(2):
-            segment = transport.segment(key)
+            segment = transport.segments[key]
             value = 50 * key + 10 * rank + epoch
             device.launch(lambda s=segment, v=value: s.fill_(v), writes=[segment])
-            transport.publish(key, epoch, more=True)
-        transport.push()
+            transport.publish((key,), epoch)
+        transport.progress()
         for key in range(2):
             for shift in range(1, n):
                 owner = (rank + shift) % n
                 out = outs[shift][: _size(owner, key)]
-                give = (0, transport.segment(key).numel())
+                give = (0, transport.segments[key].numel())
                 pulled = pull(transport, owner, key, epoch, out, give, after=free.get(shift))
                 note(("slice", owner, key, epoch), pulled.wait(WHERE))
                 free[shift] = device.record(device.current_stream())
         for number in range(2):
             tag = Tag(CHANNEL_GRAD, 5, epoch, number)
             for shift in range(1, n):
-                transport.expect((rank - shift) % n, tag, _size(rank, number))
+                single.expect(transport, (rank - shift) % n, tag, _size(rank, number))
             for shift in range(1, n):
                 dst = (rank + shift) % n
-                buffer = transport.try_reserve(dst, _size(dst, number))
+                buffer = single.reserve(transport, dst, _size(dst, number))
                 value = 100 + 40 * number + 10 * rank + epoch
                 device.launch(lambda b=buffer, v=value: b.fill_(v), writes=[buffer])
-                transport.send(dst, tag, buffer)
+                single.send(transport, dst, tag, buffer)
             for shift in range(1, n):
                 src = (rank - shift) % n
-                assert transport.arrived(src, tag)
-                note(("message", src, number, epoch), transport.receive(src, tag, WHERE))
-                transport.release(src, tag)
+                assert single.arrived(transport, src, tag)
+                note(("message", src, number, epoch), single.receive(transport, src, tag, WHERE))
+                single.release(transport, src, tag)
         transport.finish(epoch)
 
 
@@ -157,9 +159,9 @@ def _give_only(transport: NcclTransport, *, wait: bool) -> None:
         if wait:
             transport.wait_finished(epoch - 1)
         transport._free_to_write = epoch - 1
-        segment = transport.segment(0)
+        segment = transport.segments[0]
         device.launch(lambda s=segment: s.fill_(1), writes=[segment])
-        transport.publish(0, epoch)
+        transport.publish((0,), epoch)
         out = torch.empty(64 * transport.rank, dtype=torch.uint8)
         pull(transport, other, 0, epoch, out, (0, segment.numel()))
         transport.finish(epoch)
@@ -174,28 +176,28 @@ def test_messages_that_are_held_keep_their_bytes() -> None:
         choose, held = random.Random(5), []
         for number in range(40):
             tag = Tag(CHANNEL_COLLECTIVE, part=number)
-            transport.expect(other, tag, 64)
-            buffer = transport.try_reserve(other, 64)
+            single.expect(transport, other, tag, 64)
+            buffer = single.reserve(transport, other, 64)
             device.launch(lambda b=buffer, v=number: b.fill_(v), writes=[buffer])
-            transport.send(other, tag, buffer)
+            single.send(transport, other, tag, buffer)
             held.append(tag)
             while len(held) > 2 or (held and held[0].part <= number - 3):
                 oldest = held[0].part <= number - 3
                 taken = held.pop(0 if oldest else choose.randrange(len(held)))
-                data = transport.receive(other, taken, WHERE)
+                data = single.receive(transport, other, taken, WHERE)
                 device.launch(lambda d=data, n=taken.part: seen.append((n, int(d.min()))), reads=[data])
-                transport.release(other, taken)
+                single.release(transport, other, taken)
         tags = [Tag(CHANNEL_COLLECTIVE, 1, part=part) for part in range(5)]
         for taken in held:
-            transport.receive(other, taken, WHERE)
-            transport.release(other, taken)
+            single.receive(transport, other, taken, WHERE)
+            single.release(transport, other, taken)
         for tag in tags[:4]:
-            transport.expect(other, tag, 64)
-            transport.send(other, tag, transport.try_reserve(other, 64))
-        transport.expect(other, tags[4], 64)
-        buffer = transport.try_reserve(other, 64)
+            single.expect(transport, other, tag, 64)
+            single.send(transport, other, tag, single.reserve(transport, other, 64))
+        single.expect(transport, other, tags[4], 64)
+        buffer = single.reserve(transport, other, 64)
         with pytest.raises(TransportError, match=r"too few for what has come from rank .* was not released"):
-            transport.send(other, tags[4], buffer)
+            single.send(transport, other, tags[4], buffer)
 
     run(2, body, inbox_bytes=256)
     assert len(seen) >= 70 and all(number == value for number, value in seen)
@@ -213,8 +215,8 @@ def test_a_peer_that_never_comes_is_named_and_streams_go_on() -> None:
             if rank == 2:
                 exchange("over")
                 return ""
-            transport.segment(0).fill_(rank)
-            transport.publish(0, 1)
+            transport.segments[0].fill_(rank)
+            transport.publish((0,), 1)
             start = time.monotonic()
             with pytest.raises(DeadlineError) as caught:
                 out = torch.empty(64, dtype=torch.uint8)
@@ -222,7 +224,7 @@ def test_a_peer_that_never_comes_is_named_and_streams_go_on() -> None:
             assert time.monotonic() - start > 0.4
             assert caught.value.where is not None and caught.value.where.step in (1, 12)
             with pytest.raises(DeadlineError):
-                transport.publish(0, 2)
+                transport.publish((0,), 2)
             exchange("over")
             return str(caught.value)
         finally:
@@ -241,19 +243,19 @@ def test_other_programs_are_found_by_their_checksums(what: str) -> None:
     def body(transport: NcclTransport, exchange: ExchangeFn) -> str:
         rank, other = transport.rank, 1 - transport.rank
         for key in range(2):
-            transport.publish(key, 1)
+            transport.publish((key,), 1)
         for key in (0, 1) if rank == 0 or what != "slice" else (1, 0):
             if what != "count" or rank == 0 or key == 0:
                 out = torch.empty(64, dtype=torch.uint8)
                 pull(transport, other, key, 1, out, (0, 64)).wait(WHERE)
         tag = Tag(CHANNEL_GRAD, rank if what == "message" else 0)
-        transport.expect(other, tag, 64)
-        transport.send(other, tag, transport.try_reserve(other, 64))
+        single.expect(transport, other, tag, 64)
+        single.send(transport, other, tag, single.reserve(transport, other, 64))
         transport.finish(1)
         with pytest.raises(MismatchError, match=f"rank {other} .*step 1.*different programs") as caught:
-            transport.wait_until(lambda: False, peer=other, where=WHERE, doing="to be found out")
+            wait_until(transport, lambda: False, peer=other, where=WHERE, doing="to be found out")
         with pytest.raises(MismatchError):
-            transport.publish(0, 2)
+            transport.publish((0,), 2)
         return str(caught.value)
 
     run(2, body, sizes=[[64, 64]] * 2, execute=False)
@@ -274,12 +276,12 @@ def test_misuse_is_refused() -> None:
         with pytest.raises(TransportError, match="publish first"):
             bring()
         with pytest.raises(ValueError, match="rise by one"):
-            transport.publish(0, 2)
-        transport.publish(0, 1)
+            transport.publish((0,), 2)
+        transport.publish((0,), 1)
         with pytest.raises(TransportError, match=r"wait_finished\(1\)"):
-            transport.publish(0, 2)
+            transport.publish((0,), 2)
         with pytest.raises(TransportError, match="pull_all"):
-            transport.pull(other, 0, 1, out=out)
+            single.pull(transport, other, 0, 1, out=out)
         with pytest.raises(ValueError, match=r"\[4, 12\).*8 bytes"):
             bring(start=4)
         with pytest.raises(ValueError, match=r"give = \(4, 8\).*8 bytes"):
@@ -291,28 +293,28 @@ def test_misuse_is_refused() -> None:
         with pytest.raises(ValueError, match="contiguous uint8"):
             bring(out=torch.empty(2, dtype=torch.float32))
         with pytest.raises(ValueError, match=r"1025 bytes.*0 \.\. 1024.*inbox_bytes"):
-            transport.try_reserve(other, 1025)
+            single.reserve(transport, other, 1025)
         tag = Tag(CHANNEL_GRAD)
         with pytest.raises(ValueError, match="not reserved"):
-            transport.send(other, tag, torch.zeros(8, dtype=torch.uint8))
+            single.send(transport, other, tag, torch.zeros(8, dtype=torch.uint8))
         with pytest.raises(ValueError, match=rf"comes in the step in which rank {rank} sends .* to rank {other}"):
-            transport.receive(other, tag)
+            single.receive(transport, other, tag)
         with pytest.raises(ValueError, match="no message"):
-            transport.release(other, tag)
-        transport.expect(other, tag, 8)
+            single.release(transport, other, tag)
+        single.expect(transport, other, tag, 8)
         with pytest.raises(TransportError, match="two messages"):
-            transport.expect(other, tag, 8)
-        buffer = transport.try_reserve(other, 8)
+            single.expect(transport, other, tag, 8)
+        buffer = single.reserve(transport, other, 8)
         with pytest.raises(ValueError, match=r"0 \.\. 2\*\*31-1"):
-            transport.send(other, Tag(-1), buffer)
-        transport.send(other, tag, buffer)
+            single.send(transport, other, Tag(-1), buffer)
+        single.send(transport, other, tag, buffer)
         with pytest.raises(ValueError, match="sent before"):
-            transport.send(other, Tag(CHANNEL_GRAD, 1), buffer)
+            single.send(transport, other, Tag(CHANNEL_GRAD, 1), buffer)
         with pytest.raises(ValueError, match="no message"):
-            transport.release(other, tag)
+            single.release(transport, other, tag)
         transport.device.captures = True
         with pytest.raises(TransportError, match="CUDA graph"):
-            transport.receive(other, tag)
+            single.receive(transport, other, tag)
         transport.device.captures = False
         transport.finish(1)
         with pytest.raises(ValueError, match="is over"):
@@ -324,7 +326,7 @@ def test_misuse_is_refused() -> None:
         transport.close()
         transport.close()
         with pytest.raises(TransportError, match="closed"):
-            transport.publish(0, 2)
+            transport.publish((0,), 2)
 
     run(2, body, sizes=[[8, 8]])
 

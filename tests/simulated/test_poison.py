@@ -19,8 +19,9 @@ from commfuse_dp.errors import CommFuseError, DeadlineError, MismatchError, Peer
 from commfuse_dp.ops.linear import fused_linear
 from commfuse_dp.transport.base import CHANNEL_GRAD, PullRequest, Tag, Transport
 from commfuse_dp.transport.grouped.transport import NcclTransport
+from commfuse_dp.transport.waiting import wait_until
 from tests.simulated.test_engine import Policy, Slot, data, weights
-from tests.support import fake_nccl, fake_symmetric
+from tests.support import fake_nccl, fake_symmetric, single
 from tests.support.fake_device import FakeWorld
 from tests.support.fake_grouped import FakeBoard
 from tests.support.fake_nccl import open_fake_nccl
@@ -56,18 +57,18 @@ def symmetric_step(transport: Transport, host: Device, *, epoch: int, sends: boo
     other, tag = 1 - transport.rank, Tag(CHANNEL_GRAD, 0, epoch)
     transport.wait_finished(epoch - 1, WHERE)
     if sends:
-        segment = transport.segment(0)
+        segment = transport.segments[0]
         host.device.launch(lambda: segment.view(torch.float32).fill_(1.0), writes=[segment])
-        transport.publish(0, epoch)
-    transport.pull(other, 0, epoch, out=host.weight.view(torch.uint8)).wait(WHERE)
+        transport.publish((0,), epoch)
+    single.pull(transport, other, 0, epoch, out=host.weight.view(torch.uint8)).wait(WHERE)
     host.forward()
-    transport.expect(other, tag, BYTES)
+    single.expect(transport, other, tag, BYTES)
     if sends:
-        buffer = transport.try_reserve(other, BYTES)
+        buffer = single.reserve(transport, other, BYTES)
         host.device.launch(lambda: buffer.view(torch.float32).fill_(1.0), writes=[buffer])
-        transport.send(other, tag, buffer)
-    host.optimizer(transport.receive(other, tag, WHERE))
-    transport.release(other, tag)
+        single.send(transport, other, tag, buffer)
+    host.optimizer(single.receive(transport, other, tag, WHERE))
+    single.release(transport, other, tag)
     transport.finish(epoch)
 
 
@@ -99,7 +100,7 @@ def test_an_optimizer_step_behind_a_dead_peer_finds_nan_only() -> None:
         world.run(patience_s=30)
         host.lost()
         with pytest.raises(PeerLostError) as caught:
-            transport.push()
+            transport.progress()
         world.deferred = False  # streams go on by themselves
         transport.close()
         return str(caught.value)
@@ -121,17 +122,17 @@ def test_an_optimizer_step_behind_a_late_peer_finds_nan_only() -> None:
         other, tag = 1 - rank, Tag(CHANNEL_GRAD, 0, 1)
         text = ""
         if rank == 0:
-            transport.publish(0, 1)
+            transport.publish((0,), 1)
             request = PullRequest(other, 0, 0, BYTES, host.weight.view(torch.uint8), None, (0, BYTES))
-            transport.pull_all(1, [request])[0].wait(WHERE)
+            single.pull(transport, 1, [request])[0].wait(WHERE)
             host.forward()
-            transport.expect(other, tag, BYTES)
-            transport.send(other, tag, transport.try_reserve(other, BYTES))
-            host.optimizer(transport.receive(other, tag, WHERE))
+            single.expect(transport, other, tag, BYTES)
+            single.send(transport, other, tag, single.reserve(transport, other, BYTES))
+            host.optimizer(single.receive(transport, other, tag, WHERE))
             world.run(patience_s=30)
             host.lost()
             with pytest.raises(DeadlineError) as caught:
-                transport.publish(0, 2)
+                transport.publish((0,), 2)
             text = str(caught.value)
         exchange("over")
         world.deferred = False
@@ -155,24 +156,24 @@ def test_another_order_reaches_no_optimizer_step(what: str) -> None:
         transport.expose([[BYTES, BYTES]] * 2)
         host, other = Device(transport, 3.0), 1 - rank
         for key in (0, 1):
-            transport.publish(key, 1)
+            transport.publish((key,), 1)
         for key in (1, 0) if rank and what == "parameters" else (0, 1):
             request = PullRequest(other, key, 0, BYTES, host.weight.view(torch.uint8), None, (0, BYTES))
-            transport.pull_all(1, [request])[0].wait(WHERE)
+            single.pull(transport, 1, [request])[0].wait(WHERE)
             host.forward()
         tags = [Tag(CHANNEL_GRAD, key, 1) for key in (0, 1)]
         for tag in reversed(tags) if rank and what == "gradients" else tags:
-            transport.expect(other, tag, BYTES)
-            transport.send(other, tag, transport.try_reserve(other, BYTES))
-            host.optimizer(transport.receive(other, tag, WHERE))
-            transport.release(other, tag)
+            single.expect(transport, other, tag, BYTES)
+            single.send(transport, other, tag, single.reserve(transport, other, BYTES))
+            host.optimizer(single.receive(transport, other, tag, WHERE))
+            single.release(transport, other, tag)
         exchange("enqueued")
         if rank == 0:
             world.run(patience_s=30)
         exchange("executed")
         assert host.param.isnan().all(), "an optimizer step on wrong data"
         with pytest.raises(MismatchError) as caught:
-            transport.wait_until(lambda: False, peer=other, where=WHERE, doing="to be found out")
+            wait_until(transport, lambda: False, peer=other, where=WHERE, doing="to be found out")
         fake_nccl.die(transport)
         return str(caught.value)
 
@@ -229,7 +230,11 @@ def test_the_error_is_raised_again_by_every_call() -> None:
     board = FakeBoard(FakeWorld(2, seed=6, deferred=False))
 
     def end(transport: Any) -> None:
-        for call in (transport.push, lambda: transport.publish(0, 2), lambda: transport.try_reserve(1 - transport.rank, 8)):
+        for call in (
+            transport.progress,
+            lambda: transport.publish((0,), 2),
+            lambda: single.reserve(transport, 1 - transport.rank, 8),
+        ):
             with pytest.raises(CommFuseError, match="different orders"):
                 call()
         fake_nccl.die(transport)

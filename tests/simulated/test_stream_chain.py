@@ -191,11 +191,11 @@ def _hops_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: StreamChain, transport: Any, *args: Any, **kwargs: Any) -> None:
         expect, announced = transport.expect, []
-        transport.expect = lambda src, tag, nbytes: announced.append((src, tag, nbytes))
+        transport.expect = lambda srcs, tag, nbytes: announced.append((srcs, tag, nbytes))
         original(self, transport, *args, **kwargs)
         del transport.expect
         self._steps.sort(key=lambda step: (step.hop, step.place))
-        tags = {tag: (src, tag, nbytes) for src, tag, nbytes in announced}
+        tags = {tag: (srcs, tag, nbytes) for srcs, tag, nbytes in announced}
         for step in self._steps:
             if step.hop:
                 expect(*tags[self._tag(step.place, step.hop - 1)])

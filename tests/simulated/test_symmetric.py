@@ -23,6 +23,7 @@ from commfuse_dp.transport.symmetric.messages import Messages
 from commfuse_dp.transport.symmetric.ring import Outbox, PlaceRing, StagingRing
 from commfuse_dp.transport.symmetric.transport import SymmetricTransport
 from commfuse_dp.transport.symmetric.windows import Pull, Windows
+from tests.support import single
 from tests.support.cells import slow
 from tests.support.fake_device import FakeBatch, FakeEvent, FakeWorld, Race, Stuck
 from tests.support.fake_symmetric import die, open_fake
@@ -83,12 +84,12 @@ class Step:
         for epoch in range(1, EPOCHS + 1):
             self.transport.wait_finished(epoch - 1, WHERE)
             for key in range(2):
-                segment, data = self.transport.segment(key), pattern(self.rank, key, epoch, nbytes=SIZES[key][self.rank])
+                segment, data = self.transport.segments[key], pattern(self.rank, key, epoch, nbytes=SIZES[key][self.rank])
                 self.launch(lambda s=segment, d=data: s.copy_(d), writes=[segment])
-                self.transport.publish(key, epoch, more=True)
-            self.transport.push()
+                self.transport.publish((key,), epoch)
+            self.transport.progress()
             if epoch > 1:  # from now on a wait for all keys of an owner serves
-                self.transport.publish_all((), epoch, last=True)
+                self.transport.publish((), epoch, last=True)
             self.windows(epoch)
             self.gradients(epoch)
             self.transport.finish(epoch)
@@ -100,7 +101,7 @@ class Step:
         for owner in owners[:together]:
             whole, free = self.buffers.pop(0)
             requests.append((whole, PullRequest(owner, 0, 0, SIZES[0][owner], whole[: SIZES[0][owner]], free)))
-        pulls = self.transport.pull_all(epoch, [request for _, request in requests])
+        pulls = self.transport.pull(epoch, [request for _, request in requests])
         for number, owner in enumerate(owners):
             size = SIZES[0][owner]
             if number < together:
@@ -109,7 +110,7 @@ class Step:
             else:
                 whole, free = self.buffers.pop(0)
                 buffer = whole[:size]
-                pull = self.transport.pull(owner, 0, epoch, nbytes=size, out=buffer, after=free)
+                pull = single.pull(self.transport, owner, 0, epoch, nbytes=size, out=buffer, after=free)
             if number % 2 or pull.arrival is None:
                 assert pull.done() and pull.wait(WHERE) is buffer
             else:
@@ -124,20 +125,22 @@ class Step:
         sizes = {peer: [200 + 8 * self.rank, 0, 300 - 8 * peer] for peer in peers}
         for peer in peers:
             for part, nbytes in enumerate([200 + 8 * peer, 0, 300 - 8 * self.rank]):
-                self.transport.expect(peer, Tag(CHANNEL_GRAD, 1, epoch, part), nbytes)
+                single.expect(self.transport, peer, Tag(CHANNEL_GRAD, 1, epoch, part), nbytes)
         for part in range(3):
             for peer in peers:
                 data = pattern(self.rank, peer, epoch, part, nbytes=sizes[peer][part])
-                buffer = self.transport.try_reserve(peer, data.numel())
+                buffer = single.reserve(self.transport, peer, data.numel())
                 self.launch(lambda b=buffer, d=data: b.copy_(d), writes=[buffer])
-                self.transport.send(peer, Tag(CHANNEL_GRAD, 1, epoch, part), buffer)
+                single.send(self.transport, peer, Tag(CHANNEL_GRAD, 1, epoch, part), buffer)
         with self.device.on(self.device.side_stream("reduce")):
             for part in (1, 0, 2):  # not the order of sending: the first is released early
                 for peer in peers:
                     tag = Tag(CHANNEL_GRAD, 1, epoch, part)
                     nbytes = [200 + 8 * peer, 0, 300 - 8 * self.rank][part]
-                    self.read(self.transport.receive(peer, tag, WHERE), pattern(peer, self.rank, epoch, part, nbytes=nbytes))
-                    self.transport.release(peer, tag, more=part == 1)
+                    self.read(
+                        single.receive(self.transport, peer, tag, WHERE), pattern(peer, self.rank, epoch, part, nbytes=nbytes)
+                    )
+                    single.release(self.transport, peer, tag, more=part == 1)
 
 
 def run_steps(world: FakeWorld) -> int:
@@ -328,12 +331,12 @@ def test_a_word_that_nobody_writes_is_named() -> None:
 
     def body(transport: SymmetricTransport, exchange: ExchangeFn) -> None:
         if transport.rank == 0:
-            transport.pull(1, 0, 1, out=torch.zeros(8, dtype=torch.uint8)).wait(WHERE)
+            single.pull(transport, 1, 0, 1, out=torch.zeros(8, dtype=torch.uint8)).wait(WHERE)
             with pytest.raises(Stuck, match="rank 0 gather stands at wait for word 1 >= 1"):
                 world.run()
         exchange("end")
         if transport.rank == 1:
-            transport.publish(0, 1)
+            transport.publish((0,), 1)
             world.run()
         exchange("end")
 
@@ -348,9 +351,9 @@ def test_pull_before_publish_and_credit_in_streams() -> None:
         device = transport.device
         if transport.rank == 0:
             out = torch.zeros(64, dtype=torch.uint8)
-            pulled = transport.pull(1, 0, 1, out=out)
+            pulled = single.pull(transport, 1, 0, 1, out=out)
             for number in range(12):
-                transport.send(1, Tag(CHANNEL_GRAD, number), transport.try_reserve(1, 64))
+                single.send(transport, 1, Tag(CHANNEL_GRAD, number), single.reserve(transport, 1, 64))
             sent = device.record(device.side_stream("scatter"))
             with pytest.raises(Stuck):
                 world.run()
@@ -361,13 +364,13 @@ def test_pull_before_publish_and_credit_in_streams() -> None:
             assert pulled.landed.done() and sent.done() and out.tolist() == [7] * 64
         else:
             exchange("stands")
-            segment = transport.segment(0)
+            segment = transport.segments[0]
             device.launch(lambda: segment.fill_(7), writes=[segment])  # type: ignore[attr-defined]
-            transport.publish(0, 1)
+            transport.publish((0,), 1)
             for number in range(12):
-                transport.expect(0, Tag(CHANNEL_GRAD, number), 64)
-                transport.receive(0, Tag(CHANNEL_GRAD, number))
-                transport.release(0, Tag(CHANNEL_GRAD, number))
+                single.expect(transport, 0, Tag(CHANNEL_GRAD, number), 64)
+                single.receive(transport, 0, Tag(CHANNEL_GRAD, number))
+                single.release(transport, 0, Tag(CHANNEL_GRAD, number))
             exchange("goes on")
         exchange("end")
 
@@ -382,16 +385,16 @@ def test_ranks_in_another_order_are_an_error_and_never_wrong_data() -> None:
     def body(transport: SymmetricTransport, exchange: ExchangeFn) -> str:
         other = 1 - transport.rank
         for tag in tags if transport.rank else reversed(tags):
-            transport.send(other, tag, transport.try_reserve(other, 64))
+            single.send(transport, other, tag, single.reserve(transport, other, 64))
         for tag in tags:
-            transport.expect(other, tag, 64)
-            transport.receive(other, tag, WHERE)
+            single.expect(transport, other, tag, 64)
+            single.receive(transport, other, tag, WHERE)
         exchange("enqueued")
         if transport.rank == 0:
             world.run(patience_s=10)  # the watchdog frees the streams
         exchange("has run")
         with pytest.raises((MismatchError, PeerLostError)) as caught:
-            transport.push()
+            transport.progress()
         return f"{type(caught.value).__name__}: {caught.value}"
 
     texts = run(world, body)
@@ -412,14 +415,18 @@ def test_a_dead_peer_frees_the_streams_and_is_named_by_every_later_call() -> Non
             return
         transport.wait_finished(1, WHERE)
         out = torch.zeros(8, dtype=torch.uint8)
-        transport.pull(1, 0, 1, out=out).wait(WHERE)
-        transport.expect(1, Tag(CHANNEL_GRAD), 8)
-        transport.receive(1, Tag(CHANNEL_GRAD), WHERE)
+        single.pull(transport, 1, 0, 1, out=out).wait(WHERE)
+        single.expect(transport, 1, Tag(CHANNEL_GRAD), 8)
+        single.receive(transport, 1, Tag(CHANNEL_GRAD), WHERE)
         exchange("enqueued")
         start = time.monotonic()
         world.run(patience_s=60)
         assert time.monotonic() - start < 90, "at once, not after the deadline"
-        for call in (transport.push, lambda: transport.try_reserve(1, 8), lambda: transport.arrived(1, Tag(CHANNEL_GRAD))):
+        for call in (
+            transport.progress,
+            lambda: single.reserve(transport, 1, 8),
+            lambda: single.arrived(transport, 1, Tag(CHANNEL_GRAD)),
+        ):
             with pytest.raises(PeerLostError, match=r"rank 1 .*pid.*blocks\.3\.fc.*step 12") as caught:
                 call()
             assert caught.value.peer == 1 and caught.value.where == WHERE
@@ -433,13 +440,13 @@ def test_a_busy_device_is_not_a_late_peer() -> None:
     world = FakeWorld(2, deferred=False)
 
     def body(transport: SymmetricTransport, exchange: ExchangeFn) -> None:
-        transport.segment(0).fill_(transport.rank)
-        transport.publish(0, 1)
+        transport.segments[0].fill_(transport.rank)
+        transport.publish((0,), 1)
         exchange("published")
         if transport.rank == 0:
             device, busy = transport.device, torch.zeros(1, dtype=torch.int32)
             device.wait_value(device.side_stream("gather"), busy, 0, 1)
-            pull = transport.pull(1, 0, 1, out=torch.zeros(8, dtype=torch.uint8))
+            pull = single.pull(transport, 1, 0, 1, out=torch.zeros(8, dtype=torch.uint8))
             time.sleep(1.0)  # five deadlines
             device.poke([Word(busy, 0, 1)])
             assert pull.wait(WHERE).tolist() == [1] * 8
@@ -453,10 +460,10 @@ def test_capture_is_refused() -> None:
         transport.device.captures = True  # type: ignore[attr-defined]
         other = 1 - transport.rank
         calls: list[Callable[[], object]] = [
-            lambda: transport.publish(0, 1),
-            lambda: transport.pull(other, 0, 1, out=torch.zeros(8, dtype=torch.uint8)),
-            lambda: transport.try_reserve(other, 8),
-            lambda: transport.receive(other, Tag(CHANNEL_GRAD)),
+            lambda: transport.publish((0,), 1),
+            lambda: single.pull(transport, other, 0, 1, out=torch.zeros(8, dtype=torch.uint8)),
+            lambda: single.reserve(transport, other, 8),
+            lambda: single.receive(transport, other, Tag(CHANNEL_GRAD)),
             lambda: transport.finish(1),
         ]
         for call in calls:
@@ -472,18 +479,18 @@ def test_misuse_of_messages() -> None:
     def body(transport: SymmetricTransport, exchange: ExchangeFn) -> None:
         other, tag = 1 - transport.rank, Tag(CHANNEL_GRAD)
         with pytest.raises(ValueError, match=r"not announced by expect"):
-            transport.receive(other, tag)
-        transport.expect(other, tag, 8)
+            single.receive(transport, other, tag)
+        single.expect(transport, other, tag, 8)
         with pytest.raises(TransportError, match="two messages Tag"):
-            transport.expect(other, tag, 8)
+            single.expect(transport, other, tag, 8)
         with pytest.raises(ValueError, match="not yet received"):
-            transport.release(other, tag)
+            single.release(transport, other, tag)
         with pytest.raises(ValueError, match="rings for the channels"):
-            transport.expect(other, Tag(99), 8)
+            single.expect(transport, other, Tag(99), 8)
         for _ in range(4):
-            transport.try_reserve(other, 256)
+            single.reserve(transport, other, 256)
         with pytest.raises(TransportError, match=r"1024 bytes are too few.*inbox_bytes"):
-            transport.try_reserve(other, 256)
+            single.reserve(transport, other, 256)
         exchange("end")
 
     run(FakeWorld(2, deferred=False), body)
@@ -549,14 +556,14 @@ def test_channels_have_rings_of_their_own() -> None:
                 if channel == CHANNEL_GRAD and number:
                     continue
                 tag = Tag(channel, number)
-                transport.expect(other, tag, 200)
-                buffer = transport.try_reserve(other, 200)
+                single.expect(transport, other, tag, 200)
+                buffer = single.reserve(transport, other, 200)
                 buffer.copy_(pattern(transport.rank, number, channel, nbytes=200))
-                transport.send(other, tag, buffer)
+                single.send(transport, other, tag, buffer)
                 if channel == CHANNEL_COLLECTIVE:
-                    assert torch.equal(transport.receive(other, tag), pattern(other, number, channel, nbytes=200))
-                    transport.release(other, tag)
-        got = transport.receive(other, Tag(CHANNEL_GRAD, 0))
+                    assert torch.equal(single.receive(transport, other, tag), pattern(other, number, channel, nbytes=200))
+                    single.release(transport, other, tag)
+        got = single.receive(transport, other, Tag(CHANNEL_GRAD, 0))
         assert torch.equal(got, pattern(other, 0, CHANNEL_GRAD, nbytes=200))
         exchange("end")
 

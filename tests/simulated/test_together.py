@@ -16,6 +16,7 @@ from commfuse_dp.transport.one_sided.ring import align
 from commfuse_dp.transport.symmetric import transport as symmetric
 from commfuse_dp.transport.symmetric.ring import Inbox, Lanes, Outbox, StagingRing
 from commfuse_dp.transport.symmetric.transport import SymmetricTransport
+from tests.support import single
 from tests.support.fake_device import FakeWorld
 from tests.support.fake_symmetric import open_fake
 from tests.support.threads import ExchangeFn, run_ranks
@@ -60,9 +61,9 @@ class Program:
     def run(self) -> None:
         for epoch in range(1, EPOCHS + 1):
             self.transport.wait_finished(epoch - 1, WHERE)
-            segment, data = self.transport.segment(0), pattern(self.rank, epoch, nbytes=SIZES[self.rank])
+            segment, data = self.transport.segments[0], pattern(self.rank, epoch, nbytes=SIZES[self.rank])
             self.launch(lambda s=segment, d=data: s.copy_(d), writes=[segment])
-            self.transport.publish_all((0,), epoch, last=epoch > 1)
+            self.transport.publish((0,), epoch, last=epoch > 1)
             for _ in range(3):
                 self.pull(epoch)
             self.messages(epoch)
@@ -71,7 +72,7 @@ class Program:
     def pull(self, epoch: int) -> None:
         out, free = self.buffers.pop(0)
         request = PullRequest(self.first, 0, 0, SIZES[self.first], out, free, (0, 0), self.others)
-        self.transport.pull_all(epoch, [request])[0].wait(WHERE)
+        self.transport.pull(epoch, [request])[0].wait(WHERE)
         self.read(out[: SIZES[self.first]], pattern(self.first, epoch, nbytes=SIZES[self.first]))
         for owner, _, _, nbytes, at in self.others:
             self.read(out[at : at + nbytes], pattern(owner, epoch, nbytes=nbytes))
@@ -83,27 +84,27 @@ class Program:
         for part, kind in enumerate(rounds):
             tag, sizes = Tag(CHANNEL_GRAD, 0, epoch, part), owed[part]
             if kind == "all":
-                self.transport.expect_all(self.peers, tag, sizes[self.rank], max(sizes))
-                buffers = self.transport.reserve_all(self.peers, [sizes[peer] for peer in self.peers], max(sizes))
+                self.transport.expect(self.peers, tag, sizes[self.rank], max(sizes))
+                buffers = self.transport.reserve(self.peers, [sizes[peer] for peer in self.peers], max(sizes))
                 for peer, buffer in zip(self.peers, buffers, strict=True):
                     data = pattern(self.rank, peer, epoch, part, nbytes=sizes[peer])
                     self.launch(lambda b=buffer, d=data: b.copy_(d), writes=[buffer])
                 pairs = zip(self.peers, buffers, strict=True)
-                self.transport.send_all([Sending(peer, tag, buffer, None, max(sizes)) for peer, buffer in pairs])
+                self.transport.send([Sending(peer, tag, buffer, None, max(sizes)) for peer, buffer in pairs])
                 came = self.peers
             else:
                 to, source = (self.rank + 1) % RANKS, (self.rank - 1) % RANKS
-                self.transport.expect(source, tag, sizes[self.rank])
-                buffer = self.transport.try_reserve(to, sizes[to])
+                single.expect(self.transport, source, tag, sizes[self.rank])
+                buffer = single.reserve(self.transport, to, sizes[to])
                 data = pattern(self.rank, to, epoch, part, nbytes=sizes[to])
                 self.launch(lambda b=buffer, d=data: b.copy_(d), writes=[buffer])
-                self.transport.send(to, tag, buffer)
+                single.send(self.transport, to, tag, buffer)
                 came = [source]
             with self.device.on(self.device.side_stream("reduce")):
-                for peer, buffer in zip(came, self.transport.receive_all(came, tag, WHERE), strict=True):
+                for peer, buffer in zip(came, self.transport.receive(came, tag, WHERE), strict=True):
                     self.read(buffer, pattern(peer, self.rank, epoch, part, nbytes=sizes[self.rank]))
-                self.transport.release_all(came, tag, more=bool(part % 2))
-        self.transport.push()
+                self.transport.release(came, tag, more=bool(part % 2))
+        self.transport.progress()
 
 
 def run_programs(seed: int) -> SymmetricTransport:

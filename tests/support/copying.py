@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from commfuse_dp.errors import Where
-from commfuse_dp.transport.base import Transfer
+from commfuse_dp.transport.base import PullRequest, Transfer
 from tests.support.inproc import InprocTransport
 
 
@@ -23,5 +25,6 @@ class CopyingTransport(InprocTransport):
 
     in_place = False
 
-    def pull(self, owner, key, epoch, *, start=0, nbytes=None, out=None, after=None) -> Transfer:  # type: ignore[no-untyped-def]
-        return _Copy(super().pull(owner, key, epoch, start=start, nbytes=nbytes), out)
+    def pull(self, epoch: int, requests: Sequence[PullRequest]) -> list[Transfer]:
+        found = super().pull(epoch, [request._replace(out=None) for request in requests])
+        return [_Copy(transfer, request.out) for transfer, request in zip(found, requests, strict=True)]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 
 from commfuse_dp.device.base import reached
-from commfuse_dp.errors import TransportError
-from commfuse_dp.transport.base import Tag, Transport
+from commfuse_dp.errors import TransportError, Where
+from commfuse_dp.transport.base import NOWHERE, Tag, Transport
 from commfuse_dp.transport.shm.sockets import SocketChannel, connect_mesh
 from commfuse_dp.transport.symmetric.core import pair_of
 from commfuse_dp.transport.symmetric.memory import SymmetricMemory
@@ -74,29 +74,35 @@ def open_fake(
 
 
 class AskingTransport(SymmetricTransport):
-    """Says the truth about `arrived` and about room, as the suite's programs go by it: they consume while there is none. For
-    that it asks the device, and lets it work."""
+    """Says the truth about what is here and about room, as the suite's programs go by it: they consume while there is none.
+    For that it asks the device, and lets it work."""
 
     name: ClassVar[str] = "symmetric"
 
-    def try_reserve(self, dst: int, nbytes: int) -> Any:
-        ring = self._messages._reserved.get(dst)
-        if ring is not None and 0 <= nbytes <= self.message_limit:
-            self.advance()
-            behind = copy.deepcopy(ring._places).place(nbytes).behind
-            if any(not r.left.done() for number, r in ring._live.items() if number <= behind and r.left is not None):
-                self.progress()
-                return None
-        return super().try_reserve(dst, nbytes)
+    def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[Any]:
+        for dst, nbytes in zip(dsts, sizes, strict=True):
+            ring = self._messages._reserved.get(dst)
+            if ring is not None and 0 <= nbytes <= self.message_limit:
+                self.advance()
+                behind = copy.deepcopy(ring._places).place(nbytes).behind
+                if any(not r.left.done() for number, r in ring._live.items() if number <= behind and r.left is not None):
+                    self.progress()
+                    return []
+        return super().reserve(dsts, sizes, room)
 
-    def arrived(self, src: int, tag: Tag) -> bool:
-        super().arrived(src, tag)
-        self.advance()
-        entry = self._messages._inboxes[src, tag.channel].expected.get(tag)
-        if entry is None:
-            return False
-        index = pair_of(src, tag.channel) * ARRIVAL_WORDS + entry.word
-        return reached(self.device.peek(self._core.own.arrival[index : index + 1])[0], entry.value, exact=True)
+    def receive(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE, *, wait: bool = True) -> list[Any]:
+        if not wait:
+            self._core.enter()
+            self.advance()
+        for src in srcs if not wait else ():
+            self._core.check_peer(src)
+            entry = self._messages._inboxes[src, tag.channel].expected.get(tag)
+            if entry is None:
+                return []
+            index = pair_of(src, tag.channel) * ARRIVAL_WORDS + entry.word
+            if not reached(self.device.peek(self._core.own.arrival[index : index + 1])[0], entry.value, exact=True):
+                return []
+        return super().receive(srcs, tag, where)
 
     def progress(self, timeout_s: float = 0.0) -> None:
         self.advance()

@@ -13,7 +13,7 @@ import torch
 
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.shm.transport import ShmTransport
-from tests.support import mpi
+from tests.support import mpi, single
 from tests.support.fake_device import FakeWorld
 from tests.support.fake_symmetric import AskingTransport, die, open_fake
 from tests.support.inproc import Faults, InprocWorld
@@ -200,7 +200,7 @@ def pull_bytes(
     if not transport.in_place:
         length = nbytes if nbytes is not None else (size or 0) - start
         out = torch.empty(length, dtype=torch.uint8)
-    return transport.pull(owner, key, epoch, start=start, nbytes=nbytes, out=out).wait()
+    return single.pull(transport, owner, key, epoch, start=start, nbytes=nbytes, out=out).wait()
 
 
 def pattern(*identity: int, nbytes: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from commfuse_dp.errors import ConfigError, MismatchError, TransportError
 from commfuse_dp.transport.select import choose, host_identity, open_transport
+from tests.support import single
 from tests.support.processes import RankPipe, RankProcesses
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -71,9 +72,9 @@ def opens(rank: int, pipe: RankPipe, store: str) -> list[str]:
     transport, reason = open_transport("auto", **options())
     found = [transport.name, reason]
     transport.expose([[4, 4]])
-    transport.segment(0).fill_(rank)
-    transport.publish(0, 1)
-    found.append(str(transport.pull(1 - rank, 0, 1).wait().tolist()))
+    transport.segments[0].fill_(rank)
+    transport.publish((0,), 1)
+    found.append(str(single.pull(transport, 1 - rank, 0, 1).wait().tolist()))
     transport.finish(1)
     transport.close()
     for changes in ({"kind": ("shm", "tcp")[rank]}, {"inbox_bytes": 64 + rank}):

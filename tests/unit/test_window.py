@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from commfuse_dp.engine.memory.arena import Arena
 from commfuse_dp.engine.window import Key, Located, Window
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import Probe
-from commfuse_dp.transport.base import Transfer, Transport
+from commfuse_dp.transport.base import PullRequest, Transfer
 
 SIZES = [64, 64, 192, 128, 320, 64]  # bytes of the slice of each unit
 NOWHERE = Where()
@@ -44,15 +45,15 @@ class LateTransfer(Transfer):
 class FakeTransport:
     """Only what the window uses."""
 
-    pull_all = Transport.pull_all
-
     def __init__(self) -> None:
         self.pulls: list[tuple[Key, int]] = []
 
-    def pull(
-        self, owner: int, key: int, epoch: int, *, start: int, nbytes: int, out: torch.Tensor, after: None = None
-    ) -> Transfer:
-        assert out.numel() == nbytes == SIZES[key] and start == key * 1000
+    def pull(self, epoch: int, requests: Sequence[PullRequest]) -> list[Transfer]:
+        return [self._pull(epoch, request) for request in requests]
+
+    def _pull(self, epoch: int, request: PullRequest) -> Transfer:
+        owner, key, start, nbytes, out, _, _, _ = request
+        assert out is not None and out.numel() == nbytes == SIZES[key] and start == key * 1000
         self.pulls.append(((key, owner, 0), epoch))
         return LateTransfer((key, owner, 0), epoch, out)
 
@@ -105,7 +106,7 @@ def test_any_order_after_any_recording_brings_the_right_bytes_once(steps, budget
 
 def test_a_skipped_slice_is_waited_for_before_its_buffer_is_free(monkeypatch):
     rig, transfers = Rig(1200), []
-    pull = FakeTransport.pull
+    pull = FakeTransport._pull
 
     def noted(self: FakeTransport, *arguments: Any, **more: Any) -> Transfer:
         transfers.append(pull(self, *arguments, **more))
@@ -114,7 +115,7 @@ def test_a_skipped_slice_is_waited_for_before_its_buffer_is_free(monkeypatch):
     def give(self: Arena, buffer: torch.Tensor, mark: object = None) -> None:
         assert [transfer.waited for transfer in transfers if transfer.out is buffer][-1:] == [True]
 
-    monkeypatch.setattr(FakeTransport, "pull", noted)
+    monkeypatch.setattr(FakeTransport, "_pull", noted)
     monkeypatch.setattr(Arena, "give", give)
     rig.step(order(0, 1, 2, 3))
     rig.step(order(0, 3))

@@ -30,7 +30,7 @@ from commfuse_dp.engine.plan import Geometry, UnitSlice
 from commfuse_dp.engine.programs import Reduction
 from commfuse_dp.engine.reserver import Reserver
 from commfuse_dp.engine.routes.route import Route
-from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
+from commfuse_dp.transport.base import CHANNEL_GRAD, Sending, Tag, Transport
 
 
 class _Link:
@@ -77,7 +77,7 @@ class Chain(Route):
             source, to = reduction.links[item.owner, item.index]
             self._links[item.owner, item.index] = _Link(item, tag, source, to)
             if source is not None:
-                transport.expect(source, tag, item.nbytes)
+                transport.expect((source,), tag, item.nbytes)
         self._open = dict(self._links)  # this rank's part is not yet done
 
     # ---- producing ---------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class Chain(Route):
         link = self._links[item.owner, item.index]
         if link.reserved:
             assert link.to is not None
-            self._transport.send(link.to, link.tag, buffer)
+            self._transport.send((Sending(link.to, link.tag, buffer),))
             del self._open[item.owner, item.index]
             return
         link.buffer = buffer
@@ -105,7 +105,7 @@ class Chain(Route):
         for key, link in list(self._open.items()):
             if link.buffer is None:
                 continue
-            if not link.arrived and link.source is not None and self._transport.arrived(link.source, link.tag):
+            if not link.arrived and link.source is not None and self._transport.receive((link.source,), link.tag, wait=False):
                 self._add(link, link.source)
                 worked = True
             if link.arrived and (link.to is None or self._pass_on(link, link.to)):
@@ -115,9 +115,9 @@ class Chain(Route):
 
     def _add(self, link: _Link, source: int) -> None:
         assert link.buffer is not None
-        sums = self._transport.receive(source, link.tag)
+        sums = self._transport.receive((source,), link.tag)[0]
         link.buffer.view(self._dtype).add_(sums.view(self._dtype))
-        self._transport.release(source, link.tag, more=True)
+        self._transport.release((source,), link.tag, more=True)
         link.arrived = True
 
     def _pass_on(self, link: _Link, to: int) -> bool:
@@ -126,7 +126,7 @@ class Chain(Route):
         if slot is None:
             return False
         slot.copy_(link.buffer)
-        self._transport.send(to, link.tag, slot)
+        self._transport.send((Sending(to, link.tag, slot),))
         self._pool.give(link.buffer)
         link.buffer = None
         return True

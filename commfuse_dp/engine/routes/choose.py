@@ -52,7 +52,7 @@ class Routes:
         unit, transport, out_dtype = scatter.unit, self._transport, scatter.bound.out_dtype
         if transport.hosts is None and not unit.replicated:
             return None
-        if in_chain(unit, transport.world_size) and transport.stream_ordered:
+        if in_chain(unit, transport.world_size) and transport.device is not None:
             return StreamChain(
                 transport,
                 self._pool,

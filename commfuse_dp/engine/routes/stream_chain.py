@@ -42,7 +42,7 @@ from commfuse_dp.engine.plan import Geometry, UnitSlice
 from commfuse_dp.engine.routes.chain import chain_total
 from commfuse_dp.engine.routes.route import Route
 from commfuse_dp.errors import Where
-from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
+from commfuse_dp.transport.base import CHANNEL_GRAD, Sending, Tag, Transport
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -93,7 +93,7 @@ class StreamChain(Route):
         self._items = [step.item for step in self._steps if step.item is not None]
         for step in self._steps:
             if step.hop and step.item is not None:
-                transport.expect(self._previous, self._tag(step.place, step.hop - 1), step.item.nbytes)
+                transport.expect((self._previous,), self._tag(step.place, step.hop - 1), step.item.nbytes)
         self._most = 2 * len(self._items)
         self._partials: dict[tuple[int, int], torch.Tensor] = {}  # computed, by owner and index
 
@@ -121,7 +121,7 @@ class StreamChain(Route):
                 if step.item is not None:
                     self._enqueue(step, step.item, self._partials[step.item.owner, step.place])
                 else:
-                    self._transport.send(self._next, self._tag(step.place, step.hop), _NOTHING)
+                    self._transport.send((Sending(self._next, self._tag(step.place, step.hop), _NOTHING),))
         self._steps, self._items = [], []
         self._partials.clear()
         return True
@@ -132,20 +132,19 @@ class StreamChain(Route):
         came = self._tag(step.place, step.hop - 1)
         begun, where = self._probe.mark(), self._where(item)
         if step.hop:
-            sums = transport.receive(self._previous, came, where).view(self._dtype)
+            sums = transport.receive((self._previous,), came, where)[0].view(self._dtype)
             self._probe.tail(f"{where.layer} (tail)", begun)
         if step.hop == self._last:
             own.add_(sums)
-            transport.release(self._previous, came, more=True)
+            transport.release((self._previous,), came, more=True)
             return
-        slot = transport.try_reserve(self._next, item.nbytes)
-        assert slot is not None, "stream-ordered transports always have room"
+        slot = transport.reserve((self._next,), (item.nbytes,))[0]
         if step.hop:
             torch.add(own, sums, out=slot.view(self._dtype))
-            transport.release(self._previous, came, more=True)
+            transport.release((self._previous,), came, more=True)
         else:
             slot.copy_(buffer)
-        transport.send(self._next, self._tag(step.place, step.hop), slot)
+        transport.send((Sending(self._next, self._tag(step.place, step.hop), slot),))
         self._pool.give(buffer)
 
     @property

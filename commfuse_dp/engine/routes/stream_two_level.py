@@ -30,7 +30,7 @@ from commfuse_dp.engine.plan import Geometry, UnitSlice
 from commfuse_dp.engine.programs import Reduction
 from commfuse_dp.engine.routes.route import Route
 from commfuse_dp.errors import Where
-from commfuse_dp.transport.base import CHANNEL_GRAD, Tag
+from commfuse_dp.transport.base import CHANNEL_GRAD, Sending, Tag
 from commfuse_dp.transport.hierarchical.device import StreamHierarchicalTransport
 
 
@@ -94,7 +94,7 @@ class StreamTwoLevel(Route):
         for item in self._duties:
             for peer in self._siblings:
                 if peer != rank:
-                    transport.expect(peer, self._tags[item.owner, item.index], item.nbytes)
+                    transport.expect((peer,), self._tags[item.owner, item.index], item.nbytes)
         self._uncomputed = {(item.owner, item.index): item for item in items}
         self._added = self._may_finish = False
         self._sums: dict[int, torch.Tensor] = {}  # by rank of the rail
@@ -106,7 +106,7 @@ class StreamTwoLevel(Route):
         if item.owner == self._rank:
             return own
         gateway = self._gateways.get((item.owner, item.index))
-        return self._pool.take(item.nbytes) if gateway is None else self._transport.try_reserve(gateway, item.nbytes)
+        return self._pool.take(item.nbytes) if gateway is None else self._transport.reserve((gateway,), (item.nbytes,))[0]
 
     def produced(self, item: UnitSlice, buffer: torch.Tensor, when: Word | None = None) -> None:
         key = item.owner, item.index
@@ -115,7 +115,7 @@ class StreamTwoLevel(Route):
         if gateway is None:
             self._own[key] = buffer
         else:
-            self._transport.send(gateway, self._tags[key], buffer, when=when)
+            self._transport.send((Sending(gateway, self._tags[key], buffer, when),))
 
     # ---- summing -----------------------------------------------------------------------------------------------------
     def advance(self) -> bool:
@@ -140,15 +140,15 @@ class StreamTwoLevel(Route):
             key = item.owner, item.index
             own, tag, dtype = self._own.pop(key), self._tags[key], self._partials.dtype
             self._ordering.hold(own)
-            parts = [own if peer == self._rank else self._transport.receive(peer, tag, self._where) for peer in self._siblings]
             own_place = self._siblings.index(self._rank)
+            peers = [peer for peer in self._siblings if peer != self._rank]
+            parts = self._transport.receive(peers, tag, self._where)
+            parts.insert(own_place, own)
             sum_in_rank_order(out, [part.view(dtype) for part in parts], own_rank=own_place, scratch=self._scratch(dtype))
-            for peer in self._siblings:
-                if peer != self._rank:
-                    self._transport.release(peer, tag, more=True)
+            self._transport.release(peers, tag, more=True)
             if item.owner != self._rank:
                 self._pool.give(own)
-        self._transport.push()
+        self._transport.progress()
         others = [owner for owner in self._rail if owner != self._rank]
         self._landings = {owner: self._pool.take(elements[self._rank] * itemsize) for owner in others}
         self._crossed = self._transport.cross(self._where, {owner: self._sums[owner] for owner in others}, self._landings)

@@ -40,7 +40,7 @@ from commfuse_dp.engine.programs import Reduction
 from commfuse_dp.engine.reserver import Reserver
 from commfuse_dp.engine.routes.route import Route
 from commfuse_dp.program.operations import partial_sum
-from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
+from commfuse_dp.transport.base import CHANNEL_GRAD, Sending, Tag, Transport
 
 Scratch = Callable[[torch.dtype], torch.Tensor]
 
@@ -77,7 +77,7 @@ class Outbox:
                 if slot is None:
                     break
                 slot.copy_(buffer)
-                self._transport.send(dst, tag, slot)
+                self._transport.send((Sending(dst, tag, slot),))
                 self._pool.give(buffer)
                 kept.popleft()
                 worked = True
@@ -162,7 +162,7 @@ class TwoLevel(Route):
             self._duties[key] = duty
             for peer in duty.ranks:
                 if peer != rank:
-                    transport.expect(peer, duty.tag, duty.item.nbytes)
+                    transport.expect((peer,), duty.tag, duty.item.nbytes)
         self._to_add = deque(self._duties.values())
         self._to_finish: deque[_Duty] = deque()
         for reduce in reduction.host_sums:
@@ -171,7 +171,7 @@ class TwoLevel(Route):
             self._to_finish.append(duty)
             for peer in duty.hosts:
                 if peer != rank:
-                    transport.expect(peer, duty.tag, self._sum_bytes(duty))
+                    transport.expect((peer,), duty.tag, self._sum_bytes(duty))
         self._own_bytes = partials.segment_bytes[rank]
         self._out: torch.Tensor | None = None
 
@@ -196,7 +196,7 @@ class TwoLevel(Route):
         if passing is None:
             self._duties[key].own = buffer
         elif passing.reserved:
-            self._transport.send(passing.dst, passing.tag, buffer)
+            self._transport.send((Sending(passing.dst, passing.tag, buffer),))
         else:
             self._outbox.keep(passing.dst, item, passing.tag, buffer)
 
@@ -216,7 +216,7 @@ class TwoLevel(Route):
         return bool(self._to_add)
 
     def _all_here(self, duty: _Duty, ranks: Sequence[int]) -> bool:
-        return all(peer == self._rank or self._transport.arrived(peer, duty.tag) for peer in ranks)
+        return all(peer == self._rank or self._transport.receive((peer,), duty.tag, wait=False) for peer in ranks)
 
     def _add(self, duty: _Duty) -> None:
         """The host's sum of one slice: kept if the slice is this rank's own, else sent to its owner."""
@@ -231,7 +231,7 @@ class TwoLevel(Route):
         self._fold(duty, duty.ranks, own, self._partials.dtype, target.view(self._sums), None)
         self._pool.give(own)
         if slot is not None:
-            self._transport.send(owner, duty.tag, slot)
+            self._transport.send((Sending(owner, duty.tag, slot),))
         else:
             self._outbox.keep(owner, duty.item, duty.tag, target)
 
@@ -246,12 +246,12 @@ class TwoLevel(Route):
     ) -> None:
         """out = what `ranks` have sent, and this rank's `own` bytes at its place among them, added up in that order."""
         transport, tag = self._transport, duty.tag
-        parts = [(own if peer == self._rank else transport.receive(peer, tag)).view(dtype) for peer in ranks]
+        parts = [(own if peer == self._rank else transport.receive((peer,), tag)[0]).view(dtype) for peer in ranks]
         scratch = self._scratch(dtype)
         sum_in_rank_order(out, parts, own_rank=ranks.index(self._rank), scale_divisor=divisor, scratch=scratch)
         for peer in ranks:
             if peer != self._rank:
-                transport.release(peer, tag, more=True)
+                transport.release((peer,), tag, more=True)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
     @property
@@ -290,11 +290,11 @@ class TwoLevel(Route):
         for duty in self._to_add:
             if duty.own is not None:
                 for peer in duty.ranks:
-                    if peer != self._rank and not self._transport.arrived(peer, duty.tag):
+                    if peer != self._rank and not self._transport.receive((peer,), duty.tag, wait=False):
                         yield duty.item, peer, "its partial gradient"
         for duty in self._to_finish:
             for peer in duty.hosts:
-                if peer != self._rank and not self._transport.arrived(peer, duty.tag):
+                if peer != self._rank and not self._transport.receive((peer,), duty.tag, wait=False):
                     yield duty.item, peer, "its host's sum of partial gradients"
 
     def uncomputed(self) -> Iterator[UnitSlice]:

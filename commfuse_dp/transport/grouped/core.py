@@ -53,7 +53,6 @@ class Core:
         self._given = [Account() for _ in range(self.world_size)]  # by peer
         self._taken = [Account() for _ in range(self.world_size)]
         self._labels: Labels | None = None  # out, into: used by one stream, hence one at a time
-        self.before_work: Callable[[], None] = lambda: None  # marks what was published
         self.layers: Callable[[], Sequence[str]] = tuple  # names of keys
         self.grouped = grouped
         self.watch = ExchangeWatch(
@@ -65,16 +64,14 @@ class Core:
             raise TransportError(f"transport {self.name} of rank {self.rank} is closed")
         self.watch.check()
 
-    def enter(self, *, mark: bool = True) -> Stream:
-        """Raises what is wrong. mark: what was published is, up to here. Returns the current stream."""
+    def enter(self) -> Stream:
+        """Raises what is wrong. Returns the current stream."""
         self.check()
         if self.device.capturing():
             raise TransportError(
                 f"transport {self.name} cannot be captured into a CUDA graph: its steps are taken together with the peers. "
                 "Capture without CommFuse's layers, or use them outside the graph."
             )
-        if mark:
-            self.before_work()
         return self.device.current_stream()
 
     def settle(self, streams: Sequence[Stream], patience_s: float) -> bool:

@@ -108,7 +108,7 @@ class Messages:
         self._landed: dict[tuple[int, Tag], Landing] = {}
 
     # ---- sending -----------------------------------------------------------------------------------------------------
-    def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor:
+    def reserve(self, dst: int, nbytes: int) -> torch.Tensor:
         core = self._core
         stream = core.enter()
         core.check_peer(dst)
@@ -132,7 +132,7 @@ class Messages:
             reservation = self._reserved[dst].find(buffer.data_ptr() - staging.data_ptr(), nbytes)
             if reservation is None:
                 raise ValueError(
-                    f"send to rank {dst}, {tag}: the buffer was not reserved by try_reserve({dst}, ...), or was sent before"
+                    f"send to rank {dst}, {tag}: the buffer was not reserved by reserve([{dst}], ...), or was sent before"
                 )
             buffer = staging.narrow(0, reservation.offset, nbytes)
             if when is not None:
@@ -177,7 +177,7 @@ class Messages:
             )
         self._expected[src, tag] = nbytes
 
-    def arrived(self, src: int, tag: Tag) -> bool:
+    def landed(self, src: int, tag: Tag) -> bool:
         self._core.check()
         self._core.check_peer(src)
         return (src, tag) in self._landed
@@ -190,7 +190,7 @@ class Messages:
         if landing is None:
             raise ValueError(
                 f"receive: {tag} of rank {src} comes in the step in which rank {core.rank} sends {tag} to rank "
-                f"{core.mirror(src)}, which it has not done, or it was not announced by expect({src}, ...) before"
+                f"{core.mirror(src)}, which it has not done, or it was not announced by expect([{src}], ...) before"
             )
         if landing.step is not None and where is not NOWHERE:
             landing.step.where = where
@@ -201,7 +201,7 @@ class Messages:
 
     def release(self, src: int, tag: Tag) -> None:
         core = self._core
-        stream = core.enter(mark=False)
+        stream = core.enter()
         landing = self._landed.get((src, tag))
         if landing is None or not landing.read:
             raise ValueError(f"release: no message {tag} of rank {src} is here (released twice, or not yet received)")

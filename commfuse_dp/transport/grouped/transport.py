@@ -37,27 +37,41 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from commfuse_dp.device.base import Device, Event, Word
+from commfuse_dp.device.base import Device, Event
 from commfuse_dp.device.timing import EventTimer
 from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.probe import Probe
-from commfuse_dp.transport.base import NOWHERE, PARAM_LANE, WHOLE, ExchangeFn, Outcome, PullRequest, Tag, Transfer, Transport
+from commfuse_dp.transport.base import (
+    NOWHERE,
+    PARAM_LANE,
+    WHOLE,
+    ExchangeFn,
+    Outcome,
+    PullRequest,
+    Sending,
+    Tag,
+    Transfer,
+    Transport,
+)
 from commfuse_dp.transport.closing import CLOSE_S, close_at_exit, forget
 from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.grouped.core import Core, raise_failures
 from commfuse_dp.transport.grouped.exchange import GroupedExchange, open_grouped
 from commfuse_dp.transport.grouped.messages import Messages
 from commfuse_dp.transport.grouped.watch import Ballot, Step, TorchBallot
-from commfuse_dp.transport.one_sided.accounts import pull_bytes, window_bytes
+from commfuse_dp.transport.one_sided.accounts import (
+    check_finish,
+    check_out,
+    check_publications,
+    check_pull,
+    check_sizes,
+    window_bytes,
+)
 from commfuse_dp.transport.one_sided.parts import check_same_sizes
 from commfuse_dp.transport.one_sided.ring import align
 
 _log = logging.getLogger("commfuse_dp")
 _never_freed: list[object] = []  # memory under exchanges that did not end
-
-
-def _describe(owner: int, key: int, epoch: int, start: int, nbytes: int) -> Where:
-    return Where(f"(window {key})", epoch, f"bytes {start} to {start + nbytes}", nbytes)
 
 
 class Brought(Transfer):
@@ -100,8 +114,6 @@ class NcclTransport(Transport):
     """
 
     name: ClassVar[str] = "p2p"
-    in_place: ClassVar[bool] = False
-    stream_ordered: ClassVar[bool] = True
     lockstep: ClassVar[bool] = True
     device: Device
 
@@ -116,21 +128,16 @@ class NcclTransport(Transport):
         ballot: Ballot | None = None,
         probe: Probe | None = None,
     ) -> None:
-        super().__init__(grouped.rank, grouped.world_size, deadline_s=deadline_s, probe=probe)
+        super().__init__(grouped.rank, grouped.world_size, message_limit=inbox_bytes, deadline_s=deadline_s, probe=probe)
         self.device = device
         self.probe.measure_by(EventTimer(device, self.probe))
         self._exchange = exchange
         self._core = Core(grouped, device, name=self.name, deadline_s=deadline_s, ballot=ballot, probe=self.probe)
-        self._core.before_work = self._flush
         self._core.layers = lambda: self.layers
         self._gather = device.side_stream("gather")
-        self._sizes: list[tuple[int, ...]] | None = None
-        self._segments: list[torch.Tensor] = []
         self._published: dict[int, int] = {}  # key -> epoch
         self._packed: dict[int, Event] = {}  # key -> behind its packing; until "gather" stands behind it
-        self._held: list[int] = []  # keys that were published, and whose event is still to be recorded
         self._free_to_write = self._own_finished = 0
-        self._describe: Callable[[int, int, int, int, int], Where] = _describe
         self._pid = os.getpid()
         try:
             self._messages = Messages(self._core, inbox_bytes, exchange)
@@ -144,12 +151,7 @@ class NcclTransport(Transport):
     # ---- windows -----------------------------------------------------------------------------------------------------
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
         self._core.enter()
-        if self._sizes is not None:
-            raise TransportError("expose() was called twice: a transport exposes its windows once; open another for others")
-        table = [tuple(int(n) for n in row) for row in sizes]
-        for key, row in enumerate(table):
-            if len(row) != self.world_size or min(row) < 0:
-                raise ValueError(f"expose: sizes[{key}] = {row}: one size >= 0 for each of {self.world_size} ranks is needed")
+        table = check_sizes(sizes, self.sizes, self.world_size)
         own, failure = [row[self.rank] for row in table], None
         try:
             block = torch.zeros(sum(map(align, own)), dtype=torch.uint8, device=self.device.torch_device)
@@ -158,56 +160,30 @@ class NcclTransport(Transport):
         answers = self._exchange((table, failure))
         check_same_sizes(table, [theirs for theirs, _ in answers])
         raise_failures([text for _, text in answers])
-        start = 0
+        start, segments = 0, []
         for size in own:
-            self._segments.append(block.narrow(0, start, size))
+            segments.append(block.narrow(0, start, size))
             start += align(size)
-        self._sizes = table
+        self.sizes, self.segments = table, segments
 
-    def segment(self, key: int) -> torch.Tensor:
-        window_bytes(self._sizes, self.rank, key, self.world_size)
-        return self._segments[key]
-
-    def publish(self, key: int, epoch: int, *, more: bool = False) -> None:
-        self._core.enter(mark=False)
-        window_bytes(self._sizes, self.rank, key, self.world_size)
-        before = self._published.get(key, 0)
-        if epoch != before + 1:
-            raise ValueError(f"publish(key {key}, epoch {epoch}): epochs rise by one and {before} was the last")
-        if self._core.peers and self._free_to_write < epoch - 1:
+    def publish(self, keys: Sequence[int], epoch: int, *, last: bool = False) -> None:
+        stream = self._core.enter()
+        for key in keys:
+            window_bytes(self.sizes, self.rank, key, self.world_size)
+        check_publications(keys, epoch, self._published)
+        if keys and self._core.peers and self._free_to_write < epoch - 1:
             raise TransportError(
-                f"publish(key {key}, epoch {epoch}): exchanges of epoch {epoch - 1} may still read the segment; "
+                f"publish(key {keys[0]}, epoch {epoch}): exchanges of epoch {epoch - 1} may still read the segment; "
                 f"call wait_finished({epoch - 1}) before writing it"
             )
-        self._published[key] = epoch
-        self._held.append(key)
-        if not more:
-            self._flush()
+        self._published.update(dict.fromkeys(keys, epoch))
+        if keys:
+            self._packed.update(dict.fromkeys(keys, self.device.record(stream)))
 
-    def push(self) -> None:
-        self._core.enter()
-
-    def pull(
-        self,
-        owner: int,
-        key: int,
-        epoch: int,
-        *,
-        start: int = 0,
-        nbytes: int | None = None,
-        out: torch.Tensor | None = None,
-        after: Event | None = None,
-    ) -> Transfer:
-        raise TransportError(
-            f"transport {self.name} works in lockstep: use pull_all, with what the peer gets that mirrors rank {owner}"
-        )
-
-    def pull_all(self, epoch: int, requests: Sequence[PullRequest]) -> Sequence[Brought]:
-        """`after` None: `out` may be fresh from the allocator, so it is written behind all that is in the current stream."""
+    def pull(self, epoch: int, requests: Sequence[PullRequest]) -> Sequence[Brought]:
+        """Of requests whose `after` is None, `out` may be fresh from the allocator: it is written behind all that is in the
+        current stream."""
         return [self._pull(epoch, *request[:7]) for request in requests]
-
-    def describe_pulls(self, describe: Callable[[int, int, int, int, int], Where]) -> None:
-        self._describe = describe
 
     def _pull(
         self,
@@ -216,19 +192,15 @@ class NcclTransport(Transport):
         key: int,
         start: int,
         nbytes: int,
-        out: torch.Tensor,
+        out: torch.Tensor | None,
         after: Event | None,
         give: tuple[int, int],
     ) -> Brought:
         stream = self._core.enter()
         self._core.check_peer(owner)
-        size = window_bytes(self._sizes, owner, key, self.world_size)
-        pull_bytes(owner, key, epoch, start=start, nbytes=nbytes, published=size, finished=self._own_finished)
-        if out.dtype != torch.uint8 or out.dim() != 1 or out.numel() != nbytes or not out.is_contiguous():
-            raise ValueError(
-                f"pull: out must be contiguous uint8 of {nbytes} bytes; {out.dtype} of shape {tuple(out.shape)} was given"
-            )
-        segment = self._segments[key]
+        check_pull(owner, key, epoch, start, nbytes, self.sizes, world_size=self.world_size, finished=self._own_finished)
+        out = check_out(out, nbytes, self.name)
+        segment = self.segments[key]
         if min(give) < 0 or sum(give) > segment.numel():
             raise ValueError(f"pull: give = {give} of key {key}, of which this rank publishes {segment.numel()} bytes")
         if self._published.get(key, 0) != epoch:
@@ -243,7 +215,7 @@ class NcclTransport(Transport):
         if packed is not None:
             device.wait_event(gather, packed)
         taker = self._core.mirror(owner)
-        where = self._describe(owner, key, epoch, start, nbytes)
+        where = self.describe(owner, key, epoch, start, nbytes)
         gift = segment.narrow(0, *give)
         event, step = self._core.trade(
             gather,
@@ -261,8 +233,7 @@ class NcclTransport(Transport):
 
     def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
         self._core.enter()
-        if epoch <= self._own_finished:
-            raise ValueError(f"finish({epoch}): epoch {self._own_finished} is finished already; epochs rise")
+        check_finish(epoch, self._own_finished)
         self._own_finished = epoch
         self._core.tell(epoch)
 
@@ -274,31 +245,29 @@ class NcclTransport(Transport):
         self.device.wait_event(stream, self.device.record(self._gather))
 
     # ---- messages ----------------------------------------------------------------------------------------------------
-    @property
-    def message_limit(self) -> int:
-        return self._messages.limit
+    def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[torch.Tensor]:
+        """What one call reserves for one peer before it sends must fit into inbox_bytes."""
+        return [self._messages.reserve(dst, nbytes) for dst, nbytes in zip(dsts, sizes, strict=True)]
 
-    def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor:
-        """Never None. What one call reserves for one peer before it sends must fit into inbox_bytes."""
-        return self._messages.try_reserve(dst, nbytes)
+    def send(self, sendings: Sequence[Sending], *, more: bool = False) -> None:
+        """`when`: written by kernels that are in the current stream already, once the buffers are complete."""
+        for dst, tag, buffer, when, _ in sendings:
+            self._messages.send(dst, tag, buffer, when)
 
-    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None, more: bool = False) -> None:
-        """`when`: written by a kernel that is in the current stream already, once the buffer is complete."""
-        self._messages.send(dst, tag, buffer, when)
+    def expect(self, srcs: Sequence[int], tag: Tag, nbytes: int, room: int = 0) -> None:
+        """Before the send of the same tag to the peers that mirror `srcs`."""
+        for src in srcs:
+            self._messages.expect(src, tag, nbytes)
 
-    def expect(self, src: int, tag: Tag, nbytes: int) -> None:
-        """Before the send of the same tag to the peer that mirrors `src`."""
-        self._messages.expect(src, tag, nbytes)
+    def receive(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE, *, wait: bool = True) -> list[torch.Tensor]:
+        """wait False: [] unless the steps have been taken in which they come."""
+        if not wait and not all(self._messages.landed(src, tag) for src in srcs):
+            return []
+        return [self._messages.receive(src, tag, where) for src in srcs]
 
-    def arrived(self, src: int, tag: Tag) -> bool:
-        """Whether the step has been taken in which it comes."""
-        return self._messages.arrived(src, tag)
-
-    def receive(self, src: int, tag: Tag, where: Where = NOWHERE) -> torch.Tensor:
-        return self._messages.receive(src, tag, where)
-
-    def release(self, src: int, tag: Tag, *, more: bool = False) -> None:
-        self._messages.release(src, tag)
+    def release(self, srcs: Sequence[int], tag: Tag, *, more: bool = False) -> None:
+        for src in srcs:
+            self._messages.release(src, tag)
 
     # ---- progress and end --------------------------------------------------------------------------------------------
     def progress(self, timeout_s: float = 0.0) -> None:
@@ -307,9 +276,9 @@ class NcclTransport(Transport):
             self._core.watch.news.wait(min(timeout_s, 0.05))
             self._core.check()
 
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
         """Also waits, within the deadline, for slower peers to take the last steps: they need this rank for them."""
-        well = sys.exc_info()[0] is None and self._core.watch.failure is None
+        well = not reason and sys.exc_info()[0] is None and self._core.watch.failure is None
         self._close(self.deadline_s if well else min(CLOSE_S, self.deadline_s))
 
     def _close(self, patience_s: float) -> None:
@@ -329,17 +298,11 @@ class NcclTransport(Transport):
                 core.grouped.abort()  # communicators with something left open are not used again
             core.grouped.close()
             if idle:
-                self._segments = []
+                self.segments = ()
                 self._messages.forget()
             else:
-                _never_freed.append((self._segments, self._messages.memory()))
+                _never_freed.append((self.segments, self._messages.memory()))
                 _log.warning("rank %d: transport %s: an exchange did not end; its memory is kept", self.rank, self.name)
-
-    def _flush(self) -> None:
-        if self._held:
-            packed = self.device.record(self.device.current_stream())
-            self._packed.update(dict.fromkeys(self._held, packed))
-            self._held = []
 
 
 def open_nccl(

@@ -38,7 +38,7 @@ from typing import ClassVar
 
 import torch
 
-from commfuse_dp.device.base import Device, Event, Word
+from commfuse_dp.device.base import Device, Event
 from commfuse_dp.errors import CommFuseError, Where
 from commfuse_dp.probe import Counters, Probe
 from commfuse_dp.program.hosts import Hosts
@@ -50,6 +50,7 @@ from commfuse_dp.transport.base import (
     Outcome,
     Part,
     PullRequest,
+    Sending,
     Tag,
     Transfer,
     Transport,
@@ -76,8 +77,6 @@ class StreamHierarchicalTransport(Transport):
     """
 
     name: ClassVar[str] = "hierarchical"
-    in_place: ClassVar[bool] = False
-    stream_ordered: ClassVar[bool] = True
     device: Device
     hosts: Hosts
 
@@ -91,7 +90,7 @@ class StreamHierarchicalTransport(Transport):
         ballot: Ballot | None = None,
         probe: Probe,
     ) -> None:
-        super().__init__(rank, hosts.world_size, deadline_s=inner.deadline_s, probe=probe)
+        super().__init__(rank, hosts.world_size, message_limit=inner.message_limit, deadline_s=inner.deadline_s, probe=probe)
         self.device, self.hosts = inner.device, hosts
         self._inner = inner
         across = AcrossProbe(probe)
@@ -112,9 +111,7 @@ class StreamHierarchicalTransport(Transport):
         self._source = [(hosts.place(owner)[1], hosts.distance(rank, owner)) for owner in range(self.world_size)]
         self._relay = inner.device.side_stream("relay")
         self._across = inner.device.side_stream("across")
-        self._sizes: list[tuple[int, ...]] = []
-        self._due: list[tuple[int, int]] = []  # (key, epoch) published, and not relayed yet
-        self._describe: Callable[[int, int, int, int, int], Where] = _where
+        inner.describe = self._describe
         self._pid = os.getpid()
         close_at_exit(self)
 
@@ -127,37 +124,27 @@ class StreamHierarchicalTransport(Transport):
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
         inside = inside_sizes(self.hosts, sizes)
         self._inner.expose([[row[member] for member in self._places] for row in inside])
-        self._sizes = [tuple(row) for row in sizes]
+        self.sizes = [tuple(row) for row in sizes]
+        self.segments = [self._inner.segments[relay_key(self.hosts, key, 0)] for key in range(len(sizes))]
 
-    def segment(self, key: int) -> torch.Tensor:
-        return self._inner.segment(relay_key(self.hosts, key, 0))
-
-    def publish(self, key: int, epoch: int, *, more: bool = False) -> None:
+    def publish(self, keys: Sequence[int], epoch: int, *, last: bool = False) -> None:
         self._check()
-        self._inner.publish(relay_key(self.hosts, key, 0), epoch, more=more)
-        self._due.append((key, epoch))
-        if not more:
-            self._relay_due()
+        self._inner.publish([relay_key(self.hosts, key, 0) for key in keys], epoch)
+        if keys:
+            self._relay_all(keys, epoch)
 
-    def push(self) -> None:
-        self._inner.push()
-        self._relay_due()
-
-    def _relay_due(self) -> None:
+    def _relay_all(self, keys: Sequence[int], epoch: int) -> None:
         """Exchange with the rail what was published, and publish inside the host what came."""
-        if not self._due:
-            return
-        due, self._due = self._due, []
         device, relay, inner = self.device, self._relay, self._inner
         device.wait_event(relay, device.record(device.current_stream()))
         count, counters = len(self.hosts.members), self.across
         rail = self.hosts.rail(self.rank)
-        for key, epoch in due:
-            own = self.segment(key)
+        for key in keys:
+            own = self.segments[key]
             for ahead in range(1, count):
                 taker, giver = (self._host - ahead) % count, (self._host + ahead) % count
-                into = inner.segment(relay_key(self.hosts, key, ahead))
-                where = self._describe(rail[giver], key, epoch, 0, into.numel())
+                into = inner.segments[relay_key(self.hosts, key, ahead)]
+                where = self.describe(rail[giver], key, epoch, 0, into.numel())
                 self._rail.trade(
                     relay,
                     PARAM_LANE,
@@ -169,31 +156,12 @@ class StreamHierarchicalTransport(Transport):
                 )
                 counters.param_bytes_sent += own.numel()
                 counters.param_bytes_received += into.numel()
-                with device.on(relay):
-                    inner.publish(relay_key(self.hosts, key, ahead), epoch, more=True)
         with device.on(relay):
-            inner.push()
+            inner.publish([relay_key(self.hosts, key, ahead) for key in keys for ahead in range(1, count)], epoch)
 
-    def pull(
-        self,
-        owner: int,
-        key: int,
-        epoch: int,
-        *,
-        start: int = 0,
-        nbytes: int | None = None,
-        out: torch.Tensor | None = None,
-        after: Event | None = None,
-    ) -> Transfer:
+    def pull(self, epoch: int, requests: Sequence[PullRequest]) -> Sequence[Transfer]:
         self._check()
-        place, distance = self._source[owner]
-        return self._inner.pull(
-            place, relay_key(self.hosts, key, distance), epoch, start=start, nbytes=nbytes, out=out, after=after
-        )
-
-    def pull_all(self, epoch: int, requests: Sequence[PullRequest]) -> Sequence[Transfer]:
-        self._check()
-        return self._inner.pull_all(epoch, [self._inside(request) for request in requests])
+        return self._inner.pull(epoch, [self._inside(request) for request in requests])
 
     def _inside(self, request: PullRequest) -> PullRequest:
         """The pull inside the host: of what this host's ranks have published of their own, and passed on."""
@@ -208,15 +176,11 @@ class StreamHierarchicalTransport(Transport):
         owner, distance = self._source[wanted.owner]
         return owner, relay_key(self.hosts, wanted.key, distance)
 
-    def describe_pulls(self, describe: Callable[[int, int, int, int, int], Where]) -> None:
-        self._describe = describe
+    def _describe(self, place: int, relayed: int, epoch: int, start: int, nbytes: int) -> Where:
+        """What `inner` pulls."""
         members = self.hosts.members
-
-        def inside(place: int, relayed: int, epoch: int, start: int, nbytes: int) -> Where:
-            key, distance = divmod(relayed, len(members))
-            return describe(members[(self._host + distance) % len(members)][place], key, epoch, start, nbytes)
-
-        self._inner.describe_pulls(inside)
+        key, distance = divmod(relayed, len(members))
+        return self.describe(members[(self._host + distance) % len(members)][place], key, epoch, start, nbytes)
 
     def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
         self._inner.finish(epoch)
@@ -229,31 +193,21 @@ class StreamHierarchicalTransport(Transport):
             self.device.wait_event(self.device.current_stream(), self.device.record(self._relay))
 
     # ---- messages inside the host ------------------------------------------------------------------------------------
-    def box_of(self, owner: int) -> int:
-        return self.hosts.gateway(self.rank, owner)
+    def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[torch.Tensor]:
+        """What one unit owes to one gateway must fit into inbox_bytes."""
+        return self._inner.reserve(list(map(self._place_of, dsts)), sizes, room)
 
-    @property
-    def message_limit(self) -> int:
-        return self._inner.message_limit
+    def send(self, sendings: Sequence[Sending], *, more: bool = False) -> None:
+        self._inner.send([sending._replace(dst=self._place_of(sending.dst)) for sending in sendings])
 
-    def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor:
-        """Never None. What one unit owes to one gateway must fit into inbox_bytes."""
-        return self._inner.try_reserve(self._place_of(dst), nbytes)
+    def expect(self, srcs: Sequence[int], tag: Tag, nbytes: int, room: int = 0) -> None:
+        self._inner.expect(list(map(self._place_of, srcs)), tag, nbytes, room)
 
-    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None, more: bool = False) -> None:
-        self._inner.send(self._place_of(dst), tag, buffer, when=when)
+    def receive(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE, *, wait: bool = True) -> list[torch.Tensor]:
+        return self._inner.receive(list(map(self._place_of, srcs)), tag, where, wait=wait)
 
-    def expect(self, src: int, tag: Tag, nbytes: int) -> None:
-        self._inner.expect(self._place_of(src), tag, nbytes)
-
-    def arrived(self, src: int, tag: Tag) -> bool:
-        return self._inner.arrived(self._place_of(src), tag)
-
-    def receive(self, src: int, tag: Tag, where: Where = NOWHERE) -> torch.Tensor:
-        return self._inner.receive(self._place_of(src), tag, where)
-
-    def release(self, src: int, tag: Tag, *, more: bool = False) -> None:
-        self._inner.release(self._place_of(src), tag, more=more)
+    def release(self, srcs: Sequence[int], tag: Tag, *, more: bool = False) -> None:
+        self._inner.release(list(map(self._place_of, srcs)), tag, more=more)
 
     # ---- sums between hosts ------------------------------------------------------------------------------------------
     def cross(self, where: Where, sums: dict[int, torch.Tensor], landings: dict[int, torch.Tensor]) -> Event:
@@ -289,11 +243,8 @@ class StreamHierarchicalTransport(Transport):
         self._check()
         self._inner.progress(timeout_s)
 
-    def abort(self, reason: str) -> None:
-        """Tell the ranks of this host that this rank has failed; other hosts find out by their control connections."""
-        self._inner.abort(reason)
-
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
+        """reason: other hosts find out by their control connections."""
         rail = self._rail
         if rail.closed:
             return
@@ -310,7 +261,7 @@ class StreamHierarchicalTransport(Transport):
                 if not idle:
                     _never_freed.append(self._inner)
                     _log.warning("rank %d: transport %s: an exchange between hosts did not end", self.rank, self.name)
-        self._inner.close()
+        self._inner.close(reason)
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
     def _check(self) -> None:
@@ -329,7 +280,3 @@ class StreamHierarchicalTransport(Transport):
                 "what is for other hosts is added up first and crosses by `cross`"
             )
         return place
-
-
-def _where(owner: int, key: int, epoch: int, start: int, nbytes: int) -> Where:
-    return Where(f"(window {key})", epoch, f"shard of rank {owner}", nbytes)

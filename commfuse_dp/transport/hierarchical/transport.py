@@ -30,12 +30,13 @@ from functools import partial
 
 import torch
 
-from commfuse_dp.device.base import Event, Word
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import Counters, Probe
 from commfuse_dp.program.hosts import Hosts
-from commfuse_dp.transport.base import NOWHERE, WHOLE, Left, Outcome, Tag, Transfer, Transport
+from commfuse_dp.transport.base import NOWHERE, WHOLE, Outcome, PullRequest, Sending, Tag, Transfer, Transport
+from commfuse_dp.transport.hierarchical.recovery import BothRounds
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
+from commfuse_dp.transport.waiting import wait_until
 
 
 class AcrossProbe(Probe):
@@ -92,10 +93,10 @@ class HierarchicalTransport(Transport):
     """
 
     name = "hierarchical"
-    recovers = True
 
     def __init__(self, hosts: Hosts, inner: OneSidedTransport, outer: OneSidedTransport, *, probe: Probe) -> None:
-        super().__init__(inner.rank, inner.world_size, deadline_s=inner.deadline_s, probe=probe)
+        limit = min(inner.message_limit, outer.message_limit)
+        super().__init__(inner.rank, inner.world_size, message_limit=limit, deadline_s=inner.deadline_s, probe=probe)
         self.hosts: Hosts = hosts
         self.in_place = inner.in_place  # type: ignore[misc]
         self._inner = inner
@@ -107,12 +108,13 @@ class HierarchicalTransport(Transport):
         self._rail = [(ahead, rail[(host + ahead) % count]) for ahead in range(1, count)]
         # owner -> (who has its shard on this host, hosts to go to it)
         self._source = [(hosts.gateway(self.rank, owner), hosts.distance(self.rank, owner)) for owner in range(self.world_size)]
-        self._sizes: Sequence[Sequence[int]] = ()
+        self._inside: dict[PullRequest, PullRequest] = {}  # a pull in place -> the same inside the host
         self._relaying = 0  # shards asked for and not yet here
         self._finish_later = 0  # epoch that the rail is told of when they are
         self._outcome = WHOLE  # of that epoch
         self._lock = threading.Lock()  # of these two
         self._closed = False
+        self.recovery = BothRounds(self, inner, outer, self._siblings)
         outer.on_news = inner.wake
         probe.across = outer.probe.counters
 
@@ -131,32 +133,32 @@ class HierarchicalTransport(Transport):
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
         self._inner.expose(inside_sizes(self.hosts, sizes))
         self._outer.expose(sizes)
-        self._sizes = [tuple(row) for row in sizes]
+        self.sizes = [tuple(row) for row in sizes]
+        self.segments = [self._inner.segments[self._key(key, 0)] for key in range(len(sizes))]
 
-    def segment(self, key: int) -> torch.Tensor:
-        return self._inner.segment(self._key(key, 0))
-
-    def publish(self, key: int, epoch: int, *, more: bool = False) -> None:
+    def publish(self, keys: Sequence[int], epoch: int, *, last: bool = False) -> None:
         inner, outer = self._inner, self._outer
-        inner.publish(self._key(key, 0), epoch, more=more)
+        inner.publish([self._key(key, 0) for key in keys], epoch)
         if self._finish_later:
-            self.wait_until(self._all_relayed, peer=-1, where=NOWHERE, doing="shards of other hosts, of the step before")
-        outer.segment(key).copy_(self.segment(key))
-        outer.publish(key, epoch, more=more)
-        for distance, owner in self._rail:
+            wait_until(self, self._all_relayed, peer=-1, where=NOWHERE, doing="shards of other hosts, of the step before")
+        for key in keys:
+            outer.segments[key].copy_(self.segments[key])
+        outer.publish(keys, epoch)
+        assert self.sizes is not None
+        for key, (distance, owner) in itertools.product(keys, self._rail):
             relay = self._key(key, distance)
-            if not self._sizes[key][owner]:
-                inner.publish(relay, epoch, more=more)
+            if not self.sizes[key][owner]:
+                inner.publish((relay,), epoch)
                 continue
             with self._lock:
                 self._relaying += 1
-            outer.fetch(owner, key, epoch, inner.segment(relay), then=partial(self._relayed, relay, epoch))
+            outer.fetch(owner, key, epoch, inner.segments[relay], then=partial(self._relayed, relay, epoch))
 
     def _relayed(self, relay: int, epoch: int) -> None:
         """In the outer transport's thread: a shard is here."""
         if self._closed or self._inner.closed:  # at the end of a program without close(), they end in any order
             return
-        self._inner.publish(relay, epoch)
+        self._inner.publish((relay,), epoch)
         with self._lock:
             self._relaying -= 1
             finish = self._finish_later if not self._relaying else 0
@@ -169,27 +171,17 @@ class HierarchicalTransport(Transport):
     def _all_relayed(self) -> bool:
         return not self._finish_later
 
-    def pull(
-        self,
-        owner: int,
-        key: int,
-        epoch: int,
-        *,
-        start: int = 0,
-        nbytes: int | None = None,
-        out: torch.Tensor | None = None,
-        after: Event | None = None,
-    ) -> Transfer:
-        source, distance = self._source[owner]
-        return self._inner.pull(source, self._key(key, distance), epoch, start=start, nbytes=nbytes, out=out, after=after)
+    def pull(self, epoch: int, requests: Sequence[PullRequest]) -> Sequence[Transfer]:
+        return self._inner.pull(epoch, [self._at(request) for request in requests])
 
-    def read_again(self, owners: Sequence[int], key: int, epoch: int, nbytes: int) -> bool:
-        for owner in owners:
-            source, distance = self._source[owner]
-            if not self._inner.read_again((source,), self._key(key, distance), epoch, 0):
-                return False
-        self.probe.counters.param_bytes_received += nbytes
-        return True
+    def _at(self, request: PullRequest) -> PullRequest:
+        found = self._inside.get(request) if request.out is None else None
+        if found is None:
+            source, distance = self._source[request.owner]
+            found = request._replace(owner=source, key=self._key(request.key, distance))
+            if request.out is None:
+                self._inside[request] = found
+        return found
 
     def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
         self._inner.finish(epoch, outcome)
@@ -215,76 +207,39 @@ class HierarchicalTransport(Transport):
                         meanwhile()
                     return side.has_finished(peer, epoch)
 
-                self.wait_until(finished, peer=peer, where=where, doing=doing)
-
-    # ---- broken steps ------------------------------------------------------------------------------------------------
-    def tell_broken(self, epoch: int, reason: str, *, final: bool = False) -> None:
-        self._inner.tell_broken(epoch, reason, final=final)
-        self._outer.tell_broken(epoch, reason, final=final)
-
-    def left(self, peer: int) -> Left | None:
-        return self._side(peer).left(peer)
-
-    def discard(self, channel: int) -> None:
-        self._inner.discard(channel)
-        self._outer.discard(channel)
-
-    def outcome_of(self, peer: int, epoch: int) -> Outcome | None:
-        return self._side(peer).outcome_of(peer, epoch)
-
-    def all_sent(self, peer: int) -> bool:
-        return self._side(peer).all_sent(peer)
-
-    def recover(self, epoch: int, where: Where = NOWHERE) -> None:
-        sides = [(side, peer) for side in (self._inner, self._outer) for peer in range(self.world_size) if peer != self.rank]
-        sides = [(side, peer) for side, peer in sides if side is self._outer or peer in self._siblings]
-        self._inner.end_round(epoch)
-        self._outer.end_round(epoch)
-        for side, peer in sides:
-            doing = "messages that it sent before its step was broken off"
-            self.wait_until(partial(side.is_quiet, peer), peer=peer, where=where, doing=doing)
-        self._inner.clean(epoch)
-        self._outer.clean(epoch)
-        for side, peer in sides:
-            doing = "to drop the messages of the step that was broken off"
-            self.wait_until(partial(side.is_clean, peer), peer=peer, where=where, doing=doing)
+                wait_until(self, finished, peer=peer, where=where, doing=doing)
 
     # ---- messages ----------------------------------------------------------------------------------------------------
-    def box_of(self, owner: int) -> int:
-        return self.hosts.gateway(self.rank, owner)
+    def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for dst, nbytes in zip(dsts, sizes, strict=True):
+            buffers = self._side(dst).reserve((dst,), (nbytes,))
+            if not buffers:
+                break
+            found += buffers
+        return found
 
-    @property
-    def message_limit(self) -> int:
-        return min(self._inner.message_limit, self._outer.message_limit)
+    def send(self, sendings: Sequence[Sending], *, more: bool = False) -> None:
+        for sending in sendings:
+            self._side(sending.dst).send((sending,), more=more)
 
-    def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor | None:
-        return self._side(dst).try_reserve(dst, nbytes)
+    def receive(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE, *, wait: bool = True) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for src in srcs:
+            side = self._side(src)
+            here = side.receive((src,), tag, wait=False)
+            if not here:
+                if not wait:
+                    return []
+                # By this one, not by a side: a wait on one level must hear of a loss on the other.
+                wait_until(self, partial(side.has, src, tag), peer=src, where=where, doing=f"to send {tag}")
+                here = side.receive((src,), tag, where)
+            found += here
+        return found
 
-    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None, more: bool = False) -> None:
-        self._side(dst).send(dst, tag, buffer, when=when, more=more)
-
-    def expect(self, src: int, tag: Tag, nbytes: int) -> None:
-        self._side(src).expect(src, tag, nbytes)
-
-    def arrived(self, src: int, tag: Tag) -> bool:
-        return self._side(src).arrived(src, tag)
-
-    def receive(self, src: int, tag: Tag, where: Where = NOWHERE) -> torch.Tensor:
-        side = self._side(src)
-        if not side.arrived(src, tag):
-            self.wait_until(lambda: side.arrived(src, tag), peer=src, where=where, doing=f"to send {tag}")
-        return side.receive(src, tag, where)
-
-    def release(self, src: int, tag: Tag, *, more: bool = False) -> None:
-        self._side(src).release(src, tag, more=more)
-
-    def push(self) -> None:
-        self._inner.push()
-        self._outer.push()
-
-    @property
-    def held(self) -> int:
-        return self._inner.held + self._outer.held
+    def release(self, srcs: Sequence[int], tag: Tag, *, more: bool = False) -> None:
+        for src in srcs:
+            self._side(src).release((src,), tag, more=more)
 
     # ---- progress and end --------------------------------------------------------------------------------------------
     def progress(self, timeout_s: float = 0.0) -> None:
@@ -292,32 +247,16 @@ class HierarchicalTransport(Transport):
         seen = self._inner.activity + self._outer.activity
         if seen != self.activity:  # taken in since the last call, by whomever: the caller should look before it sleeps
             timeout_s = 0.0
-        elif timeout_s:
-            self._outer.push()
         self._inner.progress(timeout_s)
         self.activity = self._inner.activity + self._outer.activity
 
-    def wait_until(self, ready: Callable[[], bool], *, peer: int, where: Where, doing: str) -> None:
-        side = self._side(peer) if peer >= 0 else self._outer
-
-        def ready_or_gone() -> bool:
-            if ready():
-                return True
-            side.check_departed(peer, ready, where, doing)
-            return False
-
-        with side.waiting_for(peer, where, doing):
-            super().wait_until(ready_or_gone, peer=peer, where=where, doing=doing)
-
-    def abort(self, reason: str) -> None:
-        """Tell all peers that this rank has failed."""
-        self._inner.abort(reason)
-        self._outer.abort(reason)
-
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
         if self._closed:
             return
         self._closed = True
+        if reason:  # both are told before either waits for its peers
+            self._inner.abort(reason)
+            self._outer.abort(reason)
         try:
             self._outer.close()  # serves the rail until it has what it wants
         finally:

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import torch
 
 from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import Counters
 from commfuse_dp.transport.base import CHANNEL_PARAM
+
+
+def check_sizes(sizes: Sequence[Sequence[int]], before: object, world_size: int) -> list[tuple[int, ...]]:
+    """What a rank exposes, as a table. before: the one that was exposed before, if any.
+
+    Raises TransportError the second time, ValueError for sizes that are none."""
+    if before is not None:
+        raise TransportError("expose() was called twice: a transport exposes its windows once; open another for others")
+    table = [tuple(int(n) for n in row) for row in sizes]
+    for key, row in enumerate(table):
+        if len(row) != world_size or min(row) < 0:
+            raise ValueError(f"expose: sizes[{key}] = {row}: one size >= 0 for each of {world_size} ranks is needed")
+    return table
+
+
+def check_publications(keys: Sequence[int], epoch: int, published: Mapping[int, int]) -> None:
+    """published: key -> its epoch so far. Raises ValueError if this one is not the next."""
+    for key in keys:
+        before = published.get(key, 0)
+        if epoch != before + 1:
+            raise ValueError(f"publish(key {key}, epoch {epoch}): epochs rise by one and {before} was the last")
 
 
 def window_bytes(sizes: Sequence[Sequence[int]] | None, owner: int, key: int, world_size: int) -> int:
@@ -20,19 +43,41 @@ def window_bytes(sizes: Sequence[Sequence[int]] | None, owner: int, key: int, wo
     return sizes[key][owner]
 
 
-def pull_bytes(owner: int, key: int, epoch: int, *, start: int, nbytes: int | None, published: int, finished: int) -> int:
-    """Bytes of a pull. nbytes None: to the end. published: bytes of the window; finished: this rank's last finished epoch.
+def check_pull(
+    owner: int,
+    key: int,
+    epoch: int,
+    start: int,
+    nbytes: int,
+    sizes: Sequence[Sequence[int]] | None,
+    *,
+    world_size: int,
+    finished: int,
+) -> None:
+    """sizes: as in `window_bytes`; finished: this rank's last finished epoch.
 
-    Raises ValueError for bytes that are not in the window and for an epoch that is over."""
-    if nbytes is None:
-        nbytes = published - start
+    Raises ValueError for bytes that are not in the window and for an epoch that is over, and what `window_bytes` does."""
+    published = window_bytes(sizes, owner, key, world_size)
     if start < 0 or nbytes < 0 or start + nbytes > published:
         raise ValueError(
             f"pull: bytes [{start}, {start + nbytes}) of key {key} of rank {owner}, which publishes {published} bytes there"
         )
     if epoch <= finished or epoch <= 0:
         raise ValueError(f"pull: epoch {epoch} is over: this rank has finished epoch {finished}")
-    return nbytes
+
+
+def check_out(out: torch.Tensor | None, nbytes: int, name: str) -> torch.Tensor:
+    """The buffer of a pull of nbytes over transport `name`. Raises ValueError if it is none."""
+    if out is None or out.dtype != torch.uint8 or out.dim() != 1 or out.numel() != nbytes or not out.is_contiguous():
+        given = "None" if out is None else f"{out.dtype} of shape {tuple(out.shape)}"
+        raise ValueError(f"pull: transport {name} needs out = contiguous uint8 of {nbytes} bytes; {given} was given")
+    return out
+
+
+def check_finish(epoch: int, before: int) -> None:
+    """Raises ValueError if this rank has finished `epoch` before."""
+    if epoch <= before:
+        raise ValueError(f"finish({epoch}): epoch {before} is finished already; epochs rise")
 
 
 def count_message(counters: Counters, channel: int, nbytes: int, *, sent: bool) -> None:

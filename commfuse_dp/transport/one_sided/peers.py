@@ -1,4 +1,4 @@
-"""Who the peers are, what they have told of their steps, and what has failed: the part of the one-sided protocol about ranks.
+"""Who the peers are, and what has failed: the part of the one-sided protocol about ranks.
 
 `departed` said goodbye (they will send nothing more: only a wait for one of them is an error), `lost` ended without (the
 program has failed: every operation raises PeerLostError). The first survivor to see a loss tells all others who it was, so
@@ -7,17 +7,15 @@ that they name the dead rank and not the first survivor that gave up because of 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from commfuse_dp.errors import PeerLostError, TransportError, Where
 from commfuse_dp.probe import Probe
-from commfuse_dp.transport.base import Left, Outcome, Transport
+from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.parts import Channel, Receiver
-from commfuse_dp.transport.one_sided.rounds import Rounds
 
 
 class Peers(Transport, Receiver):
@@ -29,92 +27,37 @@ class Peers(Transport, Receiver):
         world_size: int,
         channel: Channel,
         *,
+        inbox_bytes: int,
         deadline_s: float,
         probe: Probe | None,
         members: Sequence[int] | None,
     ) -> None:
-        super().__init__(rank, world_size, deadline_s=deadline_s, probe=probe)
+        super().__init__(rank, world_size, message_limit=inbox_bytes, deadline_s=deadline_s, probe=probe)
         self._channel = channel
         self._peers = [peer for peer in (range(world_size) if members is None else members) if peer != rank]
         self._around = sorted(self._peers, key=lambda peer: (peer - rank) % world_size)
         self._lock = threading.RLock()
         self.changed = threading.Condition(self._lock)
-        self._rounds = Rounds(self._peers)
         self._departed: set[int] = set()
         self._failure: tuple[int, str] | None = None  # (culprit or -1, reason)
         self._closed = False
         self._pid = os.getpid()
         self.on_news: Callable[[], None] | None = None  # in whichever thread, when something was taken in or lost
 
-    # ---- broken steps ------------------------------------------------------------------------------------------------
-    def tell_broken(self, epoch: int, reason: str, *, final: bool = False) -> None:
-        if self._closed or self._failure is not None:
-            return
-        with self._lock:
-            for peer in self._around:
-                if peer not in self._departed:
-                    self._channel.post(peer, self._rounds.broken(peer, epoch, reason, final=final))
-
-    def left(self, peer: int) -> Left | None:
-        return self._rounds.left.get(peer)
-
-    def outcome_of(self, peer: int, epoch: int) -> Outcome | None:
-        return self._rounds.outcomes.get((peer, epoch))
-
-    def all_sent(self, peer: int) -> bool:
-        return self._rounds.all_here(peer)
-
-    def is_quiet(self, peer: int) -> bool:
-        """The peer has ended the round, and nothing of it is on its way."""
-        return self._rounds.is_quiet(peer) or peer in self._departed
-
-    def is_clean(self, peer: int) -> bool:
-        """The peer has begun this rank's round."""
-        return self._rounds.is_clean(peer) or peer in self._departed
-
     # ---- progress ----------------------------------------------------------------------------------------------------
     def progress(self, timeout_s: float = 0.0) -> None:
+        if self._failure is None and not self._closed:
+            with self._lock:
+                self._channel.push()
+        self._poll(timeout_s)
+
+    def _poll(self, timeout_s: float = 0.0) -> None:
+        """`progress` for what comes in: notices that wait for company go on waiting for it."""
         self._check_open()
         if self._failure is None:
             self._channel.poll(timeout_s)
         if self._failure is not None:
             raise self._error()
-
-    def wait_until(self, ready: Callable[[], bool], *, peer: int, where: Where, doing: str) -> None:
-        def ready_or_gone() -> bool:
-            if ready():
-                return True
-            self.check_departed(peer, ready, where, doing)
-            return False
-
-        with self.waiting_for(peer, where, doing):
-            super().wait_until(ready_or_gone, peer=peer, where=where, doing=doing)
-
-    def check_departed(self, peer: int, ready: Callable[[], bool], where: Where, doing: str) -> None:
-        """Raise PeerLostError if `peer` has said goodbye, or that it is broken for good: what is waited for will not come."""
-        left = self._rounds.left.get(peer)
-        if left is not None and left.final and self._rounds.all_here(peer) and not ready():
-            raise PeerLostError(
-                f"rank {self.rank} waited for {self._channel.describe(peer)} {doing} ({where}; transport {self.name}), which "
-                f"cannot go on: {left.reason}",
-                rank=self.rank,
-                peer=peer,
-                where=where,
-            )
-        if peer in self._departed and not ready():  # asked again: an I/O thread may have come in between
-            raise self._gone(peer, f"it was waited for {doing} ({where})", where)
-
-    @contextlib.contextmanager
-    def waiting_for(self, peer: int, where: Where, doing: str) -> Iterator[None]:
-        """A loss that is heard of in here says what was waited for."""
-        try:
-            yield
-        except PeerLostError as error:
-            if error.where is None:
-                who = f"rank {peer}" if peer >= 0 else "its peers"
-                text = f"{error} Rank {self.rank} was waiting for {who}: {doing} ({where})."
-                raise PeerLostError(text, rank=self.rank, peer=error.peer, where=where) from None
-            raise
 
     @property
     def closed(self) -> bool:
@@ -141,12 +84,16 @@ class Peers(Transport, Receiver):
         if self.on_news is not None:
             self.on_news()
 
-    def _post_all(self, message: bytes, *, hold: bool = False) -> None:
-        """To every peer, beginning after this rank, so that not all ranks turn to rank 0 first."""
+    def _post_all(self, message: bytes) -> None:
+        """To every peer."""
+        self._post_each(lambda peer: message)
+
+    def _post_each(self, message: Callable[[int], bytes]) -> None:
+        """message(peer) to every peer, beginning after this rank, so that not all ranks turn to rank 0 first."""
         with self._lock:
             for peer in self._around:
                 if peer not in self._departed:
-                    self._channel.post(peer, message, hold=hold)
+                    self._channel.post(peer, message(peer))
 
     def _fail(self, culprit: int, reason: str) -> None:
         if self._failure is None:

@@ -15,6 +15,7 @@ State of one rank
 * Inbox: one byte ring per (owner, source), filled by the source, which also runs its allocator (ring.py). A message is
   known to the owner as (source, tag) -> (offset, bytes). Releasing it sends the offset back: the credit.
 * Peers: who has said goodbye, who is lost, and what has failed (peers.py).
+* Steps that were broken off (recovery.py).
 
 [Note: Threads]
 `Receiver` is called by the channel, either from `Channel.poll` in the user's thread (shm, inproc) or from an I/O thread
@@ -29,21 +30,29 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 import torch
 
-from commfuse_dp.device.base import Event, Word
 from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.probe import Probe
-from commfuse_dp.transport.base import NOWHERE, WHOLE, Outcome, Tag, Transfer
+from commfuse_dp.transport.base import NOWHERE, WHOLE, Outcome, PullRequest, Sending, Tag, Transfer
 from commfuse_dp.transport.closing import close_at_exit
 from commfuse_dp.transport.one_sided import messages as msg
-from commfuse_dp.transport.one_sided.accounts import count_message, pull_bytes, window_bytes
+from commfuse_dp.transport.one_sided.accounts import (
+    check_finish,
+    check_out,
+    check_publications,
+    check_pull,
+    check_sizes,
+    count_message,
+    window_bytes,
+)
 from commfuse_dp.transport.one_sided.parts import Channel, Memory
 from commfuse_dp.transport.one_sided.peers import Peers
-from commfuse_dp.transport.one_sided.pulls import Fetch, OwnCopy, View
+from commfuse_dp.transport.one_sided.pulls import Fetch, Here, OwnCopy, View
+from commfuse_dp.transport.one_sided.recovery import Rounds
 from commfuse_dp.transport.one_sided.ring import Ring
+from commfuse_dp.transport.waiting import wait_until
 
 Slot = tuple[int, int, int]  # peer, offset, bytes
 MOST_VIEWS = 4096  # of slots that are kept
@@ -56,7 +65,7 @@ class OneSidedTransport(Peers):
     members: the ranks that it connects, if not all: the others take part in its collective calls only, and numbers stay theirs.
     """
 
-    recovers: ClassVar[bool] = True
+    recovery: Rounds
 
     def __init__(
         self,
@@ -70,10 +79,11 @@ class OneSidedTransport(Peers):
         probe: Probe | None = None,
         members: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(rank, world_size, channel, deadline_s=deadline_s, probe=probe, members=members)
+        super().__init__(
+            rank, world_size, channel, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe, members=members
+        )
+        self.recovery = self._rounds = Rounds(self)
         self._memory = memory
-        self._message_limit = inbox_bytes
-        self._sizes: list[tuple[int, ...]] | None = None
         self._published: list[dict[int, int]] = [{} for _ in range(world_size)]  # [owner][key] -> epoch
         self._finished = dict.fromkeys(self._peers, 0)
         self._own_finished = 0
@@ -90,7 +100,7 @@ class OneSidedTransport(Peers):
             self._on_pull,
             self._on_data,
         )
-        self._views: dict[tuple[int, int, int, int], torch.Tensor] = {}  # made once: pulls are the same in every step
+        self._views: dict[tuple[int, int, int, int], Here] = {}  # made once: pulls are the same in every step
         self._slots: dict[Slot, torch.Tensor] = {}  # of peers' inboxes
         self._arrivals: dict[Slot, torch.Tensor] = {}  # of this rank's
         channel.start(self)
@@ -99,35 +109,20 @@ class OneSidedTransport(Peers):
     # ---- windows -----------------------------------------------------------------------------------------------------
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
         self._check_open()
-        if self._sizes is not None:
-            raise TransportError("expose() was called twice: a transport exposes its windows once; open another for others")
-        table = [tuple(int(n) for n in row) for row in sizes]
-        for key, row in enumerate(table):
-            if len(row) != self.world_size or min(row) < 0:
-                raise ValueError(f"expose: sizes[{key}] = {row}: one size >= 0 for each of {self.world_size} ranks is needed")
+        table = check_sizes(sizes, self.sizes, self.world_size)
         self._memory.expose(table)
-        self._sizes = table
+        self.sizes = table
+        self.segments = [self._memory.segment(self.rank, key) for key in range(len(table))]
 
-    def segment(self, key: int) -> torch.Tensor:
-        self._size(self.rank, key)
-        return self._memory.segment(self.rank, key)
-
-    def publish(self, key: int, epoch: int, *, more: bool = False) -> None:
-        self._publish((key,), epoch, more=more)
-
-    def publish_all(self, keys: Sequence[int], epoch: int, *, last: bool) -> None:
-        if keys:
-            self._publish(keys, epoch, more=False)
-
-    def _publish(self, keys: Sequence[int], epoch: int, *, more: bool) -> None:
+    def publish(self, keys: Sequence[int], epoch: int, *, last: bool = False) -> None:
         self._check_open()
+        if not keys:
+            return
         published = self._published[self.rank]
         with self._lock:
             for key in keys:
-                self._size(self.rank, key)
-                before = published.get(key, 0)
-                if epoch != before + 1:
-                    raise ValueError(f"publish(key {key}, epoch {epoch}): epochs rise by one and {before} was the last")
+                window_bytes(self.sizes, self.rank, key, self.world_size)
+            check_publications(keys, epoch, published)
             reading = [p for p in self._peers if self._finished[p] < epoch - 1 and p not in self._departed]
             if reading:
                 raise TransportError(
@@ -139,29 +134,36 @@ class OneSidedTransport(Peers):
                 for src, request, start, nbytes in self._pulls_waiting.pop((key, epoch), ()):
                     self._answer(src, key, request, start, nbytes)
         if self._memory.in_place:  # otherwise peers ask, and are answered when the time has come
-            self._post_all(msg.pack_publish(keys, epoch), hold=more)
+            self._post_all(msg.pack_publish(keys, epoch))
 
-    def pull(
-        self,
-        owner: int,
-        key: int,
-        epoch: int,
-        *,
-        start: int = 0,
-        nbytes: int | None = None,
-        out: torch.Tensor | None = None,
-        after: Event | None = None,
-    ) -> Transfer:
+    def pull(self, epoch: int, requests: Sequence[PullRequest]) -> Sequence[Transfer]:
+        found: list[Transfer] = []
+        received = 0
+        for request in requests:
+            owner, key, start, nbytes, out, _, _, _ = request
+            here = self._views.get((owner, key, start, nbytes)) if out is None and epoch > self._own_finished else None
+            if here is not None:
+                with self._lock:
+                    if self._published[owner].get(key) != epoch:
+                        here = None
+            if here is not None:
+                found.append(here)
+                received += nbytes if owner != self.rank else 0
+            else:
+                found.append(self._pull(epoch, request))
+        self.probe.counters.param_bytes_received += received
+        return found
+
+    def _pull(self, epoch: int, request: PullRequest) -> Transfer:
         self._check_open()
-        size = self._size(owner, key)
-        nbytes = pull_bytes(owner, key, epoch, start=start, nbytes=nbytes, published=size, finished=self._own_finished)
+        owner, key, start, nbytes, out, _, _, _ = request
+        finished = self._own_finished
+        check_pull(owner, key, epoch, start, nbytes, self.sizes, world_size=self.world_size, finished=finished)
         if self._memory.in_place:
             if out is not None:
                 raise ValueError(f"pull: transport {self.name} reads in place: out must be None")
             return View(self, owner, key, epoch, start, nbytes)
-        if out is None or out.dtype != torch.uint8 or out.dim() != 1 or out.numel() != nbytes or not out.is_contiguous():
-            given = "None" if out is None else f"{out.dtype} of shape {tuple(out.shape)}"
-            raise ValueError(f"pull: transport {self.name} needs out = contiguous uint8 of {nbytes} bytes; {given} was given")
+        out = check_out(out, nbytes, self.name)
         if owner == self.rank:
             return OwnCopy(self, owner, key, epoch, start, nbytes, out)
         return self.fetch(owner, key, epoch, out, start=start)
@@ -177,25 +179,19 @@ class OneSidedTransport(Peers):
             self._channel.post(owner, msg.pack(msg.PULL, key, epoch, request, x=start, y=out.numel()))
         return fetch
 
-    def read_again(self, owners: Sequence[int], key: int, epoch: int, nbytes: int) -> bool:
-        if not self._memory.in_place:
-            return False
-        with self._lock:
-            for owner in owners:
-                if self._published[owner].get(key) != epoch:
-                    return False
-        self.probe.counters.param_bytes_received += nbytes
-        return True
+    def _view(self, owner: int, key: int, start: int, nbytes: int) -> Here:
+        """Of a segment."""
+        name = owner, key, start, nbytes
+        here = self._views.get(name)
+        if here is None:
+            here = self._views[name] = Here(self._memory.segment(owner, key).narrow(0, start, nbytes))
+        return here
 
     def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
         self._check_open()
-        if epoch <= self._own_finished:
-            raise ValueError(f"finish({epoch}): epoch {self._own_finished} is finished already; epochs rise")
+        check_finish(epoch, self._own_finished)
         self._own_finished = epoch
-        with self._lock:
-            for peer in self._around:
-                if peer not in self._departed:
-                    self._channel.post(peer, self._rounds.finish(peer, epoch, outcome))
+        self._post_each(lambda peer: self._rounds.finish(peer, epoch, outcome))
 
     def wait_finished(self, epoch: int, where: Where = NOWHERE, *, meanwhile: Callable[[], object] | None = None) -> None:
         self._check_open()
@@ -210,72 +206,40 @@ class OneSidedTransport(Peers):
                         meanwhile()
                     return self.has_finished(peer, epoch)
 
-                self.wait_until(finished, peer=peer, where=where, doing=doing)
+                wait_until(self, finished, peer=peer, where=where, doing=doing)
 
     def has_finished(self, peer: int, epoch: int) -> bool:
         """The peer reads nothing of `epoch` any more."""
         with self._lock:
             return self._finished[peer] >= epoch or peer in self._departed
 
-    # ---- broken steps ------------------------------------------------------------------------------------------------
-    def discard(self, channel: int) -> None:
-        with self._lock:
-            self._rounds.discarded = channel
-            for src, tag in [name for name in self._inbox if name[1].channel == channel]:
-                self.release(src, tag)
-
-    def recover(self, epoch: int, where: Where = NOWHERE) -> None:
-        self.end_round(epoch)
-        for peer in self._peers:
-            doing = "messages that it sent before its step was broken off"
-            self.wait_until(lambda p=peer: self.is_quiet(p), peer=peer, where=where, doing=doing)  # type: ignore[misc]
-        self.clean(epoch)
-        for peer in self._peers:
-            doing = "to drop the messages of the step that was broken off"
-            self.wait_until(lambda p=peer: self.is_clean(p), peer=peer, where=where, doing=doing)  # type: ignore[misc]
-
-    def end_round(self, epoch: int) -> None:
-        """The first part of `recover`. Does nothing the second time."""
-        with self._lock:
-            if self._rounds.end(epoch):
-                for peer in self._peers:
-                    self._channel.post(peer, self._rounds.quiet(peer))
-
-    def clean(self, epoch: int) -> None:
-        """The second part, once all peers are quiet. Does nothing the second time."""
-        with self._lock:
-            if self._rounds.begin(epoch):
-                self._inbox.clear()
-                for ring in self._outbox.values():
-                    ring.reset()
-                self._post_all(msg.pack(msg.ROUND, self._rounds.round, 1))
-
     # ---- messages ----------------------------------------------------------------------------------------------------
-    @property
-    def message_limit(self) -> int:
-        return self._message_limit
-
-    def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor | None:
-        ring = self._outbox.get(dst)
-        if self._closed or ring is None or not 0 <= nbytes <= self._message_limit:
-            self._check_open()
-            ring = self._ring(dst)
-            raise ValueError(
-                f"a message of {nbytes} bytes to rank {dst}: 0 .. {self._message_limit} fit; "
-                "send smaller slices (more slices_per_rank) or raise inbox_bytes"
-            )
-        with self._lock:
-            offset = ring.reserve(nbytes)
-        if offset is None:
-            self.progress()  # a credit may be waiting to be taken in
+    def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for dst, nbytes in zip(dsts, sizes, strict=True):
+            ring = self._outbox.get(dst)
+            if self._closed or ring is None or not 0 <= nbytes <= self.message_limit:
+                self._check_open()
+                ring = self._ring(dst)
+                raise ValueError(
+                    f"a message of {nbytes} bytes to rank {dst}: 0 .. {self.message_limit} fit; "
+                    "send smaller slices (more slices_per_rank) or raise inbox_bytes"
+                )
             with self._lock:
                 offset = ring.reserve(nbytes)
-        if dst in self._departed:
-            raise self._gone(dst, f"a message of {nbytes} bytes cannot be sent")
-        if offset is None:
-            return None
-        view = self._slots.get((dst, offset, nbytes))
-        return view if view is not None else self._keep(self._slots, self._memory.outgoing(dst), dst, offset, nbytes)
+            if offset is None:
+                self._poll()  # a credit may be waiting to be taken in
+                with self._lock:
+                    offset = ring.reserve(nbytes)
+            if dst in self._departed:
+                raise self._gone(dst, f"a message of {nbytes} bytes cannot be sent")
+            if offset is None:
+                break
+            view = self._slots.get((dst, offset, nbytes))
+            if view is None:
+                view = self._keep(self._slots, self._memory.outgoing(dst), dst, offset, nbytes)
+            found.append(view)
+        return found
 
     def _keep(self, views: dict[Slot, torch.Tensor], ring: torch.Tensor, peer: int, offset: int, nbytes: int) -> torch.Tensor:
         """A view of a ring: places come again, and making it takes longer than looking for it."""
@@ -284,85 +248,71 @@ class OneSidedTransport(Peers):
         view = views[peer, offset, nbytes] = ring.narrow(0, offset, nbytes)
         return view
 
-    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None, more: bool = False) -> None:
-        ring = self._outbox.get(dst)
-        if self._closed or ring is None:
-            self._check_open()
-            ring = self._ring(dst)
-        nbytes = buffer.nbytes
-        # An empty tensor has no address.
-        address = self._outgoing_address[dst]
-        offset = buffer.data_ptr() - address if nbytes else int(buffer.storage_offset()) * buffer.element_size()
-        header = msg.pack(msg.DEPOSIT, *tag, max(offset, 0), nbytes)  # first: a bad tag leaves the reservation as it is
-        with self._lock:
-            if not ring.send(offset):
-                raise ValueError(
-                    f"send to rank {dst}, {tag}: the buffer was not reserved by try_reserve({dst}, ...), or was sent before"
-                )
-            count_message(self.probe.counters, tag.channel, nbytes, sent=True)
-            self._rounds.sent[dst] += 1  # before it leaves: if an exception comes in between, peers must not go on too early
-            payload = None if self._memory.in_place else self._memory.outgoing(dst).narrow(0, offset, nbytes)
-            self._channel.post(dst, header, payload, hold=more and payload is None)
-
-    def arrived(self, src: int, tag: Tag) -> bool:
-        name = src, tag
-        with self._lock:
-            if name in self._inbox:
-                return True
-        if self._closed or self._failure is not None:
-            self.progress()  # raises what is wrong
-        self._channel.poll(0.0)
-        with self._lock:
-            here, departed = name in self._inbox, src in self._departed
-        if self._failure is not None:
-            raise self._error()
-        if here:
-            return True
-        if departed:
-            raise self._gone(src, f"its message {tag} will not come")
-        self._ring(src)
-        return False
-
-    def receive(self, src: int, tag: Tag, where: Where = NOWHERE) -> torch.Tensor:
-        with self._lock:
-            entry = self._inbox.get((src, tag))
-        if entry is None:
-            self._check_open()
-            self._ring(src)
-            self.wait_until(lambda: self._holds(src, tag), peer=src, where=where, doing=f"to send {tag}")
+    def send(self, sendings: Sequence[Sending], *, more: bool = False) -> None:
+        for dst, tag, buffer, _, _ in sendings:
+            ring = self._outbox.get(dst)
+            if self._closed or ring is None:
+                self._check_open()
+                ring = self._ring(dst)
+            nbytes = buffer.nbytes
+            # An empty tensor has no address.
+            address = self._outgoing_address[dst]
+            offset = buffer.data_ptr() - address if nbytes else int(buffer.storage_offset()) * buffer.element_size()
+            header = msg.pack(msg.DEPOSIT, *tag, max(offset, 0), nbytes)  # first: a bad tag leaves the reservation as it is
             with self._lock:
-                entry = self._inbox[src, tag]
-        view = self._arrivals.get((src, *entry))
-        return view if view is not None else self._keep(self._arrivals, self._memory.incoming(src), src, *entry)
+                if not ring.send(offset):
+                    raise ValueError(
+                        f"send to rank {dst}, {tag}: the buffer was not reserved by reserve([{dst}], ...), or was sent before"
+                    )
+                count_message(self.probe.counters, tag.channel, nbytes, sent=True)
+                # Before it leaves: if an exception comes in between, peers must not go on too early.
+                self._rounds.sent[dst] += 1
+                payload = None if self._memory.in_place else self._memory.outgoing(dst).narrow(0, offset, nbytes)
+                self._channel.post(dst, header, payload, hold=more and payload is None)
 
-    def receive_all(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE) -> list[torch.Tensor]:
-        found: list[torch.Tensor | None] = []
-        with self._lock:
-            for src in srcs:
+    def receive(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE, *, wait: bool = True) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for src in srcs:
+            with self._lock:
                 entry = self._inbox.get((src, tag))
-                found.append(self._arrivals.get((src, *entry)) if entry is not None else None)
-        return [view if view is not None else self.receive(src, tag, where) for src, view in zip(srcs, found, strict=True)]
-
-    def release(self, src: int, tag: Tag, *, more: bool = False) -> None:
-        with self._lock:
-            entry = self._inbox.pop((src, tag), None)
             if entry is None:
-                raise ValueError(f"release: no message {tag} of rank {src} is here (released twice, or not yet received)")
-            self._channel.post(src, msg.pack(msg.CREDIT, self._rounds.round, x=entry[0]), hold=more)
+                entry = self._await_message(src, tag, where, wait=wait)
+                if entry is None:
+                    return []
+            view = self._arrivals.get((src, *entry))
+            if view is None:
+                view = self._keep(self._arrivals, self._memory.incoming(src), src, *entry)
+            found.append(view)
+        return found
 
-    def push(self) -> None:
+    def _await_message(self, src: int, tag: Tag, where: Where, *, wait: bool) -> tuple[int, int] | None:
+        """Place and bytes of a message that was not here a moment ago; None: it is not here yet."""
+        self._check_open()
+        self._ring(src)
+        if not wait:
+            self._poll()
+        else:
+            wait_until(self, lambda: self.has(src, tag), peer=src, where=where, doing=f"to send {tag}")
         with self._lock:
-            self._channel.push()
+            entry, departed = self._inbox.get((src, tag)), src in self._departed
+        if entry is None and departed:
+            raise self._gone(src, f"its message {tag} will not come")
+        return entry
 
-    @property
-    def held(self) -> int:
-        with self._lock:
-            return len(self._inbox) + sum(ring.live for ring in self._outbox.values())
+    def release(self, srcs: Sequence[int], tag: Tag, *, more: bool = False) -> None:
+        for src in srcs:
+            with self._lock:
+                entry = self._inbox.pop((src, tag), None)
+                if entry is None:
+                    raise ValueError(f"release: no message {tag} of rank {src} is here (released twice, or not yet received)")
+                self._channel.post(src, msg.pack(msg.CREDIT, self._rounds.round, x=entry[0]), hold=more)
 
     # ---- progress and end --------------------------------------------------------------------------------------------
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
         if self._closed:
             return
+        if reason:
+            self.abort(reason)
         if not self._memory.in_place and os.getpid() == self._pid and sys.exc_info()[0] is None:
             self._serve_readers()
         self._closed = True
@@ -376,6 +326,7 @@ class OneSidedTransport(Peers):
         finally:
             self._channel.close()
             self._memory.close()
+            self.segments = ()
             for views in (self._views, self._slots, self._arrivals):
                 views.clear()
             with self._lock:
@@ -482,12 +433,10 @@ class OneSidedTransport(Peers):
         self._channel.post(src, msg.pack(msg.DATA, c=request, y=nbytes), payload)
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
-    def _holds(self, src: int, tag: Tag) -> bool:
+    def has(self, src: int, tag: Tag) -> bool:
+        """The message is here."""
         with self._lock:
             return (src, tag) in self._inbox
-
-    def _size(self, owner: int, key: int) -> int:
-        return window_bytes(self._sizes, owner, key, self.world_size)
 
     def _ring(self, peer: int) -> Ring:
         ring = self._outbox.get(peer)

@@ -13,13 +13,29 @@ import torch
 
 from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.transport.base import NOWHERE, Transfer
+from commfuse_dp.transport.waiting import wait_until
 
 if TYPE_CHECKING:
     from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
 
 
+class Here(Transfer):
+    """Bytes that may be read in place without a wait; segments stay where they are, so it serves in every epoch."""
+
+    data: torch.Tensor
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, where: Where = NOWHERE) -> torch.Tensor:
+        return self.data
+
+
 class _Pull(Transfer):
-    """What the three kinds of pull share."""
+    """What the pulls share that may have to be waited for."""
 
     __slots__ = ("_counted", "_epoch", "_key", "_owner", "_transport")
 
@@ -49,7 +65,7 @@ class _Pull(Transfer):
     def done(self) -> bool:
         if self._ready():
             return True
-        self._transport.progress()
+        self._transport._poll()
         if self._ready():
             return True
         if self._owner in self._transport._departed and not self._ready():
@@ -59,7 +75,7 @@ class _Pull(Transfer):
     def wait(self, where: Where = NOWHERE) -> torch.Tensor:
         if not self._ready():
             doing = f"to publish key {self._key} for epoch {self._epoch}"
-            self._transport.wait_until(self._ready, peer=self._owner, where=where, doing=doing)
+            wait_until(self._transport, self._ready, peer=self._owner, where=where, doing=doing)
         return self._bytes()
 
 
@@ -81,12 +97,7 @@ class View(_Pull):
         if not self._counted and self._owner != transport.rank:
             self._counted = True
             transport.probe.counters.param_bytes_received += self._nbytes
-        name = (self._owner, self._key, self._start, self._nbytes)
-        view = transport._views.get(name)
-        if view is None:
-            whole = transport._memory.segment(self._owner, self._key)
-            view = transport._views[name] = whole.narrow(0, self._start, self._nbytes)
-        return view
+        return transport._view(self._owner, self._key, self._start, self._nbytes).data
 
 
 class OwnCopy(View):

@@ -206,7 +206,7 @@ class Messages:
                 reservation = lane.find(fan.offsets[dst], fan.room if len(dsts) > 1 else fan.sendings[dst].buffer.nbytes)
                 if reservation is None:
                     raise ValueError(
-                        f"send to rank {dst}, {fan.tag}: the buffer was not reserved by try_reserve({dst}, ...), or was sent "
+                        f"send to rank {dst}, {fan.tag}: the buffer was not reserved by reserve([{dst}], ...), or was sent "
                         "before"
                     )
                 fan.reservations.append((lane, reservation))
@@ -230,11 +230,6 @@ class Messages:
                 raise ValueError(f"a message of {nbytes} bytes from rank {members[0][0]}: 0 .. {self.limit} fit")
             box.expect(tag, nbytes, room)
 
-    def arrived(self, src: int, tag: Tag) -> bool:
-        self._core.check()
-        self._core.check_peer(src)
-        return True
-
     def receive(self, srcs: Sequence[int], tag: Tag, where: Where) -> list[torch.Tensor]:
         core = self._core
         stream = core.enter()
@@ -252,7 +247,7 @@ class Messages:
             if entry is None:
                 src = members[0][0]
                 raise ValueError(
-                    f"receive: {tag} of rank {src} was not announced by expect({src}, ...), in the order in which rank {src} "
+                    f"receive: {tag} of rank {src} was not announced by expect([{src}], ...), in the order in which rank {src} "
                     f"sends: transport {core.name} finds messages by it"
                 )
             for name in members:

@@ -1,6 +1,6 @@
 """Where messages lie in rings of symmetric memory: computed alike by sender and owner, so that nothing about it is told.
 
-    sender     staging (its own memory)     try_reserve: a place; the current stream stands until its last message has left
+    sender     staging (its own memory)     reserve: a place; the current stream stands until its last message has left
                     |  copy, stream "scatter", behind a wait for credit
     owner      inbox ring of (sender, channel)     place and arrival word follow from the number and size of the message
                     |  the reader's stream stands until the arrival word is there
@@ -130,7 +130,7 @@ class Fingerprints:
 
 
 class Reservation:
-    """A place in the staging ring, from `try_reserve` to the end of the copy out of it."""
+    """A place in the staging ring, from `reserve` to the end of the copy out of it."""
 
     __slots__ = ("left", "nbytes", "offset", "order")
 

@@ -64,14 +64,13 @@ from typing import ClassVar
 
 import torch
 
-from commfuse_dp.device.base import Device, Event, Word
+from commfuse_dp.device.base import Device, Event
 from commfuse_dp.device.timing import EventTimer
 from commfuse_dp.errors import CommFuseError, Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import NOWHERE, WHOLE, ExchangeFn, Outcome, PullRequest, Sending, Tag, Transport
 from commfuse_dp.transport.closing import CLOSE_S, close_at_exit
 from commfuse_dp.transport.one_sided import messages as msg
-from commfuse_dp.transport.one_sided.accounts import window_bytes
 from commfuse_dp.transport.one_sided.parts import Channel
 from commfuse_dp.transport.symmetric.core import Core, Layout
 from commfuse_dp.transport.symmetric.memory import SymmetricMemory
@@ -95,8 +94,6 @@ class SymmetricTransport(Transport):
     """
 
     name: ClassVar[str] = "symmetric"
-    in_place: ClassVar[bool] = False
-    stream_ordered: ClassVar[bool] = True
     device: Device
 
     def __init__(
@@ -113,7 +110,7 @@ class SymmetricTransport(Transport):
         probe: Probe | None = None,
         kernels_may_wait: bool = True,
     ) -> None:
-        super().__init__(rank, world_size, deadline_s=deadline_s, probe=probe)
+        super().__init__(rank, world_size, message_limit=inbox_bytes, deadline_s=deadline_s, probe=probe)
         self.device = device
         self.probe.measure_by(EventTimer(device, self.probe))
         self._channel = channel
@@ -139,6 +136,7 @@ class SymmetricTransport(Transport):
             probe=self.probe,
         )
         self._windows = Windows(self._core, kernels_may_wait=kernels_may_wait)
+        self._windows.describe = lambda *slice_: self.describe(*slice_)
         self._messages = Messages(self._core, layout, inbox_bytes)
         self._watch.own_memory = lambda: (*self._windows.memory_of(rank), *self._messages.memory())
         self._watch.memory_of = self._windows.memory_of
@@ -148,46 +146,15 @@ class SymmetricTransport(Transport):
     # ---- windows -----------------------------------------------------------------------------------------------------
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
         self._windows.expose(sizes)
+        self.sizes, self.segments = self._windows.sizes, self._windows.segments(self.rank)
 
-    def segment(self, key: int) -> torch.Tensor:
-        return self._windows.segment(key)
+    def publish(self, keys: Sequence[int], epoch: int, *, last: bool = False) -> None:
+        self._windows.publish(keys, epoch, last=last)
 
-    def publish(self, key: int, epoch: int, *, more: bool = False) -> None:
-        self._windows.publish(key, epoch, more=more)
-
-    def pull(
-        self,
-        owner: int,
-        key: int,
-        epoch: int,
-        *,
-        start: int = 0,
-        nbytes: int | None = None,
-        out: torch.Tensor | None = None,
-        after: Event | None = None,
-    ) -> Pull:
-        """`after` None: `out` may be fresh from the allocator, so the copy runs behind all that is in the current stream."""
-        size = window_bytes(self._windows.sizes, owner, key, self.world_size)
-        if out is None:
-            raise ValueError(
-                f"pull: transport {self.name} needs out = contiguous uint8 of the bytes to be pulled; None was given"
-            )
-        request = PullRequest(owner, key, start, size - start if nbytes is None else nbytes, out, after)
-        return self._windows.pull(epoch, (request,))[0]
-
-    def pull_all(self, epoch: int, requests: Sequence[PullRequest]) -> list[Pull]:
+    def pull(self, epoch: int, requests: Sequence[PullRequest]) -> list[Pull]:
+        """Of requests whose `after` is None, `out` may be fresh from the allocator: such a copy runs behind all that is in the
+        current stream."""
         return self._windows.pull(epoch, requests)
-
-    def publish_all(self, keys: Sequence[int], epoch: int, *, last: bool) -> None:
-        for key in keys:
-            self._windows.publish(key, epoch, more=True)
-        if last:
-            self._windows.publish_complete(epoch)
-        else:
-            self._core.enter()
-
-    def describe_pulls(self, describe: Callable[[int, int, int, int, int], Where]) -> None:
-        self._windows.describe = describe
 
     def direct(self, owner: int, key: int, epoch: int, where: Where = NOWHERE) -> torch.Tensor:
         """The owner's segment itself, for kernels that read a peer's memory: the current stream waits for `epoch`.
@@ -204,51 +171,26 @@ class SymmetricTransport(Transport):
         self._windows.wait_finished(epoch, where)
 
     # ---- messages ----------------------------------------------------------------------------------------------------
-    @property
-    def message_limit(self) -> int:
-        return self._messages.limit
+    def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[torch.Tensor]:
+        """What one call reserves for one peer before it sends must fit into inbox_bytes."""
+        return self._messages.reserve(dsts, sizes, room or max(sizes, default=0))
 
-    def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor:
-        """Never None. What one call reserves for one peer before it sends must fit into inbox_bytes."""
-        return self._messages.reserve((dst,), (nbytes,), nbytes)[0]
-
-    def reserve_all(self, dsts: Sequence[int], sizes: Sequence[int], room: int) -> list[torch.Tensor]:
-        return self._messages.reserve(dsts, sizes, room)
-
-    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None, more: bool = False) -> None:
-        """`when`: written by a kernel that is in the current stream already, once the buffer is complete."""
-        self._messages.send((Sending(dst, tag, buffer, when),))
-
-    def send_all(self, sendings: Sequence[Sending]) -> None:
+    def send(self, sendings: Sequence[Sending], *, more: bool = False) -> None:
+        """`when`: written by kernels that are in the current stream already, once the buffers are complete."""
         self._messages.send(sendings)
 
-    def expect(self, src: int, tag: Tag, nbytes: int) -> None:
-        self._messages.expect((src,), tag, nbytes, nbytes)
+    def expect(self, srcs: Sequence[int], tag: Tag, nbytes: int, room: int = 0) -> None:
+        self._messages.expect(srcs, tag, nbytes, room or nbytes)
 
-    def expect_all(self, srcs: Sequence[int], tag: Tag, nbytes: int, room: int) -> None:
-        self._messages.expect(srcs, tag, nbytes, room)
-
-    def arrived(self, src: int, tag: Tag) -> bool:
-        return self._messages.arrived(src, tag)
-
-    def receive(self, src: int, tag: Tag, where: Where = NOWHERE) -> torch.Tensor:
-        return self._messages.receive((src,), tag, where)[0]
-
-    def receive_all(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE) -> list[torch.Tensor]:
+    def receive(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE, *, wait: bool = True) -> list[torch.Tensor]:
         return self._messages.receive(srcs, tag, where)
 
-    def release(self, src: int, tag: Tag, *, more: bool = False) -> None:
-        self._messages.release((src,), tag, more=more)
-
-    def release_all(self, srcs: Sequence[int], tag: Tag, *, more: bool = False) -> None:
+    def release(self, srcs: Sequence[int], tag: Tag, *, more: bool = False) -> None:
         self._messages.release(srcs, tag, more=more)
-
-    def push(self) -> None:
-        self._core.enter()
 
     # ---- progress and end --------------------------------------------------------------------------------------------
     def progress(self, timeout_s: float = 0.0) -> None:
-        self._core.check()
+        self._core.enter()
         if timeout_s > 0:
             self._watch.news.wait(min(timeout_s, 0.05))
             self._watch.news.clear()
@@ -259,10 +201,12 @@ class SymmetricTransport(Transport):
         if not self._core.closed:
             self._watch.tell(msg.pack_abort(self.rank, reason))
 
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
         core = self._core
         if core.closed:
             return
+        if reason:
+            self.abort(reason)
         core.closed = True
         if os.getpid() != self._pid:  # a copy made by fork: neither the thread nor the device is its own
             return
@@ -277,6 +221,7 @@ class SymmetricTransport(Transport):
             self._channel.close()
             if idle:
                 core.blocks.clear()
+                self.segments = ()
                 self._windows.forget()
                 self._messages.forget()
                 core.memory.close()

@@ -11,7 +11,14 @@ from commfuse_dp.device.base import Event, Span, Word
 from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.probe import RECEIVE
 from commfuse_dp.transport.base import NOWHERE, Part, PullRequest, Transfer
-from commfuse_dp.transport.one_sided.accounts import pull_bytes, window_bytes
+from commfuse_dp.transport.one_sided.accounts import (
+    check_finish,
+    check_out,
+    check_publications,
+    check_pull,
+    check_sizes,
+    window_bytes,
+)
 from commfuse_dp.transport.one_sided.parts import check_same_sizes
 from commfuse_dp.transport.one_sided.ring import align
 from commfuse_dp.transport.symmetric.core import Core
@@ -77,7 +84,7 @@ class Windows:
 
     def __init__(self, core: Core, *, kernels_may_wait: bool) -> None:
         self.core = core
-        self.describe: Callable[[int, int, int, int, int], Where] = _where
+        self.describe: Callable[[int, int, int, int, int], Where]  # as of the transport
         self._kernels_may_wait = kernels_may_wait
         self._gather = core.device.side_stream("gather")
         self.sizes: list[tuple[int, ...]] | None = None  # as exposed
@@ -102,12 +109,7 @@ class Windows:
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
         core = self.core
         core.enter()
-        if self.sizes is not None:
-            raise TransportError("expose() was called twice: a transport exposes its windows once; open another for others")
-        table = [tuple(int(n) for n in row) for row in sizes]
-        for key, row in enumerate(table):
-            if len(row) != core.world_size or min(row) < 0:
-                raise ValueError(f"expose: sizes[{key}] = {row}: one size >= 0 for each of {core.world_size} ranks is needed")
+        table = check_sizes(sizes, self.sizes, core.world_size)
         check_same_sizes(table, core.exchange(table))
         words = align(4 * core.world_size * (len(table) + 1))
         totals = [sum(align(row[owner]) for row in table) for owner in range(core.world_size)]
@@ -122,33 +124,27 @@ class Windows:
             self._shards.append(block.narrow(0, words, start - words))
         self.sizes = table
 
-    def segment(self, key: int) -> torch.Tensor:
-        self._size(self.core.rank, key)
-        return self._segments[self.core.rank][key]
+    def segments(self, owner: int) -> list[torch.Tensor]:
+        """What a rank publishes, by key."""
+        return self._segments[owner]
 
-    def publish(self, key: int, epoch: int, *, more: bool) -> None:
+    def publish(self, keys: Sequence[int], epoch: int, *, last: bool) -> None:
+        """last: one word more, for all of this rank's keys that are published in `epoch`."""
         core = self.core
         stream = core.enter(flush=False)
-        self._size(core.rank, key)
-        before = self._published.get(key, 0)
-        if epoch != before + 1:
-            raise ValueError(f"publish(key {key}, epoch {epoch}): epochs rise by one and {before} was the last")
-        if core.peers and self._free_to_write < epoch - 1:
+        for key in keys:
+            window_bytes(self.sizes, core.rank, key, core.world_size)
+        check_publications(keys, epoch, self._published)
+        if keys and core.peers and self._free_to_write < epoch - 1:
             raise TransportError(
-                f"publish(key {key}, epoch {epoch}): ranks {sorted(core.peers)} may still read epoch {epoch - 1}; "
+                f"publish(key {keys[0]}, epoch {epoch}): ranks {sorted(core.peers)} may still read epoch {epoch - 1}; "
                 f"call wait_finished({epoch - 1}) before writing the segment"
             )
-        self._published[key] = epoch
-        place = self._place(core.rank, key)
-        core.hold(stream, [Word(pad, place, epoch) for pad in self._pads], more=more)
-
-    def publish_complete(self, epoch: int) -> None:
-        """All of this rank's keys that are published in `epoch` are: one word says so for all of them."""
-        core = self.core
-        stream = core.enter(flush=False)
-        self._complete = epoch
-        place = self._place(core.rank, -1)
-        core.hold(stream, [Word(pad, place, epoch) for pad in self._pads], more=False)
+        self._published.update(dict.fromkeys(keys, epoch))
+        if last:
+            self._complete = epoch
+        places = [self._place(core.rank, key) for key in (*keys, *((-1,) if last else ()))]
+        core.hold(stream, [Word(pad, place, epoch) for place in places for pad in self._pads], more=False)
 
     def pull(self, epoch: int, requests: Sequence[PullRequest]) -> list[Pull]:
         """In the order of the requests, each with its own word; see [Note: Words for pulls]."""
@@ -178,7 +174,9 @@ class Windows:
                     source.pulls += 1
                     assert source.pad is not None
                     arrival = Word(source.pad, source.place, source.pulls)
-                pull = Pull(self, request.out, arrival)
+                out = request.out
+                assert out is not None
+                pull = Pull(self, out, arrival)
                 pulls.append(pull)
                 if self._all_awaited != epoch or source.own:
                     for owner, key, start, nbytes, _ in source.parts:
@@ -194,7 +192,7 @@ class Windows:
                 if timing is not None and core.probe.sink is not None:
                     batch.submit()
                     begun = timing.mark(gather)
-                there = source.to(request.out)
+                there = source.to(out)
                 if arrival is None and timing is None:
                     spans += there
                 else:
@@ -237,7 +235,7 @@ class Windows:
     def direct(self, owner: int, key: int, epoch: int, where: Where) -> torch.Tensor:
         core = self.core
         stream = core.enter()
-        self._size(owner, key)
+        window_bytes(self.sizes, owner, key, core.world_size)
         self._direct = True
         condition = Condition(owner, self._pads[core.rank], self._place(owner, key), epoch)
         core.behind(stream, [core.stand(stream, (condition,), (where,), "to publish a window")])
@@ -246,8 +244,7 @@ class Windows:
     def finish(self, epoch: int) -> None:
         core = self.core
         stream = core.enter()
-        if epoch <= self._own_finished:
-            raise ValueError(f"finish({epoch}): epoch {self._own_finished} is finished already; epochs rise")
+        check_finish(epoch, self._own_finished)
         if self._direct:  # copies run in "gather"; what the current stream has read itself must be over, too
             self._direct = False
             core.device.wait_event(self._gather, core.device.record(stream))
@@ -308,14 +305,8 @@ class Windows:
         if source is None or source.others is not request.others:
             parts = [Part(owner, key, start, nbytes, 0), *request.others]
             for part in parts:
-                pull_bytes(
-                    part.owner,
-                    part.key,
-                    epoch,
-                    start=part.start,
-                    nbytes=part.nbytes,
-                    published=self._size(part.owner, part.key),
-                    finished=self._own_finished,
+                check_pull(
+                    *part[:2], epoch, *part[2:4], self.sizes, world_size=self.core.world_size, finished=self._own_finished
                 )
             before = source
             segments = [self._segments[part.owner][part.key] for part in parts]
@@ -326,11 +317,8 @@ class Windows:
                 source.pad, source.place = self._signal(len(self._sources) - 1)
         if epoch <= self._own_finished:
             raise ValueError(f"pull: epoch {epoch} is over: this rank has finished epoch {self._own_finished}")
-        if out.dtype != torch.uint8 or out.dim() != 1 or out.numel() != source.nbytes or not out.is_contiguous():
-            raise ValueError(
-                f"pull: transport {self.core.name} needs out = contiguous uint8 of {source.nbytes} bytes; {out.dtype} of shape "
-                f"{tuple(out.shape)} was given"
-            )
+        if out is None or out.numel() != source.nbytes or out.dtype != torch.uint8 or not out.is_contiguous() or out.dim() != 1:
+            check_out(out, source.nbytes, self.core.name)
         return source
 
     def _signal(self, number: int) -> tuple[torch.Tensor, int]:
@@ -342,10 +330,3 @@ class Windows:
                 self._signals.append(torch.zeros(SIGNAL_WORDS, dtype=torch.int32, device=device.torch_device))
             device.wait_event(self._gather, device.record(device.current_stream()))
         return self._signals[pad], place
-
-    def _size(self, owner: int, key: int) -> int:
-        return window_bytes(self.sizes, owner, key, self.core.world_size)
-
-
-def _where(owner: int, key: int, epoch: int, start: int, nbytes: int) -> Where:
-    return Where(f"(window {key})", epoch, f"bytes {start} to {start + nbytes}", nbytes)

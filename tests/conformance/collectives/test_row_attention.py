@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from commfuse_dp.ops import row_parallel_attention
 from commfuse_dp.program.layout import chunk_bounds
 from commfuse_dp.program.operations import Problem
 from commfuse_dp.program.verify import minimum_rows
+from commfuse_dp.transport.base import Sending
 from tests.conformance.collectives.worlds import in_world
 from tests.support.inproc import Faults, InprocWorld
 from tests.support.threads import run_ranks
@@ -128,10 +130,10 @@ def test_bytes_are_the_minimum_and_bits_repeat(n: int, m: int) -> None:
         first = step()
         before, hand_over = 0, transport.send
 
-        def send(dst: int, tag: Any, buffer: torch.Tensor) -> None:
+        def send(sendings: Sequence[Sending]) -> None:
             nonlocal before
-            before += buffer.numel()
-            hand_over(dst, tag, buffer)
+            before += sum(sending.buffer.numel() for sending in sendings)
+            hand_over(sendings)
 
         transport.send = send
         return first, step(), before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from commfuse_dp.errors import MismatchError
 from commfuse_dp.ops import ulysses_attention
 from commfuse_dp.ops.ulysses import LAYOUTS, laid_out
+from commfuse_dp.transport.base import Sending
 from tests.conformance.collectives.worlds import Moved, in_world
 from tests.support.inproc import Faults, InprocWorld
 from tests.support.threads import run_ranks
@@ -115,10 +117,10 @@ def test_bytes_and_messages_are_the_minimum_and_bits_repeat(groups: int, m: int)
 
         first, moved, hand_over = step(), Moved(), transport.send
 
-        def send(dst: int, tag: Any, buffer: torch.Tensor) -> None:
-            moved.messages += 1
-            moved.bytes += buffer.numel()
-            hand_over(dst, tag, buffer)
+        def send(sendings: Sequence[Sending]) -> None:
+            moved.messages += len(sendings)
+            moved.bytes += sum(sending.buffer.numel() for sending in sendings)
+            hand_over(sendings)
 
         transport.send = send
         return first, step(), moved

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from commfuse_dp.transport.base import Tag
+from commfuse_dp.transport.base import Sending
 from tests.support.inproc import Faults, InprocWorld
 from tests.support.threads import run_ranks
 
@@ -37,10 +37,10 @@ def in_world(
         transport = world.transport(rank)
         hand_over = transport.send
 
-        def send(dst: int, tag: Tag, buffer: torch.Tensor) -> None:
-            moved[rank].messages += 1
-            moved[rank].bytes += buffer.numel()
-            hand_over(dst, tag, buffer)
+        def send(sendings: Sequence[Sending]) -> None:
+            moved[rank].messages += len(sendings)
+            moved[rank].bytes += sum(sending.buffer.numel() for sending in sendings)
+            hand_over(sendings)
 
         transport.send = send  # type: ignore[method-assign]
         try:

@@ -16,6 +16,7 @@ from commfuse_dp.errors import CommFuseError, PeerLostError, TransportError
 from commfuse_dp.program.hosts import Hosts, check_hosts
 from commfuse_dp.program.orders import gather_owners, hierarchical_gather_owners, hierarchical_scatter_owners, scatter_owners
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, Tag
+from tests.support import single
 from tests.support.hosts import open_hierarchical, shuffled_hosts
 from tests.support.inproc import Faults, InprocWorld
 from tests.support.threads import ExchangeFn, run_ranks
@@ -107,7 +108,7 @@ def test_a_rank_that_is_gone_is_named_on_its_own_and_on_the_other_host(waiting):
         try:
             if rank == waiting:
                 with pytest.raises(PeerLostError, match="rank 1") as caught:
-                    transport.receive(gone, Tag(CHANNEL_COLLECTIVE))
+                    single.receive(transport, gone, Tag(CHANNEL_COLLECTIVE))
                 assert caught.value.peer == gone
         finally:
             transport.close()
@@ -134,14 +135,14 @@ def test_a_wait_on_one_level_hears_of_a_loss_on_the_other(level):
                 try:
                     with pytest.raises(PeerLostError, match="rank 3"):
                         for epoch in (1, 2):
-                            transport.publish(0, epoch)
+                            transport.publish((0,), epoch)
                             transport.finish(epoch)
                             transport.wait_finished(epoch)
                 finally:
                     stays.set()
             else:
                 if rank != waits_for:
-                    transport.publish(0, 1)
+                    transport.publish((0,), 1)
                     transport.finish(1)
                 assert stays.wait(15)
         finally:

@@ -8,6 +8,7 @@ import pytest
 
 from commfuse_dp.errors import DeadlineError, PeerLostError, TransportError
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag
+from tests.support import single
 from tests.support.inproc import Faults, InprocWorld
 from tests.support.threads import run_ranks
 from tests.support.transports import InprocCluster
@@ -20,8 +21,8 @@ def order_of_arrival(seed: int, max_delay: int, count: int = 40) -> list[int]:
     def body(transport: Any, exchange: Any) -> None:
         if transport.rank == 1:
             for number in range(count):
-                buffer = transport.try_reserve(0, 4)
-                transport.send(0, Tag(CHANNEL_GRAD, number), buffer)
+                buffer = single.reserve(transport, 0, 4)
+                single.send(transport, 0, Tag(CHANNEL_GRAD, number), buffer)
             exchange("sent")
         else:
             exchange("sent")
@@ -54,9 +55,9 @@ def test_publications_keep_their_order_under_delay() -> None:
             transport.wait_finished(epoch - 1)
             if transport.rank == 0:
                 for key in range(4):
-                    transport.publish(key, epoch)
+                    transport.publish((key,), epoch)
             else:
-                transfers = [transport.pull(0, key, epoch) for key in range(4)]
+                transfers = [single.pull(transport, 0, key, epoch) for key in range(4)]
                 transfers[3].wait()
                 assert all(transfer._ready() for transfer in transfers)
             transport.finish(epoch)
@@ -77,12 +78,12 @@ def test_a_lost_message_ends_in_a_named_deadline() -> None:
     def body(transport: Any, exchange: Any) -> None:
         if transport.rank == 1:
             for number in range(4):
-                transport.send(0, Tag(CHANNEL_GRAD, number), transport.try_reserve(0, 8))
+                single.send(transport, 0, Tag(CHANNEL_GRAD, number), single.reserve(transport, 0, 8))
         else:
             for number in (0, 1, 3):
-                transport.receive(1, Tag(CHANNEL_GRAD, number))
+                single.receive(transport, 1, Tag(CHANNEL_GRAD, number))
             with pytest.raises(DeadlineError, match=r"key=2") as caught:
-                transport.receive(1, Tag(CHANNEL_GRAD, 2))
+                single.receive(transport, 1, Tag(CHANNEL_GRAD, 2))
             assert caught.value.peer == 1
         exchange("end")
 
@@ -100,15 +101,15 @@ def test_held_messages_come_after_let_go() -> None:
             world.hold(1, 0)
             exchange("held")
             exchange("published")
-            transfer = transport.pull(1, 0, 1)
+            transfer = single.pull(transport, 1, 0, 1)
             assert not any(transfer.done() for _ in range(50))
-            assert transport.pull(2, 0, 1).wait().tolist() == [2] * 4, "other pairs are not held"
+            assert single.pull(transport, 2, 0, 1).wait().tolist() == [2] * 4, "other pairs are not held"
             world.let_go(1, 0)
             assert transfer.done() and transfer.wait().tolist() == [1] * 4
         else:
             exchange("held")
-            transport.segment(0).fill_(transport.rank)
-            transport.publish(0, 1)
+            transport.segments[0].fill_(transport.rank)
+            transport.publish((0,), 1)
             exchange("published")
         exchange("end")
 
@@ -126,7 +127,7 @@ def test_a_killed_rank_notices_itself() -> None:
                 transport.progress()
         else:
             with pytest.raises(PeerLostError, match="rank 1"):
-                transport.receive(1, Tag(CHANNEL_GRAD))
+                single.receive(transport, 1, Tag(CHANNEL_GRAD))
 
     cluster.run(2, body)
 

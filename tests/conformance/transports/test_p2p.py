@@ -22,6 +22,8 @@ from commfuse_dp.transport.select import open_transport
 from commfuse_dp.transport.two_sided import p2p, paired
 from commfuse_dp.transport.two_sided.p2p import TorchP2PTransport, not_bound_to_a_device, open_lanes
 from commfuse_dp.transport.two_sided.paired import open_p2p
+from commfuse_dp.transport.waiting import wait_until
+from tests.support import single
 from tests.support.processes import RankPipe, RankProcesses
 from tests.support.transports import pattern, pull_bytes
 
@@ -40,23 +42,23 @@ def _step(rank: int, world_size: int) -> tuple[str, str, int]:
     for epoch in (1, 2, 3):
         transport.wait_finished(epoch - 1)
         for key in range(3):
-            transport.segment(key).copy_(pattern(rank, key, epoch, nbytes=sizes[key][rank]))
-            transport.publish(key, epoch)
+            transport.segments[key].copy_(pattern(rank, key, epoch, nbytes=sizes[key][rank]))
+            transport.publish((key,), epoch)
         order = [(owner, key) for key in range(3) for owner in range(world_size)]
         for owner, key in (order if rank % 2 else reversed(order)) if rank else order + order[::-1]:
             got = pull_bytes(transport, owner, key, epoch, size=sizes[key][owner])
             assert torch.equal(got, pattern(owner, key, epoch, nbytes=sizes[key][owner]))
         for dst in range(world_size):
             if dst != rank:
-                buffer = transport.try_reserve(dst, 400_000 + rank)
+                buffer = single.reserve(transport, dst, 400_000 + rank)
                 assert buffer is not None
                 buffer.copy_(pattern(9, rank, dst, epoch, nbytes=400_000 + rank))
-                transport.send(dst, Tag(CHANNEL_GRAD, 1, epoch), buffer)
+                single.send(transport, dst, Tag(CHANNEL_GRAD, 1, epoch), buffer)
         for src in range(world_size):
             if src != rank:
-                got = transport.receive(src, Tag(CHANNEL_GRAD, 1, epoch), WHERE)
+                got = single.receive(transport, src, Tag(CHANNEL_GRAD, 1, epoch), WHERE)
                 assert torch.equal(got, pattern(9, src, rank, epoch, nbytes=400_000 + src))
-                transport.release(src, Tag(CHANNEL_GRAD, 1, epoch))
+                single.release(transport, src, Tag(CHANNEL_GRAD, 1, epoch))
         transport.finish(epoch)
     transport.wait_finished(3)
     sending = dist.isend(torch.full((4,), float(rank)), (rank + 1) % world_size, tag=1)
@@ -137,7 +139,7 @@ def _wait_for_a_dead_peer(rank: int, pipe: RankPipe, port: int, victim: int) -> 
     try:
         if rank == victim:
             signal.pause()
-        transport.receive(3 - rank - victim, Tag(CHANNEL_GRAD), WHERE)
+        single.receive(transport, 3 - rank - victim, Tag(CHANNEL_GRAD), WHERE)
     except PeerLostError as error:
         return str(error), error.peer, time.monotonic()
     finally:
@@ -181,11 +183,11 @@ def _opened_again(rank: int, world_size: int) -> tuple[int, int]:
     for step in range(3):
         transport = open_p2p(None, inbox_bytes=1 << 12, deadline_s=20)
         transport.expose([[64] * world_size])
-        transport.segment(0).fill_(10 * step + rank)
-        transport.publish(0, 1)
+        transport.segments[0].fill_(10 * step + rank)
+        transport.publish((0,), 1)
         for peer in range(world_size):
             out = torch.zeros(64, dtype=torch.uint8)
-            assert transport.pull(peer, 0, 1, out=out).wait(WHERE).tolist() == [10 * step + peer] * 64
+            assert single.pull(transport, peer, 0, 1, out=out).wait(WHERE).tolist() == [10 * step + peer] * 64
         transport.finish(1)
         transport.wait_finished(1)
         dist.barrier()  # the readers of a peer that has closed are gone
@@ -249,7 +251,7 @@ def _closed_in_turn(rank: int, world_size: int) -> list[str]:
     closing = threading.Thread(target=transport.close)
     for turn in range(world_size):
         if turn == rank:
-            transport.wait_until(lambda n=turn: len(transport._departed) == n, peer=-1, where=WHERE, doing="to leave")  # type: ignore[misc]
+            wait_until(transport, lambda n=turn: len(transport._departed) == n, peer=-1, where=WHERE, doing="to leave")  # type: ignore[misc]
             closing.start()
         dist.barrier()
     closing.join(50.0)

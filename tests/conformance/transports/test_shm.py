@@ -21,6 +21,7 @@ from commfuse_dp.transport.base import CHANNEL_GRAD, Tag
 from commfuse_dp.transport.shm import sockets
 from commfuse_dp.transport.shm import transport as shm
 from commfuse_dp.transport.shm.transport import ShmTransport
+from tests.support import single
 from tests.support.leftovers import shared_memory
 from tests.support.processes import RankPipe, RankProcesses
 from tests.support.threads import run_ranks
@@ -57,9 +58,9 @@ def named() -> list[str]:
 @pytest.mark.parametrize("cluster", [ShmCluster(), DevShmCluster()], ids=["memfd", "dev_shm"])
 def test_nothing_is_leaked(cluster: ShmCluster) -> None:
     def body(transport: Any, exchange: Any) -> None:
-        transport.segment(0).fill_(1)
-        transport.publish(0, 1)
-        assert transport.pull((transport.rank + 1) % 3, 0, 1).wait().numel() == ODD_SIZE
+        transport.segments[0].fill_(1)
+        transport.publish((0,), 1)
+        assert single.pull(transport, (transport.rank + 1) % 3, 0, 1).wait().numel() == ODD_SIZE
         assert named() == []
         exchange("end")
 
@@ -95,9 +96,9 @@ def test_a_tensor_that_outlives_close_stays_readable() -> None:
     before = mappings()  # other tests of this process may have left engines that Python has not collected yet
 
     def body(transport: Any, exchange: Any) -> torch.Tensor:
-        transport.segment(0).copy_(pattern(transport.rank, nbytes=5000))
-        transport.publish(0, 1)
-        got = transport.pull(1 - transport.rank, 0, 1).wait()
+        transport.segments[0].copy_(pattern(transport.rank, nbytes=5000))
+        transport.publish((0,), 1)
+        got = single.pull(transport, 1 - transport.rank, 0, 1).wait()
         exchange("read")
         return got
 
@@ -116,16 +117,16 @@ def test_writes_are_seen_where_they_are_read_without_a_copy() -> None:
     views = []
 
     def body(transport: Any, exchange: Any) -> None:
-        transport.publish(0, 1)
+        transport.publish((0,), 1)
         if transport.rank == 1:
-            views.append(transport.pull(0, 0, 1).wait())
+            views.append(single.pull(transport, 0, 0, 1).wait())
         exchange("pulled")
         if transport.rank == 0:
-            transport.segment(0).fill_(77)
+            transport.segments[0].fill_(77)
         exchange("written")
         if transport.rank == 1:
             assert views[0].tolist() == [77] * 16
-            assert views[0].data_ptr() != transport.segment(0).data_ptr()
+            assert views[0].data_ptr() != transport.segments[0].data_ptr()
             views.clear()
 
     ShmCluster().run(2, body, sizes=[[16, 16]])
@@ -239,7 +240,7 @@ def test_a_waiting_rank_sleeps() -> None:
         if transport.rank == 0:
             before = time.thread_time()
             with pytest.raises(DeadlineError):
-                transport.receive(1, Tag(CHANNEL_GRAD), WHERE)
+                single.receive(transport, 1, Tag(CHANNEL_GRAD), WHERE)
             busy = time.thread_time() - before
         exchange("end")
         return busy
@@ -251,9 +252,9 @@ def test_a_waiting_rank_sleeps() -> None:
 def mid_wait(rank: int, pipe: RankPipe, backing: str, victim: int) -> tuple[int, str, float, list[str]]:
     transport = ShmTransport(rank, 3, pipe.exchange, inbox_bytes=ODD_SIZE, deadline_s=120, backing=backing)  # type: ignore[arg-type]
     transport.expose([[ODD_SIZE] * 3])
-    transport.segment(0).fill_(rank)
-    transport.publish(0, 1)
-    assert transport.pull((rank + 1) % 3, 0, 1).wait().unique().tolist() == [(rank + 1) % 3]
+    transport.segments[0].fill_(rank)
+    transport.publish((0,), 1)
+    assert single.pull(transport, (rank + 1) % 3, 0, 1).wait().unique().tolist() == [(rank + 1) % 3]
     child = 0
     if rank == victim:
         child = os.fork()  # as a DataLoader worker would: it must not hide the death of its parent
@@ -262,7 +263,7 @@ def mid_wait(rank: int, pipe: RankPipe, backing: str, victim: int) -> tuple[int,
             os._exit(0)
     pipe.report((os.getpid(), child))
     try:
-        transport.receive((rank + 1) % 3, Tag(CHANNEL_GRAD), WHERE)
+        single.receive(transport, (rank + 1) % 3, Tag(CHANNEL_GRAD), WHERE)
     except PeerLostError as error:
         return error.peer, str(error), time.monotonic(), named()
     raise AssertionError("a message that nobody sent")
@@ -294,13 +295,13 @@ def test_kill_9_in_mid_wait_is_named_by_every_survivor(backing: str, victim: int
 def leaves_early(rank: int, pipe: RankPipe) -> str:
     transport = ShmTransport(rank, 2, pipe.exchange, inbox_bytes=4096, deadline_s=30)
     if rank == 1:
-        buffer = transport.try_reserve(0, 8)
+        buffer = single.reserve(transport, 0, 8)
         assert buffer is not None
-        transport.send(0, Tag(CHANNEL_GRAD), buffer.fill_(5))
+        single.send(transport, 0, Tag(CHANNEL_GRAD), buffer.fill_(5))
         return "ended without close"
     time.sleep(0.5)  # let rank 1 be gone for sure; what follows must not depend on it
-    got = transport.receive(1, Tag(CHANNEL_GRAD)).tolist()
-    transport.release(1, Tag(CHANNEL_GRAD))
+    got = single.receive(transport, 1, Tag(CHANNEL_GRAD)).tolist()
+    single.release(transport, 1, Tag(CHANNEL_GRAD))
     transport.wait_finished(1)
     return str(got)
 

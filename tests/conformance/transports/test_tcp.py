@@ -36,6 +36,7 @@ from commfuse_dp.transport.tcp.wire import (
     Source,
     Wire,
 )
+from tests.support import single
 from tests.support.leftovers import shared_memory
 from tests.support.processes import RankPipe, RankProcesses
 from tests.support.threads import ExchangeFn, run_ranks
@@ -247,18 +248,18 @@ def test_large_slices_messages_spans_and_bytes(zero_copy: bool) -> None:
             transport.expose([[size, size]])
             for epoch in (1, 2):
                 transport.wait_finished(epoch - 1)
-                transport.segment(0).copy_(pattern(rank, epoch, nbytes=size))
-                transport.publish(0, epoch)
+                transport.segments[0].copy_(pattern(rank, epoch, nbytes=size))
+                transport.publish((0,), epoch)
                 out = torch.empty(nbytes, dtype=torch.uint8)
-                fetch = transport.pull(1 - rank, 0, epoch, start=start, nbytes=nbytes, out=out)
-                buffer = transport.try_reserve(1 - rank, size - 1)
+                fetch = single.pull(transport, 1 - rank, 0, epoch, start=start, nbytes=nbytes, out=out)
+                buffer = single.reserve(transport, 1 - rank, size - 1)
                 assert buffer is not None
                 buffer.copy_(pattern(7, rank, epoch, nbytes=size - 1))
-                transport.send(1 - rank, Tag(CHANNEL_GRAD, seq=epoch), buffer)
+                single.send(transport, 1 - rank, Tag(CHANNEL_GRAD, seq=epoch), buffer)
                 assert torch.equal(fetch.wait(WHERE), pattern(1 - rank, epoch, nbytes=size)[start : start + nbytes])
-                got = transport.receive(1 - rank, Tag(CHANNEL_GRAD, seq=epoch), WHERE)
+                got = single.receive(transport, 1 - rank, Tag(CHANNEL_GRAD, seq=epoch), WHERE)
                 assert torch.equal(got, pattern(7, 1 - rank, epoch, nbytes=size - 1))
-                transport.release(1 - rank, Tag(CHANNEL_GRAD, seq=epoch))
+                single.release(transport, 1 - rank, Tag(CHANNEL_GRAD, seq=epoch))
                 transport.finish(epoch)
             transport.wait_finished(2)
             exchange("end")
@@ -300,8 +301,8 @@ def test_ipv6() -> None:
     def body(rank: int, exchange: ExchangeFn) -> None:
         transport = open_one(rank, 2, exchange, address="::1")
         transport.expose([[9, 9]])
-        transport.segment(0).fill_(rank)
-        transport.publish(0, 1)
+        transport.segments[0].fill_(rank)
+        transport.publish((0,), 1)
         assert pull_bytes(transport, 1 - rank, 0, 1, size=9).tolist() == [1 - rank] * 9
         transport.finish(1)  # else close() waits for late readers
         transport.close()
@@ -313,12 +314,12 @@ def test_close_gives_all_memory_back_whoever_still_holds_the_transport() -> None
     def main(rank: int, exchange: ExchangeFn) -> Transport:
         transport = TcpTransport(rank, 2, exchange, inbox_bytes=1 << 16, deadline_s=20.0, address=LOOPBACK)
         transport.expose([[1 << 16, 1 << 16]])
-        transport.segment(0).fill_(rank)
-        transport.publish(0, 1)
+        transport.segments[0].fill_(rank)
+        transport.publish((0,), 1)
         landing = torch.empty(1 << 16, dtype=torch.uint8)
-        transport.pull(1 - rank, 0, 1, out=landing).wait(WHERE)
+        single.pull(transport, 1 - rank, 0, 1, out=landing).wait(WHERE)
         transport.finish(1)
-        transport.pull(1 - rank, 0, 2, out=landing)  # of a peer that leaves instead
+        single.pull(transport, 1 - rank, 0, 2, out=landing)  # of a peer that leaves instead
         transport.close()
         assert landing.eq(1 - rank).all()
         return transport
@@ -328,9 +329,9 @@ def test_close_gives_all_memory_back_whoever_still_holds_the_transport() -> None
     assert shared_memory() == before
     for transport in held:
         with pytest.raises(TransportError, match="closed"):
-            transport.segment(0)
+            transport.segments[0]
         with pytest.raises(TransportError, match="closed"):
-            transport.try_reserve(1 - transport.rank, 8)
+            single.reserve(transport, 1 - transport.rank, 8)
 
 
 def test_strangers_are_turned_away() -> None:
@@ -418,7 +419,7 @@ def _wait_for_a_dead_peer(rank: int, pipe: RankPipe, victim: int, fork: bool) ->
         signal.pause()
     other = 3 - rank - victim
     try:
-        transport.receive(other, Tag(CHANNEL_GRAD), WHERE)
+        single.receive(transport, other, Tag(CHANNEL_GRAD), WHERE)
     except PeerLostError as error:
         return str(error), error.peer, time.monotonic()
     finally:

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ import torch
 from commfuse_dp.errors import Where
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
 from commfuse_dp.transport.tcp.transport import TcpTransport
+from commfuse_dp.transport.waiting import wait_until
+from tests.support import single
 from tests.support.threads import ExchangeFn, run_ranks
 
 WHERE = Where("blocks.1.fc", 3, "1/0", 64)
@@ -41,27 +44,28 @@ def steps(transport: Transport) -> tuple[int, int, int, int]:
     for epoch in range(1, STEPS + 1):
         transport.wait_finished(epoch - 1, WHERE)
         outs = {(peer, key): torch.empty(NBYTES, dtype=torch.uint8) for peer in others for key in range(4)}
-        early = {(peer, key): transport.pull(peer, key, epoch, out=outs[peer, key]) for peer in others for key in (0, 1)}
+        pull = partial(single.pull, transport)
+        early = {(peer, key): pull(peer, key, epoch, out=outs[peer, key]) for peer in others for key in (0, 1)}
         for key in range(4):
-            transport.segment(key).fill_((7 * epoch + key + 50 * rank) % 251)
-            transport.publish(key, epoch)
-        late = {(peer, key): transport.pull(peer, key, epoch, out=outs[peer, key]) for peer in others for key in (2, 3)}
+            transport.segments[key].fill_((7 * epoch + key + 50 * rank) % 251)
+            transport.publish((key,), epoch)
+        late = {(peer, key): pull(peer, key, epoch, out=outs[peer, key]) for peer in others for key in (2, 3)}
         for number in range(MESSAGES):
             for peer in others:
                 wait_for: list[Any] = []
 
                 def reserve(peer: int = peer, found: list[Any] = wait_for) -> bool:
-                    found[:] = [transport.try_reserve(peer, NBYTES)]
+                    found[:] = [single.reserve(transport, peer, NBYTES)]
                     return found[0] is not None
 
-                transport.wait_until(reserve, peer=peer, where=WHERE, doing="credit")
+                wait_until(transport, reserve, peer=peer, where=WHERE, doing="credit")
                 wait_for[0].fill_((epoch + number + rank) % 251)
-                transport.send(peer, Tag(CHANNEL_GRAD, number, epoch), wait_for[0])
+                single.send(transport, peer, Tag(CHANNEL_GRAD, number, epoch), wait_for[0])
             for peer in others:
                 tag = Tag(CHANNEL_GRAD, number, epoch)
-                transport.arrived(peer, tag)
-                assert transport.receive(peer, tag, WHERE).eq((epoch + number + peer) % 251).all()
-                transport.release(peer, tag)
+                single.arrived(transport, peer, tag)
+                assert single.receive(transport, peer, tag, WHERE).eq((epoch + number + peer) % 251).all()
+                single.release(transport, peer, tag)
         for (peer, key), pulled in {**early, **late}.items():
             assert pulled.wait(WHERE).eq((7 * epoch + key + 50 * peer) % 251).all()
         transport.finish(epoch)
@@ -103,12 +107,12 @@ def test_a_thread_is_woken_for_all_that_is_queued(hasty: None) -> None:
         for number in range(400):
             tag, other = Tag(CHANNEL_GRAD, number), 1 - rank
             if number % 2 == rank:
-                buffer = transport.try_reserve(other, 8)
+                buffer = single.reserve(transport, other, 8)
                 assert buffer is not None
-                transport.send(other, tag, buffer)
+                single.send(transport, other, tag, buffer)
             else:
-                transport.receive(other, tag, WHERE)
-                transport.release(other, tag)
+                single.receive(transport, other, tag, WHERE)
+                single.release(transport, other, tag)
         transport.close()
         return number
 

@@ -26,6 +26,7 @@ from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
 from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.two_sided import mpi, mpi_channel
 from commfuse_dp.transport.two_sided.mpi import MpiTransport
+from tests.support import single
 from tests.support.transports import pattern, pull_bytes
 
 RESULT = "RESULT "
@@ -48,20 +49,20 @@ def everybody_reads(transport: Transport, nbytes: int, mark: int) -> None:
     """One epoch: every rank reads all others' bytes, and sends each a message of another size."""
     rank, world_size = transport.rank, transport.world_size
     transport.expose([[nbytes] * world_size])
-    transport.segment(0).copy_(pattern(mark, rank, nbytes=nbytes))
-    transport.publish(0, 1)
+    transport.segments[0].copy_(pattern(mark, rank, nbytes=nbytes))
+    transport.publish((0,), 1)
     peers = [peer for peer in range(world_size) if peer != rank]
     for peer in peers:
-        buffer = transport.try_reserve(peer, nbytes + peer)
+        buffer = single.reserve(transport, peer, nbytes + peer)
         assert buffer is not None
         buffer.copy_(pattern(mark, rank, peer, nbytes=nbytes + peer))
-        transport.send(peer, Tag(CHANNEL_GRAD, mark), buffer)
+        single.send(transport, peer, Tag(CHANNEL_GRAD, mark), buffer)
     for peer in peers:
         assert torch.equal(pull_bytes(transport, peer, 0, 1, size=nbytes), pattern(mark, peer, nbytes=nbytes))
     for peer in peers:
-        got = transport.receive(peer, Tag(CHANNEL_GRAD, mark))
+        got = single.receive(transport, peer, Tag(CHANNEL_GRAD, mark))
         assert torch.equal(got, pattern(mark, peer, rank, nbytes=nbytes + rank))
-        transport.release(peer, Tag(CHANNEL_GRAD, mark))
+        single.release(transport, peer, Tag(CHANNEL_GRAD, mark))
     transport.finish(1)
     transport.wait_finished(1)
 
@@ -181,14 +182,14 @@ def check_waiting_burns_no_core() -> None:
         dist.barrier()
         cpu, wall = time.process_time(), time.monotonic()
         if transport.rank == 0:
-            transport.receive(1, Tag(CHANNEL_GRAD))
+            single.receive(transport, 1, Tag(CHANNEL_GRAD))
         else:
             time.sleep(1.5)
         used = (time.process_time() - cpu) / (time.monotonic() - wall)
         if transport.rank == 1:
-            buffer = transport.try_reserve(0, 8)
+            buffer = single.reserve(transport, 0, 8)
             assert buffer is not None
-            transport.send(0, Tag(CHANNEL_GRAD), buffer)
+            single.send(transport, 0, Tag(CHANNEL_GRAD), buffer)
         everyone = exchange_of(None)(used)
         if transport.rank == 0:
             print("CPU of a wait, of idle ranks:", [f"{share:.3f}" for share in everyone], flush=True)
@@ -215,18 +216,18 @@ def check_who_leaves_early_waits_for_nobody() -> None:
     with opened(inbox_bytes=nbytes) as transport:
         message = torch.arange(nbytes // 8).view(torch.uint8)
         transport.expose([[6000] * 4])
-        transport.segment(0).copy_(pattern(transport.rank, nbytes=6000))
-        transport.publish(0, 1)
+        transport.segments[0].copy_(pattern(transport.rank, nbytes=6000))
+        transport.publish((0,), 1)
         if transport.rank == 3:
             for peer in range(3):
                 pull_bytes(transport, peer, 0, 1, size=6000)
             transport.finish(1)
             transport.wait_finished(1)
-            buffer = transport.try_reserve(0, nbytes)
+            buffer = single.reserve(transport, 0, nbytes)
             assert buffer is not None
             buffer.copy_(message)
             start = time.monotonic()
-            transport.send(0, Tag(CHANNEL_GRAD, 9), buffer)
+            single.send(transport, 0, Tag(CHANNEL_GRAD, 9), buffer)
             transport.close()
             assert time.monotonic() - start < mpi_channel.LINGER_S / 2
             dist.barrier()
@@ -234,11 +235,11 @@ def check_who_leaves_early_waits_for_nobody() -> None:
         pull_bytes(transport, 3, 0, 1, size=6000)
         transport.finish(1)
         if transport.rank == 0:
-            assert torch.equal(transport.receive(3, Tag(CHANNEL_GRAD, 9)), message)
-            transport.release(3, Tag(CHANNEL_GRAD, 9))
+            assert torch.equal(single.receive(transport, 3, Tag(CHANNEL_GRAD, 9)), message)
+            single.release(transport, 3, Tag(CHANNEL_GRAD, 9))
         dist.barrier()
         transport.wait_finished(1)
-        transport.publish(0, 2)
+        transport.publish((0,), 2)
         for peer in range(3):
             pull_bytes(transport, peer, 0, 2, size=6000)
         transport.finish(2)
@@ -269,7 +270,7 @@ def end(how: str) -> None:
     transport = MpiTransport(dist.get_rank(), dist.get_world_size(), exchange_of(None), inbox_bytes=4096, deadline_s=deadline_s)
     dist.barrier()
     if dist.get_rank() == 0:
-        transport.receive(1, Tag(CHANNEL_GRAD))
+        single.receive(transport, 1, Tag(CHANNEL_GRAD))
     elif dist.get_rank() == 2:
         time.sleep(300)  # busy with something that nobody interrupts
     elif how == "raise":

@@ -1,0 +1,65 @@
+"""Broken steps of transport `hierarchical`: what its two sides know of their peers, as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+
+from commfuse_dp.errors import Where
+from commfuse_dp.transport.base import NOWHERE, Left, Outcome, Recovery, Transport
+from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
+from commfuse_dp.transport.one_sided.recovery import Rounds
+from commfuse_dp.transport.waiting import wait_until
+
+
+class BothRounds(Recovery):
+    """Of one transport. siblings: ranks of its host, with whom `inner` speaks; `outer` speaks with all."""
+
+    def __init__(
+        self, transport: Transport, inner: OneSidedTransport, outer: OneSidedTransport, siblings: Collection[int]
+    ) -> None:
+        self._transport = transport
+        self._inner, self._outer = inner.recovery, outer.recovery
+        self._siblings = siblings
+
+    def _of(self, peer: int) -> Rounds:
+        return self._inner if peer in self._siblings else self._outer
+
+    def tell_broken(self, epoch: int, reason: str, *, final: bool = False) -> None:
+        self._inner.tell_broken(epoch, reason, final=final)
+        self._outer.tell_broken(epoch, reason, final=final)
+
+    def left(self, peer: int) -> Left | None:
+        return self._of(peer).left(peer)
+
+    def check(self, peer: int, ready: Callable[[], bool], where: Where, doing: str) -> None:
+        self._of(peer).check(peer, ready, where, doing)
+
+    def discard(self, channel: int) -> None:
+        self._inner.discard(channel)
+        self._outer.discard(channel)
+
+    def outcome_of(self, peer: int, epoch: int) -> Outcome | None:
+        return self._of(peer).outcome_of(peer, epoch)
+
+    def all_sent(self, peer: int) -> bool:
+        return self._of(peer).all_sent(peer)
+
+    @property
+    def held(self) -> int:
+        return self._inner.held + self._outer.held
+
+    def recover(self, epoch: int, where: Where = NOWHERE) -> None:
+        transport, sides = self._transport, (self._inner, self._outer)
+        pairs = [(side, peer) for side in sides for peer in range(transport.world_size) if peer != transport.rank]
+        pairs = [(side, peer) for side, peer in pairs if side is self._outer or peer in self._siblings]
+        for side in sides:
+            side.end_round(epoch)
+        for side, peer in pairs:
+            doing = "messages that it sent before its step was broken off"
+            wait_until(transport, partial(side.is_quiet, peer), peer=peer, where=where, doing=doing)
+        for side in sides:
+            side.clean(epoch)
+        for side, peer in pairs:
+            doing = "to drop the messages of the step that was broken off"
+            wait_until(transport, partial(side.is_clean, peer), peer=peer, where=where, doing=doing)

@@ -1,0 +1,44 @@
+"""Waits of the CPU for something that a transport brings, with its deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from commfuse_dp.errors import DeadlineError, PeerLostError, Where
+from commfuse_dp.transport.base import Transport
+
+
+def wait_until(transport: Transport, ready: Callable[[], bool], *, peer: int, where: Where, doing: str) -> None:
+    """Block until ready(), with progress and the deadline. peer: who is waited for; -1: all of them, or nobody in particular.
+    `doing` completes "rank 1 waits for ..." in errors.
+
+    Raises DeadlineError, or PeerLostError: a loss that is heard of in here says what was waited for."""
+    who = f"rank {peer}" if peer >= 0 else "its peers"
+    limit = time.monotonic() + transport.deadline_s
+    recovery = transport.recovery
+    try:
+        while True:
+            before = transport.activity
+            if ready():
+                return
+            if recovery is not None:
+                recovery.check(peer, ready, where, doing)
+            if transport.activity != before:  # something was taken in while it looked: it may be ready now, do not sleep
+                continue
+            left = limit - time.monotonic()
+            if left <= 0:
+                raise DeadlineError(
+                    f"rank {transport.rank} waited {transport.deadline_s:g} s for {who}: {doing} ({where}; transport "
+                    f"{transport.name}). Either {who} is stuck or much slower, or it runs another program: look at its log "
+                    "first. If the step is really that slow, raise deadline_s.",
+                    rank=transport.rank,
+                    peer=peer,
+                    where=where,
+                )
+            transport.progress(min(left, transport.sleep_s))
+    except PeerLostError as error:
+        if error.where is not None:
+            raise
+        text = f"{error} Rank {transport.rank} was waiting for {who}: {doing} ({where})."
+        raise PeerLostError(text, rank=transport.rank, peer=error.peer, where=where) from None
