@@ -11,6 +11,7 @@ from commfuse_dp.engine.parameters import Consume
 from commfuse_dp.engine.partials import PartialGradients, Produce
 from commfuse_dp.engine.plan import Unit, UnitSlice
 from commfuse_dp.engine.whole import Whole
+from commfuse_dp.errors import BrokenStepError
 from commfuse_dp.ops.pieces import Piece
 
 if TYPE_CHECKING:
@@ -37,39 +38,61 @@ class Backward:
         unit: Unit,
         consume: Consume | None,
         produce: Produce | None,
+        *,
         dtype: torch.dtype,
         include: tuple[bool, ...],
-        whole: Whole | None,
+        whole: Whole | None = None,
     ) -> None:
-        """See `Engine.exchange`."""
-        unit.pending_backwards = max(0, unit.pending_backwards - 1)
-        reduce = produce is not None and self._reduces(unit)
-        computed = dtype if produce is not None else None
-        record = self._binder.record(unit, computed, include, read=consume is not None, reduce=reduce)
-        bound = self._binder.backward(unit, record)
-        partials = PartialGradients(self._engine, unit, bound, dtype, include) if produce is not None else None
-        if produce is None and unit.accumulated is not None and self._reduces(unit):
-            self.accumulating.add(unit.index)  # it is trained no more, and what was accumulated before is due
-        parameters = self._parameters
-        in_view = consume is not None and parameters.in_view(unit)
-        if consume is not None and not in_view:
-            parameters.announce(bound.remote)
-        if whole is not None:
-            if partials is not None and partials.produce_whole(whole.wgrad, bound.order):
-                partials = None
-            if consume is not None and whole.dgrad():
-                consume = None
-        for item, read in bound.entries:
-            if item is not None and partials is not None:
-                partials.fill(item, produce)  # type: ignore[arg-type]
-            elif read is not None and consume is not None:
-                if in_view:
-                    consume(read.item, read.pieces)
-                else:
-                    parameters.read(unit, read, consume)
-        if not self._in_place:
-            parameters.forget(unit)
-        self._gradients.poll()
+        """Slices owed to others first, own last. For each: produce its partial gradient, which leaves at once, then consume its
+        parameters.
+
+        dtype: of the partial gradients; include: which parts get one. consume None: the parameters are not needed.
+        whole: products of all slices at once, tried first; all partials then come before the parameters (whole.py).
+        """
+        engine, breakage = self._engine, self._engine.breakage
+        if breakage.cause:
+            raise BrokenStepError(
+                f"rank {engine.rank}: step {engine.step} was broken off ({breakage.cause}); begin a new forward of the model",
+                rank=engine.rank,
+                peer=engine.rank,
+            )
+        engine.arm()
+        breakage.layer = unit.name
+        try:
+            unit.pending_backwards = max(0, unit.pending_backwards - 1)
+            reduce = produce is not None and self._reduces(unit)
+            computed = dtype if produce is not None else None
+            record = self._binder.record(unit, computed, include, read=consume is not None, reduce=reduce)
+            bound = self._binder.backward(unit, record)
+            partials = PartialGradients(self._engine, unit, bound, dtype, include) if produce is not None else None
+            if produce is None and unit.accumulated is not None and self._reduces(unit):
+                self.accumulating.add(unit.index)  # it is trained no more, and what was accumulated before is due
+            parameters = self._parameters
+            in_view = consume is not None and parameters.in_view(unit)
+            if consume is not None and not in_view:
+                parameters.announce(bound.remote)
+            if whole is not None:
+                if partials is not None and partials.produce_whole(whole.wgrad, bound.order):
+                    partials = None
+                if consume is not None and whole.dgrad():
+                    consume = None
+            for item, read in bound.entries:
+                if item is not None and partials is not None:
+                    partials.fill(item, produce)  # type: ignore[arg-type]
+                elif read is not None and consume is not None:
+                    if in_view:
+                        consume(read.item, read.pieces)
+                    else:
+                        parameters.read(unit, read, consume)
+            if not self._in_place:
+                parameters.forget(unit)
+            self._gradients.poll()
+            for port in engine.ports:
+                if port.under_way:
+                    engine.move_on()
+        except BaseException as error:
+            breakage.by(unit.name, error)
+            raise
 
     def _reduces(self, unit: Unit) -> bool:
         """Whether the partials of this backward are sent now."""

@@ -79,7 +79,6 @@ class BoundBackward:
         "geometry",
         "in_place",
         "inbox_views",
-        "include",
         "kept",
         "order",
         "out_dtype",
@@ -130,7 +129,6 @@ class BoundBackward:
         self.entries = tuple(entries)  # the compute lane
         reads = [entry.read for entry in entries if entry.read is not None]
         self.remote: list[Key] = list(dict.fromkeys(read.group.key for read in reads if read.item.owner != rank))
-        self.include = record.include
         # With replicas the sum is rounded only after that over these.
         self.wide = wide_dtype(record.dtype) if record.dtype is not None else None  # what is added up in
         if record.delivered is not None:

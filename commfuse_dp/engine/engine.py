@@ -26,12 +26,11 @@ from commfuse_dp.engine.gradients import GradientStream
 from commfuse_dp.engine.memory.buffers import BufferPool
 from commfuse_dp.engine.ordering import ordering_of
 from commfuse_dp.engine.parameters import Consume, ParameterStream
-from commfuse_dp.engine.partials import Produce
 from commfuse_dp.engine.plan import Unit
 from commfuse_dp.engine.programs import Programs
 from commfuse_dp.engine.replicas import ReplicaGroup
 from commfuse_dp.engine.room import Footprint, footprint
-from commfuse_dp.engine.whole import Whole, WholeProducts
+from commfuse_dp.engine.whole import WholeProducts
 from commfuse_dp.engine.window import Key
 from commfuse_dp.errors import BrokenStepError, CommFuseError, Where
 from commfuse_dp.kernels.choice import Chooser, Row
@@ -101,6 +100,7 @@ class Engine:
             replay=config.replay,
         )
         self._backward = Backward(self, binder)
+        self.exchange = self._backward.exchange
         self.ports = self.gradients.ports
         self.on_recovery: Callable[[], None] = lambda: None  # the framework's part, after a step that was broken off
         self.parameters.while_waiting = self.gradients.make_progress
@@ -155,7 +155,7 @@ class Engine:
         begun = self.probe.mark()
         start = now_ns()
         if self.parameters.shared:
-            self.transport.wait_finished(self.step, where, meanwhile=self._move_on)
+            self.transport.wait_finished(self.step, where, meanwhile=self.move_on)
         waited = now_ns()
         self.probe.stood("(start of step)", begun)
         if self.world_size > 1 and waited - start > LATE_NS and self.transport.device is None:
@@ -183,7 +183,8 @@ class Engine:
         if self.breakage.spoilt or self.unfinished:
             raise self.breakage.refusal()
 
-    def _move_on(self) -> None:
+    def move_on(self) -> None:
+        """Plain collectives under way, as far as they go without waiting."""
         for port in self.ports:  # a peer may need their room in this rank's inbox
             if port.under_way:
                 port.progress()
@@ -344,7 +345,7 @@ class Engine:
             raise
         for port in self.ports:
             if port.under_way:
-                self._move_on()
+                self.move_on()
 
     def read(self, unit: Unit, consume: Consume) -> None:
         """As `gather`, beside the unit's own forward: nothing is held for a backward."""
@@ -355,40 +356,6 @@ class Engine:
         """What was read is used in a forward that autograd records: an `exchange` will come for that, too."""
         if not in_backward():
             unit.pending_backwards += 1
-
-    def exchange(
-        self,
-        unit: Unit,
-        consume: Consume | None,
-        produce: Produce | None,
-        *,
-        dtype: torch.dtype,
-        include: tuple[bool, ...],
-        whole: Whole | None = None,
-    ) -> None:
-        """Backward: slices owed to others first, own last. For each: produce its partial gradient, which leaves at once,
-        then consume its parameters.
-
-        dtype: of the partial gradients; include: which parts get one. consume None: the parameters are not needed.
-        whole: products of all slices at once, tried first; all partials then come before the parameters (whole.py).
-        """
-        if self.breakage.cause:
-            raise BrokenStepError(
-                f"rank {self.rank}: step {self.step} was broken off ({self.breakage.cause}); begin a new forward of the model",
-                rank=self.rank,
-                peer=self.rank,
-            )
-        if self._armed is None or self._armed() is None:
-            self.arm()
-        self.breakage.layer = unit.name
-        try:
-            self._backward.exchange(unit, consume, produce, dtype, include, whole)
-            for port in self.ports:
-                if port.under_way:
-                    self._move_on()
-        except BaseException as error:
-            self.breakage.by(unit.name, error)
-            raise
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
     def arm(self) -> None:

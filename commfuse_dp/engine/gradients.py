@@ -44,7 +44,7 @@ from commfuse_dp.engine.sums import SMALL_BYTES, Sums
 from commfuse_dp.errors import Where
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.probe import SEND, Probe, now_ns
-from commfuse_dp.transport.base import Sending, Tag, Transport
+from commfuse_dp.transport.base import Sending, Transport
 from commfuse_dp.transport.waiting import wait_until
 
 PARTIAL = "its partial gradient"  # what a rank waits for at the end of a backward
@@ -93,10 +93,8 @@ class GradientStream:
     def begin(self, bound: BoundBackward, step: int) -> Scatter:
         """Open a unit's reduce-scatter. Every slice must then be reserved and sent once."""
         scatter = Scatter(bound, step)
-        if bound.unit.replicated or self._transport.hosts is not None:
-            divided = None if self._replicas is not None else bound.divisor
-            scatter.route = self._routes.choose(scatter, divisor=divided)
-            self._routed = self._routed or scatter.route is not None
+        scatter.route = self._routes.choose(scatter, divisor=None if self._replicas is not None else bound.divisor)
+        self._routed = self._routed or scatter.route is not None
         for item in bound.geometry.slices[self._rank] if self._on_streams and scatter.route is None else ():
             room = bound.rooms[item.index] or item.nbytes
             self._transport.expect(self._peers, scatter.tag(item), item.nbytes, room)
@@ -143,54 +141,42 @@ class GradientStream:
             return scatter.bound.geometry.pieces(item, buffer)
         return scatter.bound.slot_pieces(item, buffer)
 
-    def send(self, scatter: Scatter, item: UnitSlice, buffer: torch.Tensor, start_ns: int, *, when: Word | None = None) -> None:
-        """The partial of `item` has been computed into `buffer`, from start_ns on (0: spans are off).
-
-        when: it will have been, once this word is reached (stream-ordered transports)."""
-        if scatter.route is not None:
-            scatter.own_done += item.owner == self._rank
-            scatter.route.produced(item, buffer, when)
-            return
-        if item.owner == self._rank:
-            scatter.own_done += 1
-            return
-        room = scatter.bound.rooms[item.index] if self._on_streams else 0
-        sending = Sending(item.owner, scatter.tag(item), buffer, when, room)
-        self._transport.send((sending,), more=item.nbytes <= SMALL_BYTES)
-        if start_ns and self._transport.in_place:  # the transfer is the writing itself, by the GEMM
-            name = f"{scatter.unit.name} gradient (in place)"
-            self._probe.span(SEND, name, start_ns, now_ns(), nbytes=item.nbytes, peer=item.owner)
-
-    def send_nothing(self, scatter: Scatter, item: UnitSlice) -> None:
-        """The step of an absent slice, on a lockstep transport: what a peer sends meanwhile is taken in."""
-        self._transport.send((Sending(item.owner, scatter.tag(item), _NOTHING),))
-
-    def send_all(
-        self, scatter: Scatter, items: Sequence[UnitSlice], buffers: Sequence[torch.Tensor], when: Sequence[Word | None]
+    def send(
+        self,
+        scatter: Scatter,
+        items: Sequence[UnitSlice],
+        buffers: Sequence[torch.Tensor],
+        start_ns: int = 0,
+        *,
+        when: Sequence[Word | None] = (),
     ) -> None:
-        """`send` and `send_nothing` for all slices of a unit. buffers, when: of those that are not absent, in their order."""
-        sendings = []
-        produced = zip(buffers, when, strict=True)
-        tags: dict[int, Tag] = {}  # not asked for each owner
+        """The partials of `items` have been computed into `buffers`, from start_ns on (0: spans are off).
+
+        buffers: of items that are not absent, in their order. Those that are absent are steps of a lockstep transport, in which
+        what a peer sends is taken in. when: stream-ordered transports: a buffer is complete once its word is reached."""
+        sendings, large, number = [], False, 0
         for item in items:
-            if item.absent:
+            buffer, word = _NOTHING, None
+            if not item.absent:
+                buffer, word = buffers[number], when[number] if when else None
+                number += 1
                 if scatter.route is not None:
-                    self.send_nothing(scatter, item)
-                else:
-                    sendings.append(Sending(item.owner, scatter.tag(item), _NOTHING))
-                continue
-            buffer, word = next(produced)
-            if scatter.route is not None:
-                self.send(scatter, item, buffer, 0, when=word)
-            elif item.owner == self._rank:
-                scatter.own_done += 1
-            else:
-                tag = tags.get(item.index)
-                if tag is None:
-                    tag = tags[item.index] = scatter.tag(item)
-                sendings.append(Sending(item.owner, tag, buffer, word, scatter.bound.rooms[item.index]))
-        if sendings:
-            self._transport.send(sendings)
+                    scatter.own_done += item.owner == self._rank
+                    scatter.route.produced(item, buffer, word)
+                    continue
+                if item.owner == self._rank:
+                    scatter.own_done += 1
+                    continue
+                large = large or item.nbytes > SMALL_BYTES
+            tag = scatter.tags.get(item.index) or scatter.tag(item)
+            room = scatter.bound.rooms[item.index] if self._on_streams and not item.absent else 0
+            sendings.append(Sending(item.owner, tag, buffer, word, room))
+        if not sendings:
+            return
+        self._transport.send(sendings, more=not large)
+        if start_ns and self._transport.in_place:  # the transfer is the writing itself, by the GEMM
+            name, item = f"{scatter.unit.name} gradient (in place)", items[0]
+            self._probe.span(SEND, name, start_ns, now_ns(), nbytes=item.nbytes, peer=item.owner)
 
     def _own_part(self, scatter: Scatter, item: UnitSlice) -> torch.Tensor:
         if scatter.own is None:

@@ -6,7 +6,9 @@ from operator import attrgetter
 
 import torch
 
-from commfuse_dp.engine.engine import Consume, Engine, Produce
+from commfuse_dp.engine.engine import Engine
+from commfuse_dp.engine.parameters import Consume
+from commfuse_dp.engine.partials import Produce
 from commfuse_dp.engine.plan import Unit
 
 _requires_grad = attrgetter("requires_grad")

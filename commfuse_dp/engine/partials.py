@@ -61,7 +61,7 @@ class PartialGradients:
         gradients = self._engine.gradients
         if item.absent:
             if self._scatter is not None:
-                gradients.send_nothing(self._scatter, item)
+                gradients.send(self._scatter, (item,), ())
             return
         if self._scatter is None:
             with self._beside(item, produce) as pieces:
@@ -76,7 +76,7 @@ class PartialGradients:
         else:
             with self._beside(item, produce) as pieces:
                 self._join(target, pieces)
-        gradients.send(self._scatter, item, buffer, start)
+        gradients.send(self._scatter, (item,), (buffer,), start)
 
     def _join(self, target: Sequence[Piece], produced: Sequence[Piece]) -> None:
         """target = what earlier microbatches have accumulated + what was produced now."""

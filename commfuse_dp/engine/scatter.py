@@ -16,7 +16,7 @@ SEQUENCE_LIMIT = 1 << 31
 class Scatter:
     """One unit's reduce-scatter under way."""
 
-    __slots__ = ("_tags", "bound", "flat", "own", "own_done", "partials", "route", "seq", "step", "summed", "unit", "unloaded")
+    __slots__ = ("bound", "flat", "own", "own_done", "partials", "route", "seq", "step", "summed", "tags", "unit", "unloaded")
 
     def __init__(self, bound: BoundBackward, step: int) -> None:
         unit = bound.unit
@@ -25,7 +25,7 @@ class Scatter:
         self.step = step
         self.seq = unit.scatters
         unit.scatters = (unit.scatters + 1) % SEQUENCE_LIMIT
-        self._tags: dict[int, Tag] = {}
+        self.tags: dict[int, Tag] = {}  # by index, as far as they were asked for
         self.own: torch.Tensor | None = None  # bytes of this rank's own partial
         self.flat: torch.Tensor | None = None  # the same in its dtype
         self.own_done = 0  # own slices computed
@@ -35,9 +35,9 @@ class Scatter:
         self.unloaded: dict[tuple[int, int], torch.Tensor] = {}  # (rank, slice) -> partial that was copied out of the inbox
 
     def tag(self, item: UnitSlice) -> Tag:
-        found = self._tags.get(item.index)
+        found = self.tags.get(item.index)
         if found is None:
-            found = self._tags[item.index] = Tag(CHANNEL_GRAD, self.unit.index, self.seq, item.index)
+            found = self.tags[item.index] = Tag(CHANNEL_GRAD, self.unit.index, self.seq, item.index)
         return found
 
     def where(self, item: UnitSlice) -> Where:

@@ -43,7 +43,9 @@ from commfuse_dp.kernels.table import SliceEntry, SliceTable
 from commfuse_dp.ops.pieces import Piece
 
 if TYPE_CHECKING:
-    from commfuse_dp.engine.engine import Consume, Engine, Produce
+    from commfuse_dp.engine.engine import Engine
+    from commfuse_dp.engine.parameters import Consume
+    from commfuse_dp.engine.partials import Produce
 
 
 class Whole(NamedTuple):
@@ -118,7 +120,7 @@ class WholeProducts:
     def _wgrad(self, grad: torch.Tensor, x: torch.Tensor, scatter: Scatter, order: list[UnitSlice]) -> bool:
         """All partial gradients, each sent as soon as it is complete. order: slices owed to others first."""
         chained = in_chain(self._unit, self._engine.world_size)  # buffers of their own, not staging
-        if grad.dtype != x.dtype or not scatter.bound.include[0] or not (chained or self._fits(scatter.bound.geometry)):
+        if grad.dtype != x.dtype or not scatter.bound.record.include[0] or not (chained or self._fits(scatter.bound.geometry)):
             return False
         steps, order = order, [item for item in order if not item.absent]
         gradients = self._engine.gradients
@@ -130,7 +132,7 @@ class WholeProducts:
         self._gemms.wgrad(grad, x, table, epoch=value)
         pad = self._write.pad
         when = [Word(pad, place, value) if place in self._write.written else None for place in range(len(order))]
-        gradients.send_all(scatter, steps, buffers, when)
+        gradients.send(scatter, steps, buffers, when=when)
         return True
 
     def _fits(self, geometry: Geometry) -> bool:

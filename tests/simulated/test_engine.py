@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ from commfuse_dp.engine.plan import Unit
 from commfuse_dp.errors import ConfigError
 from commfuse_dp.ops.linear import fused_linear, replicated_linear
 from commfuse_dp.program.layout import chunk_bounds, flat_bounds
-from commfuse_dp.transport.base import ExchangeFn, Transport
+from commfuse_dp.transport.base import ExchangeFn, Sending, Transport
 from tests.support.copying import CopyingTransport
 from tests.support.inproc import Faults, InprocTransport, InprocWorld
 from tests.support.threads import run_ranks
@@ -340,9 +340,9 @@ def test_a_chain_loads_every_link_once(owner):
         transport = InprocTransport(rank, world)
         send = transport.send
 
-        def noted(dst: int, tag: Any, buffer: torch.Tensor) -> None:
-            sent[rank].append(dst)
-            send(dst, tag, buffer)
+        def noted(sendings: Sequence[Sending]) -> None:
+            sent[rank] += [sending.dst for sending in sendings]
+            send(sendings)
 
         transport.send = noted  # type: ignore[method-assign]
         slots = [[Slot(f"{i}", layer[0], rank, n, flat=flat)] for i, layer in enumerate(params)]

@@ -155,10 +155,11 @@ def watched(engine: Engine, transport: Transport) -> Done:
         done.produced[scatter.unit.index].append((item.owner, item.index))
         return reserve(scatter, item)
 
-    def seen_send(dst: int, tag: Any, buffer: torch.Tensor, **more: Any) -> None:
-        if tag.channel == CHANNEL_GRAD:
-            done.sent[tag.key, dst].append(tag.part)
-        send(dst, tag, buffer, **more)
+    def seen_send(sendings: Any, **more: Any) -> None:
+        for dst, tag, *_ in sendings:
+            if tag.channel == CHANNEL_GRAD:
+                done.sent[tag.key, dst].append(tag.part)
+        send(sendings, **more)
 
     engine.gather, engine.exchange = seen_gather, seen_exchange  # type: ignore[method-assign]
     engine.gradients.reserve, transport.send = seen_reserve, seen_send  # type: ignore[assignment, method-assign]

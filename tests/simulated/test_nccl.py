@@ -280,8 +280,6 @@ def test_misuse_is_refused() -> None:
         transport.publish((0,), 1)
         with pytest.raises(TransportError, match=r"wait_finished\(1\)"):
             transport.publish((0,), 2)
-        with pytest.raises(TransportError, match="pull_all"):
-            single.pull(transport, other, 0, 1, out=out)
         with pytest.raises(ValueError, match=r"\[4, 12\).*8 bytes"):
             bring(start=4)
         with pytest.raises(ValueError, match=r"give = \(4, 8\).*8 bytes"):

@@ -124,7 +124,7 @@ def test_an_optimizer_step_behind_a_late_peer_finds_nan_only() -> None:
         if rank == 0:
             transport.publish((0,), 1)
             request = PullRequest(other, 0, 0, BYTES, host.weight.view(torch.uint8), None, (0, BYTES))
-            single.pull(transport, 1, [request])[0].wait(WHERE)
+            transport.pull(1, [request])[0].wait(WHERE)
             host.forward()
             single.expect(transport, other, tag, BYTES)
             single.send(transport, other, tag, single.reserve(transport, other, BYTES))
@@ -159,7 +159,7 @@ def test_another_order_reaches_no_optimizer_step(what: str) -> None:
             transport.publish((key,), 1)
         for key in (1, 0) if rank and what == "parameters" else (0, 1):
             request = PullRequest(other, key, 0, BYTES, host.weight.view(torch.uint8), None, (0, BYTES))
-            single.pull(transport, 1, [request])[0].wait(WHERE)
+            transport.pull(1, [request])[0].wait(WHERE)
             host.forward()
         tags = [Tag(CHANNEL_GRAD, key, 1) for key in (0, 1)]
         for tag in reversed(tags) if rank and what == "gradients" else tags:

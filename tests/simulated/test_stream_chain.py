@@ -148,7 +148,7 @@ def run_chains(
                     for item in scatter.bound.geometry.slices[owner]:
                         buffer = stream.reserve(scatter, item)
                         buffer.view(torch.float32).copy_(data[item.start : item.stop])
-                        stream.send(scatter, item, buffer, 0)
+                        stream.send(scatter, (item,), (buffer,))
                 stream.poll()
         assert stream.idle
         stream.drain()  # joins

@@ -100,11 +100,14 @@ class Memory(ABC):
         """Let go of everything; what tensors still alias stays mapped until they die. Safe to call twice."""
 
 
-class Closed:
-    """What a closed memory has in place of its tensors."""
+class Closed(Sequence[Any]):
+    """What a closed transport has in place of its tensors."""
 
-    def __getitem__(self, _: int) -> Any:
+    def __getitem__(self, _: Any) -> Any:
         raise TransportError("the transport is closed: its windows and inboxes are gone")
+
+    def __len__(self) -> int:
+        return 0
 
     def clear(self) -> None:
         return

@@ -47,7 +47,7 @@ from commfuse_dp.transport.one_sided.accounts import (
     count_message,
     window_bytes,
 )
-from commfuse_dp.transport.one_sided.parts import Channel, Memory
+from commfuse_dp.transport.one_sided.parts import Channel, Closed, Memory
 from commfuse_dp.transport.one_sided.peers import Peers
 from commfuse_dp.transport.one_sided.pulls import Fetch, Here, OwnCopy, View
 from commfuse_dp.transport.one_sided.recovery import Rounds
@@ -326,7 +326,7 @@ class OneSidedTransport(Peers):
         finally:
             self._channel.close()
             self._memory.close()
-            self.segments = ()
+            self.segments = Closed()
             for views in (self._views, self._slots, self._arrivals):
                 views.clear()
             with self._lock:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 
 from commfuse_dp.errors import TransportError
 from commfuse_dp.transport.base import ExchangeFn
-from commfuse_dp.transport.one_sided.parts import Closed, Memory, check_same_sizes
-from commfuse_dp.transport.one_sided.ring import align
+from commfuse_dp.transport.one_sided.memory import FetchedMemory
 from commfuse_dp.transport.tcp.wire import Source
 
 
@@ -44,47 +41,17 @@ class Region:
             self.fd = -1
 
 
-class StagedMemory(Memory):
-    """Own segments in one region, a staging region and an inbox ring per peer."""
-
-    in_place: ClassVar[bool] = False
+class StagedMemory(FetchedMemory):
+    """Own segments in one region, a staging region per peer."""
 
     def __init__(self, rank: int, world_size: int, exchange: ExchangeFn, inbox_bytes: int) -> None:
-        self._rank = rank
-        self._exchange = exchange
-        self._segments: list[torch.Tensor] = []
         self._regions: dict[int, Region] = {}  # by address of the storage
-        capacity = align(inbox_bytes)
-        peers = [peer for peer in range(world_size) if peer != rank]
-        self._outgoing = {p: self._region(capacity) for p in peers}
-        self._incoming = {p: torch.empty(capacity, dtype=torch.uint8) for p in peers}  # pages come as they are written
+        super().__init__(rank, world_size, exchange, inbox_bytes)
 
-    def expose(self, sizes: Sequence[Sequence[int]]) -> None:
-        failure = None
-        mine = [row[self._rank] for row in sizes]
-        try:
-            published = self._region(sum(align(nbytes) for nbytes in mine))
-        except TransportError as error:
-            failure = str(error)
-        answers = self._exchange(([tuple(row) for row in sizes], failure))
-        check_same_sizes(sizes, [theirs for theirs, _ in answers])
-        failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
-        if failures:
-            raise TransportError("; ".join(failures))
-        start = 0
-        for nbytes in mine:
-            self._segments.append(published.narrow(0, start, nbytes))
-            start += align(nbytes)
-
-    def segment(self, owner: int, key: int) -> torch.Tensor:
-        assert owner == self._rank, "peers' segments are fetched, not mapped"
-        return self._segments[key]
-
-    def outgoing(self, dst: int) -> torch.Tensor:
-        return self._outgoing[dst]
-
-    def incoming(self, src: int) -> torch.Tensor:
-        return self._incoming[src]
+    def _take(self, nbytes: int) -> torch.Tensor:
+        region = Region(nbytes)
+        self._regions[region.tensor.untyped_storage().data_ptr()] = region
+        return region.tensor
 
     def source(self, payload: torch.Tensor) -> Source:
         """Where the wire finds the bytes of a part of a segment or of a staging ring."""
@@ -97,9 +64,4 @@ class StagedMemory(Memory):
         for region in self._regions.values():
             region.close()
         self._regions.clear()
-        self._outgoing = self._incoming = self._segments = Closed()  # type: ignore[assignment]
-
-    def _region(self, nbytes: int) -> torch.Tensor:
-        region = Region(nbytes)
-        self._regions[region.tensor.untyped_storage().data_ptr()] = region
-        return region.tensor
+        super().close()

@@ -157,7 +157,6 @@ class TcpTransport(OneSidedTransport):
     """
 
     name: ClassVar[str] = "tcp"
-    in_place: ClassVar[bool] = False
 
     def __init__(
         self,

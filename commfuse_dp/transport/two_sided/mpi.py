@@ -24,9 +24,9 @@ from commfuse_dp import mpi_launch
 from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import ExchangeFn
+from commfuse_dp.transport.one_sided.memory import FetchedMemory
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
 from commfuse_dp.transport.two_sided.mpi_channel import Lanes, MpiChannel
-from commfuse_dp.transport.two_sided.paired import OwnMemory
 
 obstacle = mpi_launch.obstacle
 
@@ -60,7 +60,7 @@ class MpiTransport(OneSidedTransport):
 
         probe = probe if probe is not None else Probe()
         lanes = open_lanes(exchange)
-        memory = OwnMemory(rank, world_size, exchange, inbox_bytes)
+        memory = FetchedMemory(rank, world_size, exchange, inbox_bytes)
         channel = MpiChannel(rank, lanes, probe, keep=_keep)
         super().__init__(
             rank, world_size, channel=channel, memory=memory, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe

@@ -32,7 +32,6 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -43,10 +42,10 @@ from commfuse_dp.probe import RECEIVE, SEND, Probe, now_ns
 from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, PARAM_LANE, ExchangeFn, Handle, TwoSidedTransport
 from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.one_sided import messages as msg
+from commfuse_dp.transport.one_sided.memory import FetchedMemory
 from commfuse_dp.transport.one_sided.news import News
-from commfuse_dp.transport.one_sided.parts import Channel, Memory, Receiver, check_same_sizes
+from commfuse_dp.transport.one_sided.parts import Channel, Receiver
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
-from commfuse_dp.transport.one_sided.ring import align
 from commfuse_dp.transport.two_sided.p2p import TorchP2PTransport, open_lanes
 
 FOREVER_S = 30 * 24 * 3600.0  # patience of the threads that wait for peers; finite, for timeouts are added to a clock
@@ -71,48 +70,6 @@ atexit.register(_await_left_behind)  # registered first, so it runs after the tr
 
 _HEADER_TAG, _TEXT_TAG = 0, 1
 _TAG_MASK = (1 << 31) - 1
-
-
-class OwnMemory(Memory):
-    """Segments, staging and inbox rings as ordinary CPU tensors."""
-
-    in_place: ClassVar[bool] = False
-
-    def __init__(self, rank: int, world_size: int, exchange: ExchangeFn, inbox_bytes: int) -> None:
-        self._rank = rank
-        self._exchange = exchange
-        self._segments: list[torch.Tensor] = []
-        peers = [peer for peer in range(world_size) if peer != rank]
-        self._outgoing = {peer: self._bytes(align(inbox_bytes)) for peer in peers}
-        self._incoming = {peer: self._bytes(align(inbox_bytes)) for peer in peers}
-
-    def expose(self, sizes: Sequence[Sequence[int]]) -> None:
-        failure = None
-        try:
-            self._segments = [self._bytes(row[self._rank]).zero_() for row in sizes]
-        except RuntimeError as error:  # what torch raises when an allocation fails
-            failure = f"no memory for {sum(row[self._rank] for row in sizes)} published bytes ({error})"
-        answers = self._exchange(([tuple(row) for row in sizes], failure))
-        check_same_sizes(sizes, [theirs for theirs, _ in answers])
-        failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
-        if failures:
-            raise TransportError("; ".join(failures) + ". Use more ranks, or lower inbox_bytes or prefetch_bytes.")
-
-    def segment(self, owner: int, key: int) -> torch.Tensor:
-        assert owner == self._rank, "peers' segments are fetched, not mapped"
-        return self._segments[key]
-
-    def outgoing(self, dst: int) -> torch.Tensor:
-        return self._outgoing[dst]
-
-    def incoming(self, src: int) -> torch.Tensor:
-        return self._incoming[src]
-
-    def close(self) -> None:
-        """Nothing to give back: the tensors go when the last reference does."""
-
-    def _bytes(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
 
 
 class TwoSidedChannel(Channel):
@@ -291,8 +248,6 @@ class PairedTransport(OneSidedTransport):
         deadline_s: longest single wait of the user's thread, in seconds.
     """
 
-    in_place: ClassVar[bool] = False
-
     def __init__(
         self,
         two_sided: TwoSidedTransport,
@@ -308,7 +263,7 @@ class PairedTransport(OneSidedTransport):
             rank,
             world_size,
             channel=TwoSidedChannel(two_sided),
-            memory=OwnMemory(rank, world_size, exchange, inbox_bytes),
+            memory=FetchedMemory(rank, world_size, exchange, inbox_bytes),
             inbox_bytes=inbox_bytes,
             deadline_s=deadline_s,
             probe=probe if probe is not None else two_sided.probe,
