@@ -76,7 +76,7 @@ def test_what_crosses_hosts(hosts, per_host):
         transport = opened.open(rank, exchange, inbox_bytes=1 << 14)
         with Watched(world.devices[rank]):
             run_steps(transport, Policy(compute_dtype=torch.float32, reduce_dtype=torch.float64), steps)
-        return transport.across, sum(row[rank] for row in transport._sizes)
+        return transport.across, sum(row[rank] for row in transport.sizes)
 
     results = run_ranks(n, body)
     shards = [size for _, size in results]

@@ -128,7 +128,13 @@ def _no_absent_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A segment leaves without waiting for its packing."""
-    monkeypatch.setattr(NcclTransport, "_flush", lambda self: self._held.clear())
+    publish = NcclTransport.publish
+
+    def hasty(self: NcclTransport, *arguments: Any, **more: Any) -> None:
+        publish(self, *arguments, **more)
+        self._packed.clear()
+
+    monkeypatch.setattr(NcclTransport, "publish", hasty)
 
 
 def _no_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
