@@ -14,6 +14,7 @@ from commfuse_dp.device.base import Device, Event, Stream, Word, as_int32
 from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.probe import RECEIVE, SEND, Probe
 from commfuse_dp.transport.base import GRAD_LANE, PARAM_LANE
+from commfuse_dp.transport.checks import check_peer, is_closed
 from commfuse_dp.transport.closing import CLOSE_S
 from commfuse_dp.transport.grouped.exchange import GroupedExchange, Labels, Part
 from commfuse_dp.transport.grouped.watch import Ballot, ExchangeWatch, Label, Step
@@ -61,7 +62,7 @@ class Core:
 
     def check(self) -> None:
         if self.closed:
-            raise TransportError(f"transport {self.name} of rank {self.rank} is closed")
+            raise is_closed(self.name, self.rank)
         self.watch.check()
 
     def enter(self) -> Stream:
@@ -91,9 +92,7 @@ class Core:
 
     def check_peer(self, peer: int) -> None:
         if peer == self.rank or not 0 <= peer < self.world_size:
-            raise ValueError(
-                f"rank {peer} is no peer of rank {self.rank} in a group of {self.world_size}: peers are {sorted(self.peers)}"
-            )
+            check_peer(peer, self.rank, self.peers, self.world_size)
 
     def layer(self, key: int, otherwise: str) -> str:
         layers = self.layers()

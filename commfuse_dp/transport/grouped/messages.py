@@ -9,13 +9,18 @@ import torch
 from commfuse_dp.device.base import Device, Event, Word
 from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.transport.base import CHANNEL_GRAD, GRAD_LANE, NOWHERE, ExchangeFn, Tag
+from commfuse_dp.transport.checks import (
+    check_message,
+    check_tag,
+    count_message,
+    expected_twice,
+    not_here,
+    not_reserved,
+)
 from commfuse_dp.transport.grouped.core import NOTHING, Core, raise_failures
 from commfuse_dp.transport.grouped.watch import Step
-from commfuse_dp.transport.one_sided.accounts import count_message
 from commfuse_dp.transport.one_sided.ring import ALIGNMENT, align
 from commfuse_dp.transport.symmetric.ring import PlaceRing, StagingRing
-
-_FIELD_LIMIT = 1 << 31
 
 
 class Landing:
@@ -112,7 +117,7 @@ class Messages:
         core = self._core
         stream = core.enter()
         core.check_peer(dst)
-        self._check_bytes(nbytes, f"to rank {dst}")
+        check_message(nbytes, self.limit, f"to rank {dst}")
         reservation, behind = self._reserved[dst].reserve(nbytes)
         if behind is not None:
             if core.probe.timing is not None:
@@ -124,16 +129,14 @@ class Messages:
         core = self._core
         stream = core.enter()
         core.check_peer(dst)
-        self._check_tag(tag)
+        check_tag(tag)
         device, scatter, nbytes = core.device, self._scatter, buffer.nbytes
         reservation = None
         if nbytes:
             staging = self._staging[dst]
             reservation = self._reserved[dst].find(buffer.data_ptr() - staging.data_ptr(), nbytes)
             if reservation is None:
-                raise ValueError(
-                    f"send to rank {dst}, {tag}: the buffer was not reserved by reserve([{dst}], ...), or was sent before"
-                )
+                raise not_reserved(dst, tag)
             buffer = staging.narrow(0, reservation.offset, nbytes)
             if when is not None:
                 device.wait_value(scatter, when.pad, when.place, when.value)
@@ -169,12 +172,10 @@ class Messages:
         core = self._core
         core.check()
         core.check_peer(src)
-        self._check_tag(tag)
-        self._check_bytes(nbytes, f"from rank {src}")
+        check_tag(tag)
+        check_message(nbytes, self.limit, f"from rank {src}")
         if (src, tag) in self._expected or (src, tag) in self._landed:
-            raise TransportError(
-                f"rank {core.rank} expects two messages {tag} of rank {src}: tags must be unique among messages in flight"
-            )
+            raise expected_twice(core.rank, src, tag)
         self._expected[src, tag] = nbytes
 
     def landed(self, src: int, tag: Tag) -> bool:
@@ -204,7 +205,7 @@ class Messages:
         stream = core.enter()
         landing = self._landed.get((src, tag))
         if landing is None or not landing.read:
-            raise ValueError(f"release: no message {tag} of rank {src} is here (released twice, or not yet received)")
+            raise not_here(src, tag)
         del self._landed[src, tag]
         landing.released = core.device.record(stream)
         count_message(core.probe.counters, tag.channel, landing.data.numel(), sent=False)
@@ -218,15 +219,3 @@ class Messages:
         self._staging = {}
         self._inboxes.clear()
         self._landed.clear()
-
-    # ---- helpers -----------------------------------------------------------------------------------------------------
-    def _check_bytes(self, nbytes: int, whose: str) -> None:
-        if not 0 <= nbytes <= self.limit:
-            raise ValueError(
-                f"a message of {nbytes} bytes {whose}: 0 .. {self.limit} fit; "
-                "send smaller slices (more slices_per_rank) or raise inbox_bytes"
-            )
-
-    def _check_tag(self, tag: Tag) -> None:
-        if min(tag) < 0 or max(tag) >= _FIELD_LIMIT:
-            raise ValueError(f"{tag}: keys, epochs and tags must be integers in 0 .. 2**31-1")

@@ -53,13 +53,7 @@ from commfuse_dp.transport.base import (
     Transfer,
     Transport,
 )
-from commfuse_dp.transport.closing import CLOSE_S, close_at_exit, forget
-from commfuse_dp.transport.exchange import exchange_of
-from commfuse_dp.transport.grouped.core import Core, raise_failures
-from commfuse_dp.transport.grouped.exchange import GroupedExchange, open_grouped
-from commfuse_dp.transport.grouped.messages import Messages
-from commfuse_dp.transport.grouped.watch import Ballot, Step, TorchBallot
-from commfuse_dp.transport.one_sided.accounts import (
+from commfuse_dp.transport.checks import (
     check_finish,
     check_out,
     check_publications,
@@ -67,6 +61,12 @@ from commfuse_dp.transport.one_sided.accounts import (
     check_sizes,
     window_bytes,
 )
+from commfuse_dp.transport.closing import CLOSE_S, close_at_exit, forget
+from commfuse_dp.transport.exchange import exchange_of
+from commfuse_dp.transport.grouped.core import Core, raise_failures
+from commfuse_dp.transport.grouped.exchange import GroupedExchange, open_grouped
+from commfuse_dp.transport.grouped.messages import Messages
+from commfuse_dp.transport.grouped.watch import Ballot, Step, TorchBallot
 from commfuse_dp.transport.one_sided.parts import check_same_sizes
 from commfuse_dp.transport.one_sided.ring import align
 
@@ -183,22 +183,13 @@ class NcclTransport(Transport):
     def pull(self, epoch: int, requests: Sequence[PullRequest]) -> Sequence[Brought]:
         """Of requests whose `after` is None, `out` may be fresh from the allocator: it is written behind all that is in the
         current stream."""
-        return [self._pull(epoch, *request[:7]) for request in requests]
+        return [self._pull(epoch, request) for request in requests]
 
-    def _pull(
-        self,
-        epoch: int,
-        owner: int,
-        key: int,
-        start: int,
-        nbytes: int,
-        out: torch.Tensor | None,
-        after: Event | None,
-        give: tuple[int, int],
-    ) -> Brought:
+    def _pull(self, epoch: int, request: PullRequest) -> Brought:
+        owner, key, start, nbytes, out, after, give, _ = request
         stream = self._core.enter()
         self._core.check_peer(owner)
-        check_pull(owner, key, epoch, start, nbytes, self.sizes, world_size=self.world_size, finished=self._own_finished)
+        check_pull(request, epoch, self.sizes, world_size=self.world_size, finished=self._own_finished)
         out = check_out(out, nbytes, self.name)
         segment = self.segments[key]
         if min(give) < 0 or sum(give) > segment.numel():

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from commfuse_dp.errors import PeerLostError, TransportError, Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import Transport
+from commfuse_dp.transport.checks import is_closed
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.parts import Channel, Receiver
 
@@ -126,4 +127,4 @@ class Peers(Transport, Receiver):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise TransportError(f"transport {self.name} of rank {self.rank} is closed")
+            raise is_closed(self.name, self.rank)

@@ -36,17 +36,21 @@ import torch
 from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import NOWHERE, WHOLE, Outcome, PullRequest, Sending, Tag, Transfer
-from commfuse_dp.transport.closing import close_at_exit
-from commfuse_dp.transport.one_sided import messages as msg
-from commfuse_dp.transport.one_sided.accounts import (
+from commfuse_dp.transport.checks import (
     check_finish,
+    check_message,
     check_out,
+    check_peer,
     check_publications,
     check_pull,
     check_sizes,
     count_message,
+    not_here,
+    not_reserved,
     window_bytes,
 )
+from commfuse_dp.transport.closing import close_at_exit
+from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.parts import Channel, Closed, Memory
 from commfuse_dp.transport.one_sided.peers import Peers
 from commfuse_dp.transport.one_sided.pulls import Fetch, Here, OwnCopy, View
@@ -157,8 +161,7 @@ class OneSidedTransport(Peers):
     def _pull(self, epoch: int, request: PullRequest) -> Transfer:
         self._check_open()
         owner, key, start, nbytes, out, _, _, _ = request
-        finished = self._own_finished
-        check_pull(owner, key, epoch, start, nbytes, self.sizes, world_size=self.world_size, finished=finished)
+        check_pull(request, epoch, self.sizes, world_size=self.world_size, finished=self._own_finished)
         if self._memory.in_place:
             if out is not None:
                 raise ValueError(f"pull: transport {self.name} reads in place: out must be None")
@@ -221,10 +224,7 @@ class OneSidedTransport(Peers):
             if self._closed or ring is None or not 0 <= nbytes <= self.message_limit:
                 self._check_open()
                 ring = self._ring(dst)
-                raise ValueError(
-                    f"a message of {nbytes} bytes to rank {dst}: 0 .. {self.message_limit} fit; "
-                    "send smaller slices (more slices_per_rank) or raise inbox_bytes"
-                )
+                check_message(nbytes, self.message_limit, f"to rank {dst}")
             with self._lock:
                 offset = ring.reserve(nbytes)
             if offset is None:
@@ -261,9 +261,7 @@ class OneSidedTransport(Peers):
             header = msg.pack(msg.DEPOSIT, *tag, max(offset, 0), nbytes)  # first: a bad tag leaves the reservation as it is
             with self._lock:
                 if not ring.send(offset):
-                    raise ValueError(
-                        f"send to rank {dst}, {tag}: the buffer was not reserved by reserve([{dst}], ...), or was sent before"
-                    )
+                    raise not_reserved(dst, tag)
                 count_message(self.probe.counters, tag.channel, nbytes, sent=True)
                 # Before it leaves: if an exception comes in between, peers must not go on too early.
                 self._rounds.sent[dst] += 1
@@ -304,7 +302,7 @@ class OneSidedTransport(Peers):
             with self._lock:
                 entry = self._inbox.pop((src, tag), None)
                 if entry is None:
-                    raise ValueError(f"release: no message {tag} of rank {src} is here (released twice, or not yet received)")
+                    raise not_here(src, tag)
                 self._channel.post(src, msg.pack(msg.CREDIT, self._rounds.round, x=entry[0]), hold=more)
 
     # ---- progress and end --------------------------------------------------------------------------------------------
@@ -441,7 +439,6 @@ class OneSidedTransport(Peers):
     def _ring(self, peer: int) -> Ring:
         ring = self._outbox.get(peer)
         if ring is None:
-            raise ValueError(
-                f"rank {peer} is no peer of rank {self.rank} in a group of {self.world_size}: peers are {self._peers}"
-            )
+            check_peer(peer, self.rank, self._peers, self.world_size)
+            raise AssertionError(peer)
         return ring

@@ -10,6 +10,7 @@ from commfuse_dp.device.base import Batch, Device, Event, Stream, Word
 from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, CHANNEL_GRAD, CHANNEL_PARAM, ExchangeFn
+from commfuse_dp.transport.checks import check_peer, is_closed
 from commfuse_dp.transport.one_sided.ring import align
 from commfuse_dp.transport.symmetric.memory import SymmetricMemory
 from commfuse_dp.transport.symmetric.ring import ARRIVAL_WORDS
@@ -80,7 +81,7 @@ class Core:
 
     def check(self) -> None:
         if self.closed:
-            raise TransportError(f"transport {self.name} of rank {self.rank} is closed")
+            raise is_closed(self.name, self.rank)
         if self.watch.failure is not None:
             raise self.watch.error()
 
@@ -98,9 +99,7 @@ class Core:
 
     def check_peer(self, peer: int) -> None:
         if peer == self.rank or not 0 <= peer < self.world_size:
-            raise ValueError(
-                f"rank {peer} is no peer of rank {self.rank} in a group of {self.world_size}: peers are {sorted(self.peers)}"
-            )
+            check_peer(peer, self.rank, self.peers, self.world_size)
 
     # ---- writing words -----------------------------------------------------------------------------------------------
     def hold(self, stream: Stream, words: list[Word], *, more: bool) -> None:

@@ -9,10 +9,17 @@ from typing import NoReturn
 import torch
 
 from commfuse_dp.device.base import Event, Span, Stream, Word
-from commfuse_dp.errors import TransportError, Where
+from commfuse_dp.errors import Where
 from commfuse_dp.probe import SEND
 from commfuse_dp.transport.base import NOWHERE, Sending, Tag
-from commfuse_dp.transport.one_sided.accounts import count_message
+from commfuse_dp.transport.checks import (
+    check_message,
+    check_tag,
+    count_message,
+    expected_twice,
+    not_here,
+    not_reserved,
+)
 from commfuse_dp.transport.symmetric.core import CHANNELS, Core, Layout, pair_of
 from commfuse_dp.transport.symmetric.ring import ARRIVAL_WORDS, Arrival, Inbox, Lanes, Outbox, Reservation, StagingRing
 from commfuse_dp.transport.symmetric.watch import Condition, Wait
@@ -64,10 +71,7 @@ class Messages:
             if dst not in self._staging:
                 core.check_peer(dst)
             if not 0 <= nbytes <= room <= self.limit:
-                raise ValueError(
-                    f"a message of {nbytes} bytes to rank {dst}: 0 .. {self.limit} fit; "
-                    "send smaller slices (more slices_per_rank) or raise inbox_bytes"
-                )
+                check_message(max(nbytes, room) if nbytes >= 0 else nbytes, self.limit, f"to rank {dst}")
         offsets: dict[int, int] = {}
         for ring, members in self._reserved.together(dsts):
             reservation, behind = ring.reserve(room)
@@ -205,10 +209,7 @@ class Messages:
                 dst = dsts[0]
                 reservation = lane.find(fan.offsets[dst], fan.room if len(dsts) > 1 else fan.sendings[dst].buffer.nbytes)
                 if reservation is None:
-                    raise ValueError(
-                        f"send to rank {dst}, {fan.tag}: the buffer was not reserved by reserve([{dst}], ...), or was sent "
-                        "before"
-                    )
+                    raise not_reserved(dst, fan.tag)
                 fan.reservations.append((lane, reservation))
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
@@ -222,12 +223,9 @@ class Messages:
                 core.check_peer(name[0])
         for box, members in self._inboxes.together(names):
             if tag in box.expected:
-                raise TransportError(
-                    f"rank {core.rank} expects two messages {tag} of rank {members[0][0]}: tags must be unique among messages "
-                    "in flight"
-                )
+                raise expected_twice(core.rank, members[0][0], tag)
             if not 0 <= nbytes <= room <= self.limit:
-                raise ValueError(f"a message of {nbytes} bytes from rank {members[0][0]}: 0 .. {self.limit} fit")
+                check_message(max(nbytes, room) if nbytes >= 0 else nbytes, self.limit, f"from rank {members[0][0]}")
             box.expect(tag, nbytes, room)
 
     def receive(self, srcs: Sequence[int], tag: Tag, where: Where) -> list[torch.Tensor]:
@@ -279,7 +277,7 @@ class Messages:
         names = [(src, tag.channel) for src in srcs]
         for name in names:
             if name not in self._inboxes or tag not in self._inboxes[name].received:
-                raise ValueError(f"release: no message {tag} of rank {name[0]} is here (released twice, or not yet received)")
+                raise not_here(name[0], tag)
         for box, members in self._inboxes.together(names):
             box.received.discard(tag)
             entry = box.expected.pop(tag)
@@ -315,8 +313,7 @@ class Messages:
         return self._views
 
     def _refuse_tag(self, tag: Tag) -> NoReturn:
-        if min(tag) < 0 or max(tag) >= _FIELD_LIMIT:
-            raise ValueError(f"{tag}: keys, epochs and tags must be integers in 0 .. 2**31-1")
+        check_tag(tag)
         raise ValueError(f"{tag}: transport {self._core.name} has rings for the channels {CHANNELS}")
 
 

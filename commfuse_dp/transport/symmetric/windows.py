@@ -11,7 +11,7 @@ from commfuse_dp.device.base import Event, Span, Word
 from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.probe import RECEIVE
 from commfuse_dp.transport.base import NOWHERE, Part, PullRequest, Transfer
-from commfuse_dp.transport.one_sided.accounts import (
+from commfuse_dp.transport.checks import (
     check_finish,
     check_out,
     check_publications,
@@ -305,9 +305,7 @@ class Windows:
         if source is None or source.others is not request.others:
             parts = [Part(owner, key, start, nbytes, 0), *request.others]
             for part in parts:
-                check_pull(
-                    *part[:2], epoch, *part[2:4], self.sizes, world_size=self.core.world_size, finished=self._own_finished
-                )
+                check_pull(part, epoch, self.sizes, world_size=self.core.world_size, finished=self._own_finished)
             before = source
             segments = [self._segments[part.owner][part.key] for part in parts]
             source = self._sources[owner, key, start, nbytes] = _Source(parts, segments, request.others, self.core.rank)

@@ -1,14 +1,16 @@
-"""What all one-sided transports check and count alike."""
+"""What all transports refuse, in the same words, and count alike."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import Counters
-from commfuse_dp.transport.base import CHANNEL_PARAM
+from commfuse_dp.transport.base import CHANNEL_PARAM, Part, PullRequest, Tag
+
+_FIELD_LIMIT = 1 << 31
 
 
 def check_sizes(sizes: Sequence[Sequence[int]], before: object, world_size: int) -> list[tuple[int, ...]]:
@@ -44,19 +46,12 @@ def window_bytes(sizes: Sequence[Sequence[int]] | None, owner: int, key: int, wo
 
 
 def check_pull(
-    owner: int,
-    key: int,
-    epoch: int,
-    start: int,
-    nbytes: int,
-    sizes: Sequence[Sequence[int]] | None,
-    *,
-    world_size: int,
-    finished: int,
+    wanted: PullRequest | Part, epoch: int, sizes: Sequence[Sequence[int]] | None, *, world_size: int, finished: int
 ) -> None:
     """sizes: as in `window_bytes`; finished: this rank's last finished epoch.
 
     Raises ValueError for bytes that are not in the window and for an epoch that is over, and what `window_bytes` does."""
+    owner, key, start, nbytes = wanted.owner, wanted.key, wanted.start, wanted.nbytes
     published = window_bytes(sizes, owner, key, world_size)
     if start < 0 or nbytes < 0 or start + nbytes > published:
         raise ValueError(
@@ -78,6 +73,43 @@ def check_finish(epoch: int, before: int) -> None:
     """Raises ValueError if this rank has finished `epoch` before."""
     if epoch <= before:
         raise ValueError(f"finish({epoch}): epoch {before} is finished already; epochs rise")
+
+
+def check_peer(peer: int, rank: int, peers: Collection[int], world_size: int) -> None:
+    """Raises ValueError if it is none of `peers`, with which `rank` is connected."""
+    if peer not in peers:
+        raise ValueError(f"rank {peer} is no peer of rank {rank} in a group of {world_size}: peers are {sorted(peers)}")
+
+
+def check_tag(tag: Tag) -> None:
+    """Raises ValueError for integers that are none of a tag."""
+    if min(tag) < 0 or max(tag) >= _FIELD_LIMIT:
+        raise ValueError(f"{tag}: keys, epochs and tags must be integers in 0 .. 2**31-1")
+
+
+def check_message(nbytes: int, limit: int, whose: str) -> None:
+    """whose: "to rank 1". Raises ValueError if it is too large."""
+    if not 0 <= nbytes <= limit:
+        raise ValueError(
+            f"a message of {nbytes} bytes {whose}: 0 .. {limit} fit; send smaller slices (more slices_per_rank) or raise "
+            "inbox_bytes"
+        )
+
+
+def not_reserved(dst: int, tag: Tag) -> ValueError:
+    return ValueError(f"send to rank {dst}, {tag}: the buffer was not reserved by reserve([{dst}], ...), or was sent before")
+
+
+def not_here(src: int, tag: Tag) -> ValueError:
+    return ValueError(f"release: no message {tag} of rank {src} is here (released twice, or not yet received)")
+
+
+def expected_twice(rank: int, src: int, tag: Tag) -> TransportError:
+    return TransportError(f"rank {rank} expects two messages {tag} of rank {src}: tags must be unique among messages in flight")
+
+
+def is_closed(name: str, rank: int) -> TransportError:
+    return TransportError(f"transport {name} of rank {rank} is closed")
 
 
 def count_message(counters: Counters, channel: int, nbytes: int, *, sent: bool) -> None:
