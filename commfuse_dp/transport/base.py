@@ -174,10 +174,6 @@ class Transfer(ABC):
 
     landed: Event | None = None  # stream-ordered transports: behind the copy; timed while somebody watches (probe.timing)
 
-    def concerns(self, where: Where) -> None:
-        """What the bytes are, for errors of a wait that somebody else makes."""
-        return
-
     @abstractmethod
     def done(self) -> bool:
         """True once `wait` would not block. Never blocks. Raises if the peer is lost."""

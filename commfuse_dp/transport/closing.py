@@ -1,4 +1,4 @@
-"""A program that ends without close() still says goodbye: its peers may not need it any more."""
+"""The end of a transport, also of one whose program ends without close(): it still says goodbye, as peers may go on."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import functools
 import logging
 import multiprocessing.util
 import os
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from commfuse_dp.device.base import Event
 from commfuse_dp.transport.base import Transport
 
 CLOSE_S = 5.0  # longest time that close() waits for a transport's streams, and again after releasing them
@@ -42,3 +44,13 @@ def _close_all() -> None:
             close(transport)
         except Exception as error:  # the process ends, and others are still to be closed
             _log.debug("transport %s of rank %d at exit: %s", transport.name, transport.rank, error)
+
+
+def done_within(events: Sequence[Event], seconds: float, meanwhile: Callable[[], object] = lambda: None) -> bool:
+    """Wait until all of them are done; False after so many seconds, or once meanwhile() is true."""
+    limit = time.monotonic() + seconds
+    while not all(event.done() for event in events):
+        if time.monotonic() > limit or meanwhile():
+            return False
+        time.sleep(0.0005)
+    return True

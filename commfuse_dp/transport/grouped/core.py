@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.probe import RECEIVE, SEND, Probe
 from commfuse_dp.transport.base import GRAD_LANE, PARAM_LANE
 from commfuse_dp.transport.checks import check_peer, is_closed
-from commfuse_dp.transport.closing import CLOSE_S
+from commfuse_dp.transport.closing import CLOSE_S, done_within
 from commfuse_dp.transport.grouped.exchange import GroupedExchange, Labels, Part
 from commfuse_dp.transport.grouped.watch import Ballot, ExchangeWatch, Label, Step
 
@@ -79,15 +78,13 @@ class Core:
         """At the end: wait until they have done what was enqueued, as slower peers need this rank for that; after patience_s,
         or a failure, abort the exchanges. True if nothing is left."""
         events = [self.device.record(stream) for stream in streams]
-        for patience, whole in ((patience_s, self.watch.failure is None), (CLOSE_S, False)):
-            limit = time.monotonic() + patience
-            while time.monotonic() < limit:
-                if all(event.done() for event in events):
-                    return True
-                if whole and self.watch.failure is not None:
-                    break
-                time.sleep(0.0005)
-            self.grouped.abort()
+        failed = self.watch.failure is not None
+        if done_within(events, patience_s, lambda: not failed and self.watch.failure is not None):
+            return True
+        self.grouped.abort()
+        if done_within(events, CLOSE_S):
+            return True
+        self.grouped.abort()
         return False
 
     def check_peer(self, peer: int) -> None:

@@ -84,17 +84,13 @@ class Brought(Transfer):
     def __init__(self, core: Core, out: torch.Tensor, event: Event, step: Step | None) -> None:
         self._core, self._out, self.landed, self._step = core, out, event, step
 
-    def concerns(self, where: Where) -> None:
-        if self._step is not None:
-            self._step.where = where
-
     def done(self) -> bool:
         self._core.check()
         return True
 
     def wait(self, where: Where = NOWHERE) -> torch.Tensor:
-        if where is not NOWHERE:
-            self.concerns(where)
+        if where is not NOWHERE and self._step is not None:
+            self._step.where = where
         stream = self._core.enter()
         self._core.device.wait_event(stream, self.landed)
         self._core.check()  # on a device whose calls wait, the wait may just have ended badly

@@ -58,18 +58,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
 
-from commfuse_dp.device.base import Device, Event
+from commfuse_dp.device.base import Device
 from commfuse_dp.device.timing import EventTimer
 from commfuse_dp.errors import CommFuseError, Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import NOWHERE, WHOLE, ExchangeFn, Outcome, PullRequest, Sending, Tag, Transport
-from commfuse_dp.transport.closing import CLOSE_S, close_at_exit
+from commfuse_dp.transport.closing import CLOSE_S, close_at_exit, done_within
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.parts import Channel
 from commfuse_dp.transport.symmetric.core import Core, Layout
@@ -237,18 +236,9 @@ class SymmetricTransport(Transport):
             self._windows.leave()
         streams = {device.side_stream("gather"), device.side_stream("scatter"), device.current_stream()}
         events = [device.record(stream) for stream in streams]
-        limit = time.monotonic() + min(CLOSE_S, self.deadline_s)
-        while not all(event.done() for event in events):
-            if time.monotonic() > limit:
-                return self._release(events)
-            time.sleep(0.0005)
-        return True
+        patience_s = min(CLOSE_S, self.deadline_s)
 
-    def _release(self, events: list[Event]) -> bool:
-        limit = time.monotonic() + CLOSE_S
-        while not all(event.done() for event in events):
+        def free() -> None:
             self._watch.release()
-            if time.monotonic() > limit:
-                return False
-            time.sleep(0.002)
-        return True
+
+        return done_within(events, patience_s) or done_within(events, CLOSE_S, free)

@@ -39,17 +39,13 @@ class Pull(Transfer):
         self._wait: Wait | None = None  # for the owner to publish
         self._place = 0  # in it
 
-    def concerns(self, where: Where) -> None:
-        if self._wait is not None:
-            self._wait.places[self._place] = where
-
     def done(self) -> bool:
         self._windows.core.check()
         return True
 
     def wait(self, where: Where = NOWHERE) -> torch.Tensor:
-        if where is not NOWHERE:
-            self.concerns(where)
+        if where is not NOWHERE and self._wait is not None:
+            self._wait.places[self._place] = where
         self._windows.await_pull(self)
         return self._out
 
