@@ -56,7 +56,8 @@ class Backward:
                 rank=engine.rank,
                 peer=engine.rank,
             )
-        engine.arm()
+        if engine.armed is None or engine.armed() is None:
+            engine.arm()
         breakage.layer = unit.name
         try:
             unit.pending_backwards = max(0, unit.pending_backwards - 1)

@@ -112,7 +112,7 @@ class Engine:
         self._in_forward = False  # of the root
         self._vote = vote
         self._published = published
-        self._armed: weakref.ref[_Finish] | None = None  # the end-of-backward callback, dead if that backward was broken off
+        self.armed: weakref.ref[_Finish] | None = None  # the end-of-backward callback, dead if that backward was broken off
         self._broken = ""  # the text alone: a kept exception keeps its frames, and with them shared memory, for ever
         self._gemms: Gemms | None = None
         if transport.device is not None and config.kernels != "blas":
@@ -172,7 +172,7 @@ class Engine:
     @property
     def unfinished(self) -> bool:
         """A backward was begun that did not come to its end."""
-        return self._armed is not None or not self.gradients.idle
+        return self.armed is not None or not self.gradients.idle
 
     def clear_gradients(self) -> None:
         """The user has asked the framework to clear its gradients: after a broken step, what such a call leaves goes, too."""
@@ -223,7 +223,7 @@ class Engine:
         recovery.recover(self.step, where)
         for unit in self.units:
             unit.scatters = 0
-        self._armed = None
+        self.armed = None
         mixed = self.breakage.lose_gradients()
         self.breakage.recovered(broken)
         if mixed:
@@ -242,7 +242,7 @@ class Engine:
             raise
 
     def _begin_step(self) -> None:
-        self._armed = None
+        self.armed = None
         self.step += 1
         self.breakage.begin(self.step)
         begun = self.probe.mark() if self.probe.sink is not None else None
@@ -360,9 +360,9 @@ class Engine:
     # ---- gradients ---------------------------------------------------------------------------------------------------
     def arm(self) -> None:
         """Make sure that `finish_backward` runs at the end of the backward pass that is under way."""
-        if self._armed is None or self._armed() is None:
+        if self.armed is None or self.armed() is None:
             finish = _Finish(self)
-            self._armed = weakref.ref(finish)
+            self.armed = weakref.ref(finish)
             self.breakage.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(finish)
 
@@ -374,7 +374,7 @@ class Engine:
             self.gradients.drain()
             if self.transport.device is None:
                 self.probe.ended(begun, now_ns())
-        self._armed = None
+        self.armed = None
         self._active = False
         self.breakage.complete = True
 

@@ -93,8 +93,10 @@ class GradientStream:
     def begin(self, bound: BoundBackward, step: int) -> Scatter:
         """Open a unit's reduce-scatter. Every slice must then be reserved and sent once."""
         scatter = Scatter(bound, step)
-        scatter.route = self._routes.choose(scatter, divisor=None if self._replicas is not None else bound.divisor)
-        self._routed = self._routed or scatter.route is not None
+        if bound.unit.replicated or self._transport.hosts is not None:
+            divided = None if self._replicas is not None else bound.divisor
+            scatter.route = self._routes.choose(scatter, divisor=divided)
+            self._routed = self._routed or scatter.route is not None
         for item in bound.geometry.slices[self._rank] if self._on_streams and scatter.route is None else ():
             room = bound.rooms[item.index] or item.nbytes
             self._transport.expect(self._peers, scatter.tag(item), item.nbytes, room)

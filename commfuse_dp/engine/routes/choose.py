@@ -50,8 +50,6 @@ class Routes:
     def choose(self, scatter: Scatter, *, divisor: float | None) -> Route | None:
         """None: straight to the owners. divisor: the sum is divided by it, if that is not None."""
         unit, transport, out_dtype = scatter.unit, self._transport, scatter.bound.out_dtype
-        if transport.hosts is None and not unit.replicated:
-            return None
         if in_chain(unit, transport.world_size) and transport.device is not None:
             return StreamChain(
                 transport,
