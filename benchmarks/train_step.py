@@ -23,10 +23,9 @@ import json
 import os
 import re
 import shlex
-import signal
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,7 @@ from benchmarks.models import MODELS
 from benchmarks.models_llama import SHAPES
 from commfuse_dp.errors import CommFuseError, ConfigError
 from commfuse_dp.launch import netns
+from commfuse_dp.launch.signals import terminate_as_exit
 
 Say = Callable[[str], None]
 KNOWN = (*VARIANTS, FLAT, *SEPARATE, *DEEPSPEED)
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     job = None
     try:
         job = torchrun.job_of(os.environ)
-        with _terminate_cleanly():
+        with terminate_as_exit():
             record = (
                 run(arguments, f"python {command}", say)
                 if job is None
@@ -380,20 +380,6 @@ def _plans(arguments: argparse.Namespace) -> list[Plan]:
     if any(plan.link != "none" for plan in plans):
         netns.check_requirements()
     return plans
-
-
-@contextlib.contextmanager
-def _terminate_cleanly() -> Iterator[None]:
-    """SIGTERM ends the run like Ctrl-C does: ranks and namespaces are removed on the way out."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _say(text: str) -> None:

@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from commfuse_dp.errors import CommFuseError, ConfigError
+from commfuse_dp.launch.signals import signals_held, terminate_as_exit
 
 DEFAULT_MTU = 65000
 MIN_BURST, DEFAULT_BURST = 256 << 10, 512 << 10
@@ -171,12 +172,12 @@ def shaped_world(
     sweep_stale()
     owner = f"commfuse-{os.getpid()}-{_start_time(os.getpid())}-{secrets.token_hex(4)}"
     world = ShapedWorld(world_size=world_size, rate=bits, mtu=mtu, burst=burst, owner=owner)
-    with _terminate_as_exception():
+    with terminate_as_exit():
         try:
             _build(world)
             yield world
         finally:
-            with _signals_held():
+            with signals_held():
                 _remove(world.namespaces)
 
 
@@ -276,36 +277,6 @@ def _start_time(pid: int) -> str | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else fields[19]
-
-
-@contextlib.contextmanager
-def _terminate_as_exception() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block by SystemExit, so that clean-up runs; handlers of the caller are left alone."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
-    for number in ours:
-        signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """Hold back signals that would interrupt clean-up (also from its child processes); they act when it is done."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # ---- measuring the link ----------------------------------------------------------------------------------------------

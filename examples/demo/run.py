@@ -8,7 +8,6 @@ import json
 import math
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from rich.console import Console
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.errors import CommFuseError, ConfigError
 from commfuse_dp.launch.ranks import Line, Ranks, check_port, free_port, python_module
+from commfuse_dp.launch.signals import terminate_as_exit
 
 WORKER = "commfuse_dp.examples.demo.worker"
 LOOPBACK = "127.0.0.1"
@@ -71,7 +71,7 @@ def run_demo(
     _prepare(out)
     others = OtherLoad()
     _sweep_scratch()
-    with tempfile.TemporaryDirectory(prefix=f"{SCRATCH}{os.getpid()}-") as folder, _term_as_exit():
+    with tempfile.TemporaryDirectory(prefix=f"{SCRATCH}{os.getpid()}-") as folder, terminate_as_exit():
         scratch = Path(folder)
         corpus = write_corpus(scratch)
         console.print(
@@ -277,17 +277,3 @@ def _move(source: Path, target: Path) -> None:
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _term_as_exit() -> Iterator[None]:
-    """SIGTERM unwinds like Ctrl-C does, so that ranks, namespaces and files are cleaned up."""
-
-    def leave(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

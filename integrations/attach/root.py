@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +40,7 @@ def hook_root(
         transaction.acquire(register, RemovableHandle.remove)
 
 
-class _RootHook(Hook):
+class _RootHook(Hook, ABC):
     """A hook that is one of `root` alone."""
 
     def __init__(self, root: weakref.ref[nn.Module], engine: Engine, action: Callable[[], object]) -> None:
@@ -51,8 +52,8 @@ class _RootHook(Hook):
     def __call__(self, *args: Any) -> None:
         self._outside_graphs(*args)
 
-    def run(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def run(self, module: nn.Module, args: Any, output: Any = None) -> None: ...
 
     def concerns(self, module: nn.Module) -> bool:
         return self._root() is module and not in_backward()

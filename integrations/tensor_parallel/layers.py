@@ -14,6 +14,7 @@ expects (a DTensor of another layout, a graph of torch.compile, weights of other
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,7 +87,7 @@ class Division:
 
 
 # ---- hooks -----------------------------------------------------------------------------------------------------------
-class StyleHook(Hook):
+class StyleHook(Hook, ABC):
     """In place of a style's hook of one module. Copies of the module have the style's own."""
 
     def __init__(self, module: nn.Module, style: Style) -> None:
@@ -103,8 +104,9 @@ class StyleHook(Hook):
         """What the style's hook makes of it."""
         return self._stock(module, tuple(arg.whole() if type(arg) is StandIn else arg for arg in args))
 
+    @abstractmethod
     def run(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        raise NotImplementedError
+        """In eager mode, of the module itself."""
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self._stock

@@ -16,29 +16,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import parallel
 
 
-class ColwiseParallel(parallel.ColwiseParallel):
+class _Served(parallel.ParallelStyle):
+    """Of every drop-in: what it has been applied to is served."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return watch(super()._apply(module, device_mesh), explicit=True)  # type: ignore[safe-super]  # torch's style is next
+
+
+class ColwiseParallel(_Served, parallel.ColwiseParallel):
     """torch's, served by CommFuse: columns that share an input share one gather, and compute it slice by slice."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return watch(super()._apply(module, device_mesh), explicit=True)
 
-
-class RowwiseParallel(parallel.RowwiseParallel):
+class RowwiseParallel(_Served, parallel.RowwiseParallel):
     """torch's, served by CommFuse: partial sums of a sharded output are sent as they are computed."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return watch(super()._apply(module, device_mesh), explicit=True)
 
-
-class SequenceParallel(parallel.SequenceParallel):
+class SequenceParallel(_Served, parallel.SequenceParallel):
     """torch's; nothing of it communicates in forward."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return watch(super()._apply(module, device_mesh), explicit=True)
 
-
-class PrepareModuleInput(parallel.PrepareModuleInput):
+class PrepareModuleInput(_Served, parallel.PrepareModuleInput):
     """torch's, served by CommFuse: the input that it gathers is gathered by the layers that compute with it."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return watch(super()._apply(module, device_mesh), explicit=True)

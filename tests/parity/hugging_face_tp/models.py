@@ -14,12 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from commfuse_dp.integrations import tensor_parallel
 from torch import nn
 from torch.distributed.tensor import DTensor
-
-import commfuse_dp
-from commfuse_dp import CommFuseConfig
 
 VOCABULARY = 24
 SIZES = {
@@ -83,20 +79,6 @@ def quiet() -> Iterator[None]:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     with contextlib.redirect_stderr(io.StringIO()):
         yield
-
-
-def config(**settings: Any) -> CommFuseConfig:
-    return CommFuseConfig(**{"deadline_s": 30.0, "inbox_bytes": 1 << 20, "prefetch_bytes": 1 << 20, **settings})
-
-
-@contextmanager
-def applied(model: nn.Module, **settings: Any) -> Iterator[Any]:
-    report = commfuse_dp.apply(model, config(**settings))
-    try:
-        yield report
-    finally:
-        if tensor_parallel.applied(model):
-            commfuse_dp.remove(model)
 
 
 def batch(step: int, *, size: int = 2, length: int = 8) -> torch.Tensor:

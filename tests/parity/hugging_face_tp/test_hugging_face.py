@@ -11,7 +11,8 @@ from commfuse_dp.integrations.attach.forwards import TENSOR_ATTACHMENT
 from commfuse_dp.integrations.hugging_face_tp import register_attention
 
 from commfuse_dp.errors import ConfigError
-from tests.parity.hugging_face_tp.models import alike, applied, batch, full, gradients, load, saved, train
+from tests.parity.hugging_face_tp.models import alike, batch, full, gradients, load, saved, train
+from tests.support.serving import applied
 
 
 def _quick(rank: int, n: int) -> None:

@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import commfuse_dp
 from commfuse_dp.errors import CommFuseError, ConfigError
-from tests.parity.hugging_face_tp.models import alike, applied, batch, config, config_of, gradients, load, saved
+from tests.parity.hugging_face_tp.models import alike, batch, config_of, gradients, load, saved
 from tests.support.launching import launch
+from tests.support.serving import applied, config
 
 SCRIPT = str(Path(__file__).parent / "programs" / "hugging_face_script.py")
 

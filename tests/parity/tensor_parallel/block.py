@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +17,6 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-
-import commfuse_dp
-from commfuse_dp import CommFuseConfig
 
 VOCABULARY, WIDTH, HEADS, HEAD, HIDDEN = 24, 12, 12, 2, 24
 
@@ -115,20 +111,6 @@ def parallelize(model: Llama, mesh: DeviceMesh, *, loss_parallel: bool = False) 
             },
         )
     return model
-
-
-def config(**settings: Any) -> CommFuseConfig:
-    return CommFuseConfig(**{"deadline_s": 30.0, "inbox_bytes": 1 << 20, "prefetch_bytes": 1 << 20, **settings})
-
-
-@contextmanager
-def applied(model: nn.Module, **settings: Any) -> Iterator[Any]:
-    """CommFuse for the length of a block; nothing of it is left for the next test."""
-    report = commfuse_dp.apply(model, config(**settings))
-    try:
-        yield report
-    finally:
-        commfuse_dp.remove(model)
 
 
 def batch(step: int, *, size: int = 2, length: int = 12) -> torch.Tensor:

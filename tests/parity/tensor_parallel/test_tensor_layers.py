@@ -24,7 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 import commfuse_dp
 from commfuse_dp.errors import CommFuseError, ConfigError, TransportError
-from tests.parity.tensor_parallel.block import WIDTH, Llama, applied, batch, config, parallelize, whole
+from tests.parity.tensor_parallel.block import WIDTH, Llama, batch, parallelize, whole
+from tests.support.serving import applied, config
 from tests.support.workers import WorkerError
 
 

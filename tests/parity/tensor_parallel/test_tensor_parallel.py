@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from tests.parity.tensor_parallel.block import applied, batch, parallelize, whole
+from tests.parity.tensor_parallel.block import batch, parallelize, whole
+from tests.support.serving import applied
 
 
 def mesh_of(world_size: int) -> Any:

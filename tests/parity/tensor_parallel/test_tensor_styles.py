@@ -18,6 +18,7 @@ import commfuse_dp
 from commfuse_dp.errors import ConfigError
 from tests.parity.tensor_parallel import block
 from tests.parity.tensor_parallel.test_tensor_layers import alike, gradients, mesh_of
+from tests.support.serving import applied
 
 NAMES = ("ColwiseParallel", "PrepareModuleInput", "RowwiseParallel", "SequenceParallel")
 
@@ -45,7 +46,7 @@ def _styles(rank: int, world_size: int) -> None:
         alike(gradients(model, tokens), wanted, 0.0)
         assert not tensor_parallel.applied(model)  # not again
     model = parallelized(tensor_parallel, mesh)
-    with block.applied(model, exclude=("layers.0.*",)) as report:  # a call of one's own goes first
+    with applied(model, exclude=("layers.0.*",)) as report:  # a call of one's own goes first
         alike(gradients(model, tokens), wanted)
         assert any("excluded by" in row.reason for row in report.rows)
     assert not autohook._waiting and autohook._handle is None
