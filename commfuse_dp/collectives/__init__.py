@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commfuse_dp.collectives.execution import Owner
+from commfuse_dp.collectives.bound import Owner
 from commfuse_dp.collectives.functions import all_gather, all_reduce, all_to_all, reduce_scatter
 from commfuse_dp.collectives.sessions import close_transports
 

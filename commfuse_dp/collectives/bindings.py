@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from commfuse_dp.collectives.bound import Types
 from commfuse_dp.collectives.execution import Bindings, ConsumeFn, ProduceFn, nothing_yet
 from commfuse_dp.collectives.summation import wide_dtype
 from commfuse_dp.program.operations import TOTAL, Piece
@@ -19,7 +20,7 @@ def of_gather(shard: torch.Tensor, base: int, consume: ConsumeFn | None, out: to
 
     return Bindings(
         tuple(shard.shape[1:]),
-        dtype=lambda _: shard.dtype,
+        Types(shard.dtype, shard.dtype, shard.dtype),
         data=lambda piece: shard[piece.slice.start - base : piece.slice.stop - base],
         landing=landing,
         consume=consume,
@@ -37,7 +38,7 @@ def of_scatter(
 ) -> Bindings:
     """result: [own rows, ...], contiguous, receives the sums. partial_dtype: of what is summed, in which it travels.
     data: of partials that exist already; None for those that `produce` fills."""
-    dtype, wide = result.dtype, wide_dtype(result.dtype, partial_dtype)
+    dtype = result.dtype
 
     def landing(piece: Piece) -> torch.Tensor | None:
         own_partial = piece.origin == rank and piece.slice.owner == rank and partial_dtype == dtype
@@ -47,7 +48,7 @@ def of_scatter(
 
     return Bindings(
         tuple(result.shape[1:]),
-        dtype=lambda piece: partial_dtype if piece.origin >= 0 else dtype if piece.origin == TOTAL else wide,
+        Types(partial_dtype, dtype, wide_dtype(dtype, partial_dtype)),
         data=data,
         landing=landing,
         produce=produce,

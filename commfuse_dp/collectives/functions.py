@@ -27,12 +27,14 @@ import torch.distributed as dist
 from commfuse_dp.collectives import arguments as args
 from commfuse_dp.collectives.arguments import Op
 from commfuse_dp.collectives.bindings import of_gather, of_scatter
+from commfuse_dp.collectives.bound import Types
 from commfuse_dp.collectives.execution import Bindings, ConsumeFn, ProduceFn, nothing_yet
 from commfuse_dp.collectives.sessions import Session, begin, execute
 from commfuse_dp.collectives.summation import wide_dtype
 from commfuse_dp.errors import MismatchError
 from commfuse_dp.program.build import build
-from commfuse_dp.program.operations import TOTAL, Piece, Problem
+from commfuse_dp.program.layout import ONLY
+from commfuse_dp.program.operations import TOTAL, Collective, Piece, Problem, Program
 from commfuse_dp.program.orders import check_order
 from commfuse_dp.transport.base import Transport
 
@@ -69,12 +71,17 @@ def all_gather(
     found = _exchange_sizes(session, shard) if sizes is None else args.check_sizes(sizes, session.world_size)
     if found[session.rank] != shard.shape[0]:
         raise ValueError(f"sizes[{session.rank}]={found[session.rank]}, but shard has {shard.shape[0]} rows")
-    problem = Problem("all_gather", found, order, slices_per_rank)
     out = None if consume is not None else shard.new_empty((sum(found), *shard.shape[1:]))
     base = sum(found[: session.rank])
     if out is not None:
         out[base : base + shard.shape[0]].copy_(shard)
-    _run("all_gather", problem, session, shard.device, of_gather(shard, base, consume, out))
+    _run(
+        "all_gather",
+        _program("all_gather", found, order, slices_per_rank, session.rank),
+        session,
+        shard.device,
+        of_gather(shard, base, consume, out),
+    )
     return out
 
 
@@ -133,7 +140,6 @@ def reduce_scatter(
         args.check_total("the tensor to reduce", rows, found)
     result = torch.empty((found[rank], *row_shape), dtype=out_dtype, device=device) if out is None else out
     args.check_out(result, (found[rank], *row_shape), "reduce_scatter")
-    problem = Problem("reduce_scatter", found, order, slices_per_rank)
     bindings = of_scatter(
         result.detach(),
         sum(found[:rank]),
@@ -143,7 +149,7 @@ def reduce_scatter(
         data=_rows_of(produce, partial_dtype),
         divisor=float(session.world_size) if op == "mean" else None,
     )
-    _run("reduce_scatter", problem, session, device, bindings)
+    _run("reduce_scatter", _program("reduce_scatter", found, order, slices_per_rank, rank), session, device, bindings)
     return result if out is None else out
 
 
@@ -179,17 +185,15 @@ def all_reduce(
         raise ValueError(f"out is {result.dtype}, tensor is {tensor.dtype}: they must be equal")
     session = begin(group, transport, tensor.device)
     rank = session.rank
-    problem = Problem("all_reduce", args.even_sizes(tensor.numel(), session.world_size), order, slices_per_rank)
     flat, flat_out = tensor.detach().contiguous().view(-1), result.detach().view(-1)
-    wide = wide_dtype(tensor.dtype, partial_dtype)
     _run(
         "all_reduce",
-        problem,
+        _program("all_reduce", args.even_sizes(tensor.numel(), session.world_size), order, slices_per_rank, rank),
         session,
         tensor.device,
         Bindings(
             (),
-            dtype=lambda piece: partial_dtype if piece.origin >= 0 else tensor.dtype if piece.origin == TOTAL else wide,
+            Types(partial_dtype, tensor.dtype, wide_dtype(tensor.dtype, partial_dtype)),
             data=lambda p: flat[p.slice.start : p.slice.stop].to(partial_dtype) if p.origin == rank else None,
             landing=lambda p: flat_out[p.slice.start : p.slice.stop] if p.origin == TOTAL else None,
             divisor=float(session.world_size) if op == "mean" else None,
@@ -237,7 +241,6 @@ def all_to_all(
     rank = session.rank
     if given is not None:
         args.check_total("the tensor to send", int(given.shape[0]), table[rank])
-    problem = Problem("all_to_all", table, order, slices_per_rank)
     starts = [sum(row[rank] for row in table[:source]) for source in range(session.world_size)]
     received = sum(row[rank] for row in table)
     out = None if consume is not None else torch.empty((received, *row_shape), dtype=dtype, device=device)
@@ -258,22 +261,24 @@ def all_to_all(
 
     bindings = Bindings(
         row_shape,
-        dtype=lambda _: dtype,
+        Types(dtype, dtype, dtype),
         data=data,
         landing=landing,
         produce=None if isinstance(produce, torch.Tensor) else produce,
         consume=consume,
     )
-    _run("all_to_all", problem, session, device, bindings)
+    _run("all_to_all", _program("all_to_all", table, order, slices_per_rank, rank), session, device, bindings)
     return out
 
 
 # ---- shared ----------------------------------------------------------------------------------------------------------
-_program = functools.lru_cache(maxsize=256)(build)  # programs repeat their calls
+@functools.lru_cache(maxsize=256)  # programs repeat their calls
+def _program(collective: Collective, sizes: Any, order: str, slices_per_rank: int, rank: int) -> Program:
+    return build(Problem(collective, sizes, order, slices_per_rank), rank)
 
 
-def _run(name: str, problem: Problem, session: Session, device: torch.device, bindings: Bindings) -> None:
-    execute(name, _program(problem, session.rank), {problem.tensor: bindings}, session, device)
+def _run(name: str, program: Program, session: Session, device: torch.device, bindings: Bindings) -> None:
+    execute(name, program, {ONLY: bindings}, session, device)
 
 
 def _rows_of(produce: Any, dtype: torch.dtype) -> Any:
@@ -290,8 +295,8 @@ def gather_integers(session: Session, row: list[int]) -> list[list[int]]:
     line = torch.tensor([row], dtype=torch.int64)
     out = torch.empty(session.world_size, len(row), dtype=torch.int64)
     out[session.rank] = line[0]
-    problem = Problem("all_gather", (1,) * session.world_size)
-    _run("exchange of sizes", problem, inner, torch.device("cpu"), of_gather(line, session.rank, None, out))
+    program = _program("all_gather", (1,) * session.world_size, "pairwise", 1, session.rank)
+    _run("exchange of sizes", program, inner, torch.device("cpu"), of_gather(line, session.rank, None, out))
     return out.tolist()
 
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from commfuse_dp.collectives import arguments as args
 from commfuse_dp.collectives.arguments import Op
-from commfuse_dp.collectives.execution import ConsumeFn, Owner, ProduceFn
+from commfuse_dp.collectives.bound import Owner
+from commfuse_dp.collectives.execution import ConsumeFn, ProduceFn
 from commfuse_dp.collectives.summation import wide_dtype
 from commfuse_dp.program.build import build
 from commfuse_dp.program.layout import slices_of_sizes

@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from commfuse_dp.collectives.bindings import of_gather, of_scatter
-from commfuse_dp.collectives.execution import Owner
+from commfuse_dp.collectives.bound import Owner
 from commfuse_dp.kernels.by_slices import is_narrow
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.sequence import (
@@ -45,7 +45,6 @@ from commfuse_dp.ops.sequence import (
     place,
     place_of,
     product_to,
-    program_of,
     shape_with,
 )
 from commfuse_dp.ops.sequence_reference import gather_sequence
@@ -85,9 +84,8 @@ def column_forward(
         if kept_rows is not None:
             place(part, kept_rows, regions)
 
-    problem = sited.problem("all_gather", tokens.rows)
     bindings = {GATHERED: of_gather(rows, sum(tokens.rows[: sited.rank]), consume)}
-    sited.run(program_of(problem, None, sited.rank), bindings, x.device)
+    sited.run(tokens.rows, bindings, x.device)
     return ys, kept
 
 
@@ -116,20 +114,17 @@ def column_backward(
             wgrads.from_whole(saved)  # beside it travels what has been computed for others
         terms.of(owner, buffer)
 
-    bindings, problems = {}, {}
+    bindings = {}
     dx = None
     if want_x:
         shape = shape_with(saved, call.dim, tokens.sizes[sited.rank], width)
         dx = torch.empty(shape, dtype=weights[0].dtype, device=saved.device)
-        problems[SUMMED] = sited.problem("reduce_scatter", tokens.rows)
         base = sum(tokens.rows[: sited.rank])
         bindings[SUMMED] = of_scatter(dx.flatten(0, -2), base, sited.rank, dx.dtype, produce)
     if gathers:
-        problems[GATHERED] = sited.problem("all_gather", tokens.rows)
         bindings[GATHERED] = of_gather(saved.flatten(0, -2), sum(tokens.rows[: sited.rank]), wgrads.consume)
-    if problems:
-        program = program_of(problems.get(GATHERED), problems.get(SUMMED), sited.rank)
-        sited.run(program, bindings, saved.device)
+    if bindings:
+        sited.run(tokens.rows, bindings, saved.device)
     if not gathers:
         wgrads.from_whole(saved)
     dws = wgrads.finish()

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 from commfuse_dp.collectives.arguments import SUMMABLE, check_summable, even_sizes
 from commfuse_dp.collectives.bindings import of_gather, of_scatter
-from commfuse_dp.collectives.execution import Owner
+from commfuse_dp.collectives.bound import Owner
 from commfuse_dp.collectives.summation import wide_dtype
 from commfuse_dp.kernels.by_slices import is_narrow
 from commfuse_dp.ops.linear import autocast
@@ -48,7 +48,6 @@ from commfuse_dp.ops.sequence import (
     place_of,
     product_from,
     product_to,
-    program_of,
     shape_with,
 )
 from commfuse_dp.ops.sequence_reference import replicated, scatter_sequence
@@ -78,8 +77,7 @@ def row_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     base = sum(tokens.rows[: sited.rank])
     rows = y.flatten(0, -2)
     bindings = {SUMMED: of_scatter(rows, base, sited.rank, call.partial_dtype, produce)}
-    problem = sited.problem("reduce_scatter", tokens.rows)
-    sited.run(program_of(None, problem, sited.rank), bindings, x.device)
+    sited.run(tokens.rows, bindings, x.device)
     return y
 
 
@@ -114,9 +112,8 @@ def row_backward(
             sums[int(owner), owner.index] = part.sum(0, dtype=wide_dtype(part.dtype))
 
     rows = grad.contiguous().flatten(0, -2)
-    problem = sited.problem("all_gather", tokens.rows)
     bindings = {GATHERED: of_gather(rows, sum(tokens.rows[: sited.rank]), consume)}
-    sited.run(program_of(problem, None, sited.rank), bindings, x.device)
+    sited.run(tokens.rows, bindings, x.device)
     if joined is not None:
         dw = torch.mm(joined.flatten(0, -2).t(), x.flatten(0, -2))
     if want_weight and dw is None:  # no tokens at all

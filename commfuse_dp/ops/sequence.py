@@ -32,7 +32,8 @@ import torch.distributed as dist
 
 from commfuse_dp.collectives import sessions
 from commfuse_dp.collectives.arguments import SUMMABLE
-from commfuse_dp.collectives.execution import Bindings, Owner
+from commfuse_dp.collectives.bound import Owner
+from commfuse_dp.collectives.execution import Bindings
 from commfuse_dp.collectives.functions import gather_integers
 from commfuse_dp.collectives.sessions import Purpose, Session, begin, execute, failed
 from commfuse_dp.errors import MismatchError
@@ -176,12 +177,25 @@ class Place(NamedTuple):
     def session(self, device: torch.device) -> Session:
         return begin(self.group, self.transport, device, TENSOR_PARALLEL)
 
-    def problem(self, collective: Collective, rows: tuple[int, ...]) -> Problem:
-        tensor = GATHERED if collective == "all_gather" else SUMMED
-        return Problem(collective, rows, self.order, self.slices_per_rank, tensor=tensor)
-
-    def run(self, program: Program, bindings: Mapping[Tensor, Bindings], device: torch.device) -> None:
+    def run(self, rows: tuple[int, ...], bindings: Mapping[Tensor, Bindings], device: torch.device) -> None:
+        """Gather (bindings of GATHERED), sum up (of SUMMED), or both in one pass (a layer's backward). rows: of every shard."""
+        how = rows, self.order, self.slices_per_rank
+        program = _program(GATHERED in bindings, SUMMED in bindings, *how, self.rank)
         execute(self.name, program, bindings, self.session(device), device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _program(gathers: bool, sums: bool, rows: tuple[int, ...], order: str, slices_per_rank: int, rank: int) -> Program:
+    def problem(collective: Collective, tensor: Tensor) -> Problem:
+        return Problem(collective, rows, order, slices_per_rank, tensor=tensor)
+
+    if not sums:
+        gathered = problem("all_gather", GATHERED)
+        return Program((gathered,), rank, tuple(gather(gathered, rank)))
+    summed = problem("reduce_scatter", SUMMED)
+    if not gathers:
+        return Program((summed,), rank, tuple(scatter(summed, rank)))
+    return backward(problem("all_gather", GATHERED), summed, rank)
 
 
 def place_of(
@@ -268,19 +282,19 @@ def agree(place: Place, facts: Facts, positions: int, sizes: Sequence[int] | Non
             )
     if place.world_size == 1:
         return (positions,)
-    session = place.session(device)
-    assert session.transport is not None
-    done = _agreed.setdefault(session.transport, set())
+    transport = sessions.transport_for(place.group, place.transport, device, TENSOR_PARALLEL)
+    assert transport is not None
+    done = _agreed.setdefault(transport, set())
     if sizes is not None and (facts, known) in done:
         return known
-    everyone = gather_integers(session, [positions, *facts])
+    everyone = gather_integers(place.session(device), [positions, *facts])
     found = tuple(row[0] for row in everyone)
     error = _difference(place, [Facts(*row[1:]) for row in everyone], found)
     if error is None and sizes is not None and found != known:
         error = f"sizes={list(known)} were given, but the ranks have {list(found)} positions"
     if error is not None:
         mismatch = MismatchError(f"{place.name}: {error}. No data has moved.")
-        failed(session.transport, place.name, mismatch)
+        failed(transport, place.name, mismatch)
         raise mismatch
     if len(done) >= _REMEMBERED:  # on all ranks at the same call
         done.clear()
@@ -300,15 +314,3 @@ def _difference(place: Place, everyone: list[Facts], found: tuple[int, ...]) -> 
         return None
     ranks = [f"rank {rank}: {found[rank]} positions, {facts}" for rank, facts in enumerate(everyone)]
     return f"ranks call it with inputs that do not fit together ({'; '.join(ranks)}); only the number of positions may differ"
-
-
-# ---- programs --------------------------------------------------------------------------------------------------------
-@functools.lru_cache(maxsize=1024)
-def program_of(gathered: Problem | None, summed: Problem | None, rank: int) -> Program:
-    """Gather, sum, or both in one pass (a layer's backward)."""
-    if gathered is None:
-        assert summed is not None
-        return Program((summed,), rank, tuple(scatter(summed, rank)))
-    if summed is None:
-        return Program((gathered,), rank, tuple(gather(gathered, rank)))
-    return backward(gathered, summed, rank)

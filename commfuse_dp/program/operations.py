@@ -208,7 +208,7 @@ class Link(NamedTuple):
     channel: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # what is bound to a program is found by the object
 class Program:
     """What `rank` does for the `problems`."""
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from commfuse_dp.collectives.bindings import of_gather
-from commfuse_dp.collectives.execution import Owner
+from commfuse_dp.collectives.bound import Owner
 from commfuse_dp.collectives.summation import wide_dtype
-from commfuse_dp.ops.sequence import GATHERED, Place, Tokens, place, place_of, program_of
+from commfuse_dp.ops.sequence import GATHERED, Place, Tokens, place, place_of
 from commfuse_dp.transport.base import Transport
 
 DIM = 1  # of the sequence, in [B, S, D]
@@ -79,7 +79,7 @@ def _whole(x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
 
 def _run(rows: torch.Tensor, sizes: tuple[int, ...], consume: Any, sited: Place) -> None:
     bindings = {GATHERED: of_gather(rows, sum(sizes[: sited.rank]), consume)}
-    sited.run(program_of(sited.problem("all_gather", sizes), None, sited.rank), bindings, rows.device)
+    sited.run(sizes, bindings, rows.device)
 
 
 class _Divide(torch.autograd.Function):

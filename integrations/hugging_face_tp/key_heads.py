@@ -22,8 +22,8 @@ from torch import nn
 
 from commfuse_dp.collectives.arguments import even_sizes
 from commfuse_dp.collectives.bindings import nothing_yet, of_scatter
-from commfuse_dp.collectives.execution import Owner
-from commfuse_dp.ops.sequence import SUMMED, program_of
+from commfuse_dp.collectives.bound import Owner
+from commfuse_dp.ops.sequence import SUMMED
 
 PROJECTIONS = ("k_proj", "v_proj")
 GROUPS = "num_key_value_groups"  # attribute of attention: queries for each key head
@@ -95,5 +95,5 @@ class _OwnHead(torch.autograd.Function):
         summed = grad.new_empty(rows[sited.rank], flat.shape[1])
         base = sum(rows[: sited.rank])
         bindings = {SUMMED: of_scatter(summed, base, sited.rank, grad.dtype, produce, nothing_yet)}
-        sited.run(program_of(None, sited.problem("reduce_scatter", rows), sited.rank), bindings, grad.device)
+        sited.run(rows, bindings, grad.device)
         return summed.reshape(rows[sited.rank], *grad.shape[1:]), None, None

@@ -9,7 +9,7 @@ import torch
 
 from commfuse_dp import collectives
 from commfuse_dp.collectives import reference
-from commfuse_dp.collectives.execution import message_cuts
+from commfuse_dp.collectives.bound import message_cuts
 from commfuse_dp.errors import DeadlineError, PeerLostError
 from tests.conformance.collectives.worlds import in_world
 

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from commfuse_dp.collectives import Owner, all_gather, progress
+from commfuse_dp.collectives.bound import Types
 from commfuse_dp.collectives.execution import Bindings
 from commfuse_dp.collectives.sessions import begin, execute
 from commfuse_dp.program.layer import backward
@@ -63,13 +64,13 @@ def run(
             bindings = {
                 GATHERED: Bindings(
                     (3,),
-                    dtype=lambda _: torch.float32,
+                    Types(torch.float32, torch.float32, torch.float32),
                     data=lambda piece: shards[rank][piece.slice.start - base : piece.slice.stop - base],
                     consume=consume,
                 ),
                 SUMMED: Bindings(
                     (2,),
-                    dtype=lambda piece: torch.float32 if piece.origin >= 0 else torch.float64,
+                    Types(torch.float32, torch.float64, torch.float64),
                     landing=total,
                     produce=produce,
                 ),

@@ -1,0 +1,165 @@
+"""A program bound to sizes and types: all that its runs have in common, with pieces as numbers.
+
+    Program, rows and dtypes of its tensors, limit of a message  ->  BoundProgram  ->  execution.py, once for every call
+
+A step repeats its calls, so what a call has to work out from the program is worked out here, once: which pieces there are, how
+large they are and how often they are used, which of them may be made in a peer's inbox, how they are cut into messages.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from commfuse_dp.program.layout import Slice, Tensor
+from commfuse_dp.program.operations import TOTAL, Consume, Link, Piece, Produce, Program, Receive, Reduce, Send
+
+_ALIGNMENT = 64  # bytes: cuts between the messages of one piece
+
+
+class Owner(int):
+    """First argument of the callbacks: a rank, with the rows that the slice covers.
+
+    The rank is the one that keeps the slice (for `consume` in an all-to-all: the one that sent it). With slices_per_rank > 1
+    a rank's shard comes in several slices; these attributes tell them apart.
+    """
+
+    index: int  # number of the slice within the shard
+    start: int  # rows start .. stop-1 of the whole tensor (all-to-all: of the tensor that the source sends)
+    stop: int
+    offset: int  # first row counted from the start of the shard (all-to-all: of the block between the two ranks)
+
+    def __new__(cls, rank: int, part: Slice, offset: int) -> Owner:
+        self = super().__new__(cls, rank)
+        self.index, self.start, self.stop, self.offset = part.index, part.start, part.stop, offset
+        return self
+
+
+class Types(NamedTuple):
+    """Of a tensor's pieces, on the wire and in memory."""
+
+    own: torch.dtype  # a rank's own data, or its partial
+    total: torch.dtype  # the sum of all partials
+    running: torch.dtype  # a sum that is passed on
+
+    def of(self, piece: Piece) -> torch.dtype:
+        return self.own if piece.origin >= 0 else self.total if piece.origin == TOTAL else self.running
+
+
+class Rows(NamedTuple):
+    """What one of the program's tensors is made of. shape: of one row."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    types: Types
+
+
+class Passage(NamedTuple):
+    """A piece on its way through one channel."""
+
+    piece: int
+    number: int  # of its tag: among the pieces of all channels between the two ranks
+    cuts: tuple[tuple[int, int], ...]  # element ranges of its messages
+    sizes: tuple[int, ...]  # of these, in bytes
+
+
+class Lane(NamedTuple):
+    peer: int
+    passages: tuple[Passage, ...]
+
+
+class Step(NamedTuple):
+    """An operation that computes. owner: what its callback is told; None: a sum of `terms`."""
+
+    piece: int  # that it makes, or consumes
+    consumes: bool
+    owner: Owner | None
+    terms: tuple[int, ...] = ()
+    own: int = 0  # which term is this rank's own
+
+
+class BoundProgram:
+    """Raises ValueError if messages are too small for one element."""
+
+    def __init__(self, program: Program, rows: Sequence[Rows], limit: int) -> None:
+        self.rank = program.rank
+        self._numbers: dict[Piece, int] = {}
+        own = [self._number(piece) for piece in program.own_data]
+        problems = {problem.tensor: problem for problem in program.problems}
+
+        def owner_of(shown: int, source: int, part: Slice) -> Owner:
+            return Owner(shown, part, part.start - problems[part.tensor].slices(part.owner, max(source, 0))[0].start)
+
+        def step_of(op: Produce | Consume | Reduce) -> Step:
+            if isinstance(op, Produce):
+                return Step(self._number(Piece(self.rank, op.slice)), False, owner_of(op.slice.owner, self.rank, op.slice))
+            if isinstance(op, Consume):
+                origin, part = op.piece
+                shown = origin if problems[part.tensor].collective == "all_to_all" else part.owner
+                return Step(self._number(op.piece), True, owner_of(shown, origin, part))
+            terms = tuple(self._number(Piece(origin, op.slice)) for origin in op.inputs)
+            at = op.inputs.index(self.rank) if self.rank in op.inputs else 0
+            return Step(self._number(Piece(op.output, op.slice)), False, None, terms, at)
+
+        self.own = tuple(own)
+        self.compute = tuple(map(step_of, program.compute_lane))
+        self.sums = tuple(tuple(map(step_of, lane)) for lane in program.reduce_lanes.values())
+        uses = Counter(self._number(op.piece) for op in program.operations if isinstance(op, (Send, Consume)))
+        for step in (*self.compute, *(step for lane in self.sums for step in lane)):
+            uses.update(step.terms)
+        moved = (*program.send_lanes.values(), *program.receive_lanes.values())
+        for op in (op for lane in moved for op in lane):
+            self._number(op.piece)
+
+        self.pieces = tuple(self._numbers)
+        self.names = tuple(map(str, self.pieces))
+        self.uses = tuple(uses[number] for number in range(len(self.pieces)))
+        tensors = [entry.tensor for entry in rows]
+        self.tensor = tuple(tensors.index(piece.slice.tensor) for piece in self.pieces)  # number of a piece's tensor
+        self.shapes = tuple((piece.slice.size, *rows[at].shape) for piece, at in zip(self.pieces, self.tensor, strict=True))
+        self.dtypes = tuple(rows[at].types.of(piece) for piece, at in zip(self.pieces, self.tensor, strict=True))
+        self.nbytes = tuple(
+            torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        )
+        # Channels of one pair of ranks share its tags; their order is the same at both ends.
+        channels = sorted({problem.tensor.channel for problem in program.problems})
+        self.outgoing = tuple(self._lane(link, lane, channels, limit) for link, lane in program.send_lanes.items())
+        self.incoming = tuple(self._lane(link, lane, channels, limit) for link, lane in program.receive_lanes.items())
+        self.source = {passage.piece: lane.peer for lane in self.incoming for passage in lane.passages}
+        # Pieces that nothing uses but one send, in one message: they may be made in the peer's inbox. piece -> lane
+        self.only_to = {
+            passage.piece: number
+            for number, lane in enumerate(self.outgoing)
+            for passage in lane.passages
+            if self.uses[passage.piece] == 1 and len(passage.cuts) == 1
+        }
+
+    def _number(self, piece: Piece) -> int:
+        return self._numbers.setdefault(piece, len(self._numbers))
+
+    def _lane(self, link: Link, lane: Sequence[Send] | Sequence[Receive], channels: list[str], limit: int) -> Lane:
+        passages, channel = [], channels.index(link.channel)
+        for at, op in enumerate(lane):
+            number = self._number(op.piece)
+            itemsize = self.dtypes[number].itemsize
+            cuts = tuple(message_cuts(self.nbytes[number] // itemsize, itemsize, limit))
+            sizes = tuple((stop - start) * itemsize for start, stop in cuts)
+            passages.append(Passage(number, at * len(channels) + channel, cuts, sizes))
+        return Lane(link.peer, tuple(passages))
+
+
+def message_cuts(elements: int, itemsize: int, limit: int) -> list[tuple[int, int]]:
+    """Element ranges of the messages that carry one piece over channels with room for `limit` bytes; at least one."""
+    if elements * itemsize <= max(limit // 2, min(limit, _ALIGNMENT)):
+        return [(0, elements)]
+    step = max(limit // 4 // _ALIGNMENT * _ALIGNMENT, min(limit, _ALIGNMENT)) // itemsize
+    if step == 0:
+        raise ValueError(f"messages of at most {limit} bytes cannot carry elements of {itemsize} bytes: raise inbox_bytes")
+    return [(start, min(start + step, elements)) for start in range(0, elements, step)]
+
+
+bind = functools.lru_cache(maxsize=1024)(BoundProgram)
