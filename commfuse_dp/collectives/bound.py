@@ -111,9 +111,8 @@ class BoundProgram:
         uses = Counter(self._number(op.piece) for op in program.operations if isinstance(op, (Send, Consume)))
         for step in (*self.compute, *(step for lane in self.sums for step in lane)):
             uses.update(step.terms)
-        moved = (*program.send_lanes.values(), *program.receive_lanes.values())
-        for op in (op for lane in moved for op in lane):
-            self._number(op.piece)
+        for moved in (op for op in program.operations if isinstance(op, (Send, Receive))):
+            self._number(moved.piece)
 
         self.pieces = tuple(self._numbers)
         self.names = tuple(map(str, self.pieces))
@@ -141,7 +140,7 @@ class BoundProgram:
     def _number(self, piece: Piece) -> int:
         return self._numbers.setdefault(piece, len(self._numbers))
 
-    def _lane(self, link: Link, lane: Sequence[Send] | Sequence[Receive], channels: list[str], limit: int) -> Lane:
+    def _lane(self, link: Link, lane: Sequence[Send | Receive], channels: list[str], limit: int) -> Lane:
         passages, channel = [], channels.index(link.channel)
         for at, op in enumerate(lane):
             number = self._number(op.piece)

@@ -96,6 +96,7 @@ class Execution:
         self._bindings = [made_of[tensor] for tensor in bound.tensor]  # by piece
         self._tensors: list[torch.Tensor | None] = [None] * len(bound.pieces)
         self._uses = list(bound.uses)
+        self._tags: dict[int, list[Tag]] = {}  # of the messages of a piece that comes
         self._held: dict[int, tuple[int, Tag]] = {}  # pieces that lie in the inbox
         self._backlog: set[int] = set()
         # By lane: passages that are over, messages of the next one that are, and what it is put together in.
@@ -112,7 +113,8 @@ class Execution:
         self._announce()
         for step in bound.compute:
             self._pump()
-            self._advance()
+            if bound.sums:
+                self._advance()
             if step.consumes:
                 self._consume(step)
             elif step.owner is not None:
@@ -234,8 +236,9 @@ class Execution:
         for peer, passages in self._bound.incoming:
             assert self._transport is not None
             for passage in passages:
-                for part, nbytes in enumerate(passage.sizes):
-                    self._transport.expect((peer,), self._tag(passage, part), nbytes)
+                tags = self._tags[passage.piece] = [self._tag(passage, part) for part in range(len(passage.cuts))]
+                for tag, nbytes in zip(tags, passage.sizes, strict=True):
+                    self._transport.expect((peer,), tag, nbytes)
 
     def _pump(self) -> None:
         """Take in what has arrived and send what is ready, as far as it goes without waiting."""
@@ -256,21 +259,20 @@ class Execution:
         assert transport is not None
         target = self._targets[lane]
         while (part := self._received_parts[lane]) < len(passage.cuts):
-            tag = self._tag(passage, part)
-            came = transport.receive((source,), tag, wait=False)
+            came = transport.receive((source,), self._tags[piece][part], wait=False)
             if not came:
                 return False
             message = came[0]
             if message.numel() != passage.sizes[part]:
                 raise MismatchError(
-                    f"rank {self._bound.rank}, {self._name}: {self._bound.names[piece]} came from rank {source} in a message of "
-                    f"{message.numel()} bytes instead of {passage.sizes[part]}. All ranks must call the same collective "
+                    f"rank {self._bound.rank}, {self._name}: {self._bound.names[piece]} came from rank {source} in a message "
+                    f"of {message.numel()} bytes instead of {passage.sizes[part]}. All ranks must call the same collective "
                     "with the same sizes, row shape, dtypes, order and slices_per_rank."
                 )
             if target is None:
                 target = self._bindings[piece].landing(self._bound.pieces[piece])
             if target is None and len(passage.cuts) == 1:
-                self._held[piece] = (source, tag)
+                self._held[piece] = (source, self._tags[piece][part])
                 target = self._typed(message, piece)
                 break
             if target is None:
@@ -278,7 +280,7 @@ class Execution:
             self._targets[lane] = target
             start, stop = passage.cuts[part]
             target.view(-1)[start:stop].copy_(message.view(target.dtype))
-            transport.release((source,), tag)
+            transport.release((source,), self._tags[piece][part])
             self._received_parts[lane] += 1
         self._tensors[piece] = target
         return True
@@ -319,12 +321,8 @@ class Execution:
         if self._tensors[piece] is None:
             self._pump()
         if self._tensors[piece] is None:
-            self._wait(
-                lambda: self._tensors[piece] is not None,
-                self._bound.source[piece],
-                piece,
-                f"to send {self._bound.names[piece]}",
-            )
+            source, name = self._bound.source[piece], self._bound.names[piece]
+            self._wait(lambda: self._tensors[piece] is not None, source, piece, f"to send {name}")
         tensor = self._tensors[piece]
         assert tensor is not None
         return tensor

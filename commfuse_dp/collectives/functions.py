@@ -75,13 +75,8 @@ def all_gather(
     base = sum(found[: session.rank])
     if out is not None:
         out[base : base + shard.shape[0]].copy_(shard)
-    _run(
-        "all_gather",
-        _program("all_gather", found, order, slices_per_rank, session.rank),
-        session,
-        shard.device,
-        of_gather(shard, base, consume, out),
-    )
+    bindings = of_gather(shard, base, consume, out)
+    _run("all_gather", (found, order, slices_per_rank), session, shard.device, bindings)
     return out
 
 
@@ -149,7 +144,7 @@ def reduce_scatter(
         data=_rows_of(produce, partial_dtype),
         divisor=float(session.world_size) if op == "mean" else None,
     )
-    _run("reduce_scatter", _program("reduce_scatter", found, order, slices_per_rank, rank), session, device, bindings)
+    _run("reduce_scatter", (found, order, slices_per_rank), session, device, bindings)
     return result if out is None else out
 
 
@@ -188,7 +183,7 @@ def all_reduce(
     flat, flat_out = tensor.detach().contiguous().view(-1), result.detach().view(-1)
     _run(
         "all_reduce",
-        _program("all_reduce", args.even_sizes(tensor.numel(), session.world_size), order, slices_per_rank, rank),
+        (args.even_sizes(tensor.numel(), session.world_size), order, slices_per_rank),
         session,
         tensor.device,
         Bindings(
@@ -267,18 +262,27 @@ def all_to_all(
         produce=None if isinstance(produce, torch.Tensor) else produce,
         consume=consume,
     )
-    _run("all_to_all", _program("all_to_all", table, order, slices_per_rank, rank), session, device, bindings)
+    _run("all_to_all", (table, order, slices_per_rank), session, device, bindings)
     return out
 
 
 # ---- shared ----------------------------------------------------------------------------------------------------------
 @functools.lru_cache(maxsize=256)  # programs repeat their calls
-def _program(collective: Collective, sizes: Any, order: str, slices_per_rank: int, rank: int) -> Program:
+def _program(collective: Collective, rank: int, sizes: Any, order: str, slices_per_rank: int) -> Program:
     return build(Problem(collective, sizes, order, slices_per_rank), rank)
 
 
-def _run(name: str, program: Program, session: Session, device: torch.device, bindings: Bindings) -> None:
-    execute(name, program, {ONLY: bindings}, session, device)
+def _run(
+    collective: Collective,
+    how: tuple[Any, str, int],
+    session: Session,
+    device: torch.device,
+    bindings: Bindings,
+    name: str | None = None,
+) -> None:
+    """how: sizes, order, slices_per_rank. name: in errors and measurements; None: the collective's."""
+    program = _program(collective, session.rank, *how)
+    execute(name if name is not None else collective, program, {ONLY: bindings}, session, device)
 
 
 def _rows_of(produce: Any, dtype: torch.dtype) -> Any:
@@ -295,8 +299,9 @@ def gather_integers(session: Session, row: list[int]) -> list[list[int]]:
     line = torch.tensor([row], dtype=torch.int64)
     out = torch.empty(session.world_size, len(row), dtype=torch.int64)
     out[session.rank] = line[0]
-    program = _program("all_gather", (1,) * session.world_size, "pairwise", 1, session.rank)
-    _run("exchange of sizes", program, inner, torch.device("cpu"), of_gather(line, session.rank, None, out))
+    how = (1,) * session.world_size, "pairwise", 1
+    bindings = of_gather(line, session.rank, None, out)
+    _run("all_gather", how, inner, torch.device("cpu"), bindings, name="exchange of sizes")
     return out.tolist()
 
 

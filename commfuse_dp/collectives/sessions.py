@@ -75,11 +75,18 @@ def rank_and_size(group: dist.ProcessGroup | None, transport: Transport | None) 
     """
     if transport is not None:
         return transport.rank, transport.world_size
-    if not dist.is_available() or not dist.is_initialized():
-        return 0, 1
-    if dist.get_rank(group) < 0:
+    members = _members(group)
+    return (0, 1) if members is None else (members.rank(), members.size())
+
+
+def _members(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group, the default one for None; None without torch.distributed. Raises as `rank_and_size`."""
+    members = group
+    if members is None and dist.is_available():
+        members = dist.group.WORLD  # None before init_process_group
+    if members is not None and not isinstance(members, dist.ProcessGroup):  # what new_group gives to who is no member
         raise ValueError(f"global rank {dist.get_rank()} is no member of the group it communicates over")
-    return dist.get_rank(group), dist.get_world_size(group)
+    return members
 
 
 def transport_for(
@@ -88,9 +95,10 @@ def transport_for(
     """The transport that `begin` would use, without counting a call; None in a world of one rank."""
     if transport is not None:
         return transport
-    if rank_and_size(group, transport)[1] == 1:
+    members = _members(group)
+    if members is None or members.size() == 1:
         return None
-    return _transport_of(group if group is not None else dist.group.WORLD, group, device, purpose)
+    return _transport_of(members, group, device, purpose)
 
 
 def _transport_of(key: object, group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Transport:

@@ -23,6 +23,7 @@ new, the comparison meets a message of another length, which ends on all of them
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -64,10 +65,6 @@ class Region(NamedTuple):
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         return whole[self.entries, self.positions]
 
-    @property
-    def single(self) -> bool:
-        return self.entries.stop - self.entries.start == 1
-
 
 class Tokens(NamedTuple):
     """Which rows the ranks keep."""
@@ -79,7 +76,7 @@ class Tokens(NamedTuple):
     @property
     def rows(self) -> tuple[int, ...]:
         """Of every rank's shard."""
-        return tuple(self.outer * size * self.inner for size in self.sizes)
+        return _rows(self)
 
     @property
     def width(self) -> int:
@@ -91,6 +88,11 @@ class Tokens(NamedTuple):
 
     def regions(self, owner: Owner) -> tuple[Region, ...]:
         return _regions(self, int(owner), owner.offset, owner.offset + owner.stop - owner.start)
+
+
+@functools.lru_cache(maxsize=4096)
+def _rows(tokens: Tokens) -> tuple[int, ...]:
+    return tuple(tokens.outer * size * tokens.inner for size in tokens.sizes)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -141,7 +143,9 @@ def product_to(
     """Rows of a slice times `right`, to their place in the whole tensor."""
     for region in regions:
         block, left = region.of(whole), rows[region.rows]
-        if region.single or block.shape[1] >= right.shape[0]:
+        if block.shape[0] == 1:
+            product(left, right, bias, block[0])
+        elif block.shape[1] >= right.shape[0]:
             for entry, part in zip(block, left.split(block.shape[1]), strict=True):
                 product(part, right, bias, entry)
         else:
@@ -155,7 +159,9 @@ def product_from(
     """Rows that lie in the whole tensor, times `right`, to the rows of a slice."""
     for region in regions:
         block, to = region.of(whole), out[region.rows]
-        if region.single or block.shape[1] >= right.shape[1]:
+        if block.shape[0] == 1:
+            product(block[0], right, bias, to)
+        elif block.shape[1] >= right.shape[1]:
             for entry, part in zip(block, to.split(block.shape[1]), strict=True):
                 product(entry, right, bias, part)
         else:
@@ -256,9 +262,10 @@ class Facts(NamedTuple):
 
 
 def facts_of(op: int, place: Place, x: torch.Tensor, dim: int, features: int, wanted: Sequence[bool], extra: int) -> Facts:
-    bits = 1 << len(wanted) | sum(1 << place for place, flag in enumerate(wanted) if flag)
-    outer = int(torch.Size(x.shape[:dim]).numel())
-    inner = int(torch.Size(x.shape[dim + 1 : -1]).numel())
+    bits = 1
+    for flag in reversed(wanted):
+        bits = bits << 1 | bool(flag)
+    outer, inner = math.prod(x.shape[:dim]), math.prod(x.shape[dim + 1 : -1])
     how = place.slices_per_rank, _ORDERS.index(place.order), extra
     return Facts(op, dim, SUMMABLE.index(x.dtype), bits, outer, inner, features, *how)
 
