@@ -257,7 +257,7 @@ def column_parallel(
             before it travels). biases: [F_i] or None for every weight; empty: no biases.
         sizes: positions of every rank; None: they are exchanged first, which costs a message to every peer.
         save: what is kept for the weights' gradients: the own 'shard' of x, gathered again in backward, or the 'gathered' x.
-        slices_per_rank: m of the paper; None: 2 at two ranks, else 1.
+        slices_per_rank: m of the paper; None: 2 at two ranks whose slices then have 256 rows or more, else 1.
         group, order, transport: as in `commfuse_dp.collectives`; group None: the default group.
 
     Returns [..., S, ..., F_i] for every weight. Differentiable in all operands: dx is summed over the ranks. All ranks must

@@ -52,6 +52,9 @@ SUMMED = Tensor("sums", "sums")
 COLUMN, ROW, LENGTHS = 1, 2, 3
 _EXTRAS = {COLUMN: "save", ROW: "reduce_dtype", LENGTHS: "nothing else"}
 _ORDERS = ("pairwise", "ring")
+# Every product reads its weight anew. On one core with weights of 8 MiB a pass by slices of 64, 128 and 256 rows took 1.57, 1.35
+# and 1.13 times as long as by one product: benchmarks/results/2026-11-22_tensor-parallel_sweep.md.
+THIN_ROWS = 256
 _REMEMBERED = 4096  # combinations of shapes that ranks have agreed on
 
 
@@ -175,7 +178,7 @@ class Place(NamedTuple):
     group: dist.ProcessGroup | None
     transport: Transport | None
     order: str
-    slices_per_rank: int
+    slices_per_rank: int | None
     rank: int
     world_size: int
     name: str  # in errors and measurements
@@ -185,9 +188,15 @@ class Place(NamedTuple):
 
     def run(self, rows: tuple[int, ...], bindings: Mapping[Tensor, Bindings], device: torch.device) -> None:
         """Gather (bindings of GATHERED), sum up (of SUMMED), or both in one pass (a layer's backward). rows: of every shard."""
-        how = rows, self.order, self.slices_per_rank
-        program = _program(GATHERED in bindings, SUMMED in bindings, *how, self.rank)
+        m = self.slices_per_rank if self.slices_per_rank is not None else _default_slices(rows)
+        program = _program(GATHERED in bindings, SUMMED in bindings, rows, self.order, m, self.rank)
         execute(self.name, program, bindings, self.session(device), device)
+
+
+def _default_slices(rows: tuple[int, ...]) -> int:
+    """At two ranks 2, as one slice would leave half of the compute with nothing to hide; unless that would make products
+    thin (`THIN_ROWS`). At more ranks 1."""
+    return 2 if len(rows) == 2 and max(rows) >= 2 * THIN_ROWS else 1
 
 
 @functools.lru_cache(maxsize=1024)
@@ -207,13 +216,12 @@ def _program(gathers: bool, sums: bool, rows: tuple[int, ...], order: str, slice
 def place_of(
     group: dist.ProcessGroup | None, transport: Transport | None, order: str, slices_per_rank: int | None, name: str
 ) -> Place:
-    """slices_per_rank None: 2 at two ranks, where one slice would leave half of the compute with nothing to hide; else 1."""
+    """slices_per_rank None: as many as suit the rows of a call."""
     check_order(order)
     rank, world_size = sessions.rank_and_size(group, transport)
-    m = slices_per_rank if slices_per_rank is not None else 2 if world_size == 2 else 1
-    if m < 1:
+    if slices_per_rank is not None and slices_per_rank < 1:
         raise ValueError(f"{name}: slices_per_rank={slices_per_rank}: must be at least 1, or None")
-    return Place(group, transport, order, m, rank, world_size, name)
+    return Place(group, transport, order, slices_per_rank, rank, world_size, name)
 
 
 def check_dim(name: str, x: torch.Tensor, dim: int) -> int:
@@ -248,7 +256,7 @@ class Facts(NamedTuple):
     outer: int
     inner: int
     features: int
-    slices: int  # per rank
+    slices: int  # per rank; 0: by default
     order: int
     extra: int  # what the op adds: column_parallel's `save`, row_parallel's dtype of partials
 
@@ -256,8 +264,8 @@ class Facts(NamedTuple):
         wanted = "".join("y" if self.gradients >> bit & 1 else "n" for bit in range(self.gradients.bit_length() - 1))
         return (
             f"{self.features} features of {SUMMABLE[self.dtype]}, {self.outer} batch entries, {self.inner} columns a position, "
-            f"dim={self.dim}, gradients wanted {wanted or 'none'}, slices_per_rank={self.slices}, order={_ORDERS[self.order]!r}"
-            f", {_EXTRAS[self.op]}={self.extra}"
+            f"dim={self.dim}, gradients wanted {wanted or 'none'}, slices_per_rank={self.slices or None}, "
+            f"order={_ORDERS[self.order]!r}, {_EXTRAS[self.op]}={self.extra}"
         )
 
 
@@ -266,7 +274,7 @@ def facts_of(op: int, place: Place, x: torch.Tensor, dim: int, features: int, wa
     for flag in reversed(wanted):
         bits = bits << 1 | bool(flag)
     outer, inner = math.prod(x.shape[:dim]), math.prod(x.shape[dim + 1 : -1])
-    how = place.slices_per_rank, _ORDERS.index(place.order), extra
+    how = place.slices_per_rank or 0, _ORDERS.index(place.order), extra
     return Facts(op, dim, SUMMABLE.index(x.dtype), bits, outer, inner, features, *how)
 
 

@@ -216,6 +216,19 @@ def test_messages_and_bytes_are_the_minimum(sizes: tuple[int, ...], m: int, save
     assert counted("row") == (messages + 2 * pieces, nbytes + 2 * unit)
 
 
+@pytest.mark.parametrize(("sizes", "slices"), [((512, 512), 2), ((512, 3), 2), ((511, 511), 1), ((512, 512, 512), 1)])
+def test_default_slices_are_not_thin(sizes: tuple[int, ...], slices: int) -> None:
+    """Two of 256 rows or more at two ranks, else one."""
+
+    def body(rank: int, transport: Any) -> None:
+        for _ in range(2):  # the first time, ranks compare what they are given
+            column_parallel(torch.ones(1, sizes[rank], 2), [torch.ones(1, 2)], sizes=sizes, transport=transport)
+
+    _, moved = in_world(len(sizes), body)
+    peers = len(sizes) - 1
+    assert sum(one.messages for one in moved) == len(sizes) * peers * (1 + 2 * slices)
+
+
 def test_the_same_bits_whenever_what_arrives() -> None:
     calm = compare(CASE, torch.float32, 1e-5)
     late = compare(CASE, torch.float32, 1e-5, Faults(seed=3, max_delay=9))
