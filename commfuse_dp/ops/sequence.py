@@ -52,8 +52,8 @@ SUMMED = Tensor("sums", "sums")
 COLUMN, ROW, LENGTHS = 1, 2, 3
 _EXTRAS = {COLUMN: "save", ROW: "reduce_dtype", LENGTHS: "nothing else"}
 _ORDERS = ("pairwise", "ring")
-# Every product reads its weight anew. On one core with weights of 8 MiB a pass by slices of 64, 128 and 256 rows took 1.57, 1.35
-# and 1.13 times as long as by one product: benchmarks/results/2026-11-22_tensor-parallel_sweep.md.
+# Every product reads its weight anew. On one core with weights of 8 MiB a pass by slices of 64, 128, 256 rows took 1.57,
+# 1.35, 1.13 times as long as by one product: benchmarks/results/2026-11-22_tensor-parallel_sweep.md.
 THIN_ROWS = 256
 _REMEMBERED = 4096  # combinations of shapes that ranks have agreed on
 

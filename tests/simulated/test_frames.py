@@ -5,43 +5,16 @@ there are fewer."""
 
 from __future__ import annotations
 
-import sys
+import functools
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
-import commfuse_dp.integrations
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
 
-import commfuse_dp
 from benchmarks import micro_device_overhead as overhead
+from benchmarks.micro_overhead import KINDS, frames, frames_of_a_layer
 from benchmarks.one_rank import NullDevice, OneRank
-from commfuse_dp import CommFuseConfig
 from commfuse_dp.ops.linear import fused_linear
-
-OURS = (str(Path(commfuse_dp.__file__).parent), str(Path(commfuse_dp.integrations.__file__).parent))
-
-
-def frames(action: Callable[[], Any]) -> int:
-    """Calls of the library's Python functions in `action`, in this thread."""
-    count = 0
-
-    def note(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event == "call" and frame.f_code.co_filename.startswith(OURS)
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        action()
-    finally:
-        sys.setprofile(before)
-    return count
 
 
 def per_layer(count: Callable[[int], tuple[int, ...]]) -> tuple[float, ...]:
@@ -106,31 +79,16 @@ def test_driver_calls_of_a_layer_at_any_number_of_ranks(counted, world_size):
 
 
 # ---- shared memory ---------------------------------------------------------------------------------------------------
-def between_processes(rank: int, world_size: int) -> tuple[float, ...]:
-    def count(layers: int) -> tuple[int, ...]:
-        model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(layers)])
-        fully_shard(model)
-        commfuse_dp.apply(model, CommFuseConfig(transport="shm", deadline_s=60.0, inbox_bytes=1 << 20))
-        x = torch.ones(8, 16)
-        found = []
-        for _ in range(25):
-            dist.barrier()
-            kept: list[torch.Tensor] = []
-            there = frames(lambda kept=kept: kept.append(model(x).sum()))
-            dist.barrier()
-            found.append((there, frames(lambda kept=kept: kept[0].backward())))
-            model.zero_grad()
-        commfuse_dp.remove(model)
-        return min(f for f, _ in found[5:]), min(b for _, b in found[5:])
-
-    return per_layer(count)
+def between_processes(rank: int, world_size: int, kind: str) -> tuple[float, ...]:
+    return frames_of_a_layer(functools.partial(KINDS[kind], transport="shm"))
 
 
-# Counted: 40 / 85 .. 88. A step in which a rank polled for its peer has some more.
-SHARED_MEMORY = (48, 100)
+# Counted: 40 / 85 .. 91; 145 / 177. A step in which a rank polled for its peer has some more.
+SHARED_MEMORY = {"linear": (48, 100), "tensor": (165, 205)}
 
 
-def test_frames_of_a_layer_over_shared_memory(workers):
-    for forward, backward in workers(2).run(between_processes, timeout=120):
-        print(f"\n2 ranks, shm: forward {forward:g}, backward {backward:g} frames")
-        assert forward <= SHARED_MEMORY[0] and backward <= SHARED_MEMORY[1], (forward, backward)
+@pytest.mark.parametrize("kind", SHARED_MEMORY)
+def test_frames_of_a_layer_over_shared_memory(workers, kind):
+    for forward, backward in workers(2).run(between_processes, kind, timeout=120):
+        print(f"\n2 ranks, shm, {kind}: forward {forward:g}, backward {backward:g} frames")
+        assert forward <= SHARED_MEMORY[kind][0] and backward <= SHARED_MEMORY[kind][1], (forward, backward)
