@@ -1,59 +1,84 @@
-"""Ranks compare what they are about to do, before any data moves: once for every new description, then never again.
+"""Ranks compare what they are about to do, before any data moves.
 
     agree(transport, "ulysses_attention", {"dtype": q.dtype, "sizes": sizes, ...})
+    sizes = agree(transport, "column_parallel", {"dtype": x.dtype, ...}, own=x.shape[1], sizes=None)
 
-All ranks must describe their call alike; what may differ from rank to rank is left out. A description that all ranks have
-agreed on is remembered with the transport, so that a step that repeats costs a look into a set.
+All ranks must describe their call alike; what may differ from rank to rank is left out, but for one number, `own`, which is
+exchanged. What all ranks have agreed on is remembered with the transport, so that a step that repeats costs a look into a set;
+a number that the caller does not know of the others is exchanged at every call.
 
 [Note: New here, known there]
-A rank that finds its description new asks all others; those that know theirs go on with their data. The two meet: the line that
-is exchanged has an odd number of bytes, which no message of numbers has, so each finds a message that is not what it waits for
-and raises MismatchError. Nobody waits for a deadline.
+A rank that finds its call new asks all others; those that know theirs go on with their data. The two meet: what is exchanged
+has an odd number of bytes, which no message of numbers has, so each finds a message that is not what it waits for and raises
+MismatchError. Nobody waits for a deadline.
 """
 
 from __future__ import annotations
 
+import hashlib
+import struct
 import weakref
-import zlib
 from collections.abc import Mapping
 
 import torch
 
 from commfuse_dp.collectives.functions import all_gather
+from commfuse_dp.collectives.sessions import failed
 from commfuse_dp.errors import CommFuseError, MismatchError
 from commfuse_dp.transport.base import Transport
 
-_LINE = 1021  # bytes: odd
-_agreed: weakref.WeakKeyDictionary[Transport, set[tuple[str, tuple[tuple[str, object], ...]]]] = weakref.WeakKeyDictionary()
+BRIEF = struct.Struct("<q16sx")  # own number, digest of the description: 25 bytes
+_LINE = 1021  # bytes of a description in full, exchanged if digests differ
+_REMEMBERED = 4096  # calls that ranks have agreed on
+_agreed: weakref.WeakKeyDictionary[Transport, set[object]] = weakref.WeakKeyDictionary()
 
 
-def agree(transport: Transport | None, what: str, description: Mapping[str, object]) -> None:
-    """Raise MismatchError, naming what differs on which ranks, unless all ranks of `transport` give the same description.
+def agree(
+    transport: Transport | None,
+    what: str,
+    description: Mapping[str, object],
+    *,
+    own: int | None = None,
+    sizes: tuple[int, ...] | None = None,
+) -> tuple[int, ...]:
+    """`own` of every rank. Raises MismatchError on all ranks, naming what differs, unless all give the same description.
 
-    what: name of the call. description: hashable values, by name, equal on all ranks. None stands for a world of one rank.
+    transport: None stands for a world of one rank.
+    what: name of the call. description: hashable values, by name, equal on all ranks.
+    own: a number of this rank's; None: there is none. sizes: what the caller takes everyone's to be; None: it does not know.
     """
     if transport is None:
-        return
-    key = (what, tuple(description.items()))
+        return () if own is None else (own,)
+    key = what, tuple(description.items()), sizes
     known = _agreed.setdefault(transport, set())
-    if key in known:
-        return
-    lines = [_decoded(row) for row in _everyones(transport, what, description)]
-    mine = lines[transport.rank]
-    for rank, line in enumerate(lines):
-        if line != mine:
-            raise MismatchError(_difference(what, transport.rank, mine, rank, line))
-    known.add(key)
-
-
-def _everyones(transport: Transport, what: str, description: Mapping[str, object]) -> torch.Tensor:
-    """The ranks' descriptions as text: [ranks, bytes]."""
-    line = torch.zeros(1, _LINE, dtype=torch.uint8)
+    if (own is None or sizes is not None) and key in known:
+        return sizes if sizes is not None else ()
     text = "\n".join([what, *(f"{name}={value}" for name, value in description.items())]).encode()
-    text = (b"%08x\n" % zlib.crc32(text) + text)[:_LINE]  # the number tells what is cut off
-    line[0, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    brief = BRIEF.pack(0 if own is None else own, hashlib.blake2b(text, digest_size=16).digest())
+    said = [BRIEF.unpack(one) for one in _exchange(transport, what, description, brief)]
+    found = () if own is None else tuple(number for number, _ in said)
+    problem = None
+    if any(digest != said[0][1] for _, digest in said):
+        texts = [line.rstrip(b"\0").decode(errors="replace") for line in _exchange(transport, what, description, text)]
+        problem = _difference(what, transport.rank, [text.split("\n") for text in texts], found)
+    elif sizes is not None and found != sizes:
+        problem = f"{what}: sizes={list(sizes)} were given, but the ranks have {list(found)}. No data has moved."
+    if problem is not None:
+        mismatch = MismatchError(problem)
+        failed(transport, what, mismatch)
+        raise mismatch
+    if len(known) >= _REMEMBERED:  # on all ranks at the same call
+        known.clear()
+    known.add(key)
+    return found
+
+
+def _exchange(transport: Transport, what: str, description: Mapping[str, object], own: bytes) -> list[bytes]:
+    """What every rank gives, in BRIEF.size or _LINE bytes."""
+    width = BRIEF.size if len(own) == BRIEF.size else _LINE
+    line = torch.frombuffer(bytearray(own[:width].ljust(width, b"\0")), dtype=torch.uint8)
     try:
-        found = all_gather(line, sizes=(1,) * transport.world_size, transport=transport)
+        found = all_gather(line[None], sizes=(1,) * transport.world_size, transport=transport)
     except CommFuseError as error:
         if MismatchError.__name__ not in f"{type(error).__name__}: {error}":  # found here, or by a peer that says so
             raise
@@ -62,23 +87,22 @@ def _everyones(transport: Transport, what: str, description: Mapping[str, object
             f"went on with one that all ranks had agreed on before. All ranks must make the same call. ({error})"
         ) from None
     assert found is not None
-    return found
-
-
-def _decoded(row: torch.Tensor) -> list[str]:
-    return bytes(row.tolist()).rstrip(b"\0").decode(errors="replace").split("\n")
+    return [bytes(row) for row in found.tolist()]
 
 
 def _listed(description: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={value}" for name, value in description.items())
 
 
-def _difference(what: str, here: int, mine: list[str], there: int, line: list[str]) -> str:
-    if mine[1:2] != line[1:2]:
+def _difference(what: str, here: int, lines: list[list[str]], sizes: tuple[int, ...]) -> str:
+    mine = lines[here]
+    there, line = next((rank, line) for rank, line in enumerate(lines) if line != mine)
+    if mine[0] != line[0]:
         return (
-            f"rank {here} calls {what}, rank {there} calls {line[1] if len(line) > 1 else 'something else'}: all ranks must "
-            "make the same calls in the same order"
+            f"rank {here} calls {what}, rank {there} calls {line[0] or 'something else'}: all ranks must make the same calls "
+            "in the same order"
         )
-    pairs = [(a, b) for a, b in zip(mine[2:], line[2:], strict=False) if a != b]
+    pairs = [(a, b) for a, b in zip(mine[1:], line[1:], strict=False) if a != b]
     told = "; ".join(f"{a} here, {b} there" for a, b in pairs) or "(longer than what is compared by name)"
-    return f"{what}: rank {here} and rank {there} do not fit together: {told}. All ranks must call it with the same."
+    may = f"Only the sizes ({', '.join(map(str, sizes))}) may differ." if sizes else "All ranks must call it with the same."
+    return f"{what}: rank {here} and rank {there} do not fit together: {told}. {may} No data has moved."

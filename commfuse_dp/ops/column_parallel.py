@@ -32,15 +32,13 @@ from commfuse_dp.collectives.bound import Owner
 from commfuse_dp.kernels.by_slices import is_narrow
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.sequence import (
-    COLUMN,
     GATHERED,
     SUMMED,
     Place,
     Tokens,
-    agree,
+    agree_on,
     check_dim,
     check_dtype,
-    facts_of,
     pick,
     place,
     place_of,
@@ -347,9 +345,8 @@ def _prepare(
     sited = place_of(group, transport, order, slices_per_rank, name)
     recorded = torch.is_grad_enabled()
     wanted = [recorded and tensor is not None and tensor.requires_grad for tensor in (x, *weights, *given)]
-    facts = facts_of(COLUMN, sited, x, dim, x.shape[-1], wanted, ("shard", "gathered").index(save))
-    found = agree(sited, facts, int(x.shape[dim]), sizes, x.device)
-    tokens = Tokens(facts.outer, facts.inner, found)
+    how = {"features": x.shape[-1], "save": save}
+    tokens = agree_on(sited, x, dim, wanted, sizes, int(x.shape[dim]), **how)
     return x.contiguous(), weights, given, Column(sited, tokens, dim, save, tuple(wanted))  # type: ignore[arg-type]
 
 

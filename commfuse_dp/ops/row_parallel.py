@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from commfuse_dp.collectives.arguments import SUMMABLE, check_summable, even_sizes
+from commfuse_dp.collectives.arguments import check_summable, even_sizes
 from commfuse_dp.collectives.bindings import of_gather, of_scatter
 from commfuse_dp.collectives.bound import Owner
 from commfuse_dp.collectives.summation import wide_dtype
@@ -35,14 +35,12 @@ from commfuse_dp.kernels.by_slices import is_narrow
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.sequence import (
     GATHERED,
-    ROW,
     SUMMED,
     Place,
     Tokens,
-    agree,
+    agree_on,
     check_dim,
     check_dtype,
-    facts_of,
     pick,
     place,
     place_of,
@@ -257,9 +255,9 @@ def _prepare(
     found = _divided(name, x, dim, sizes, sited.world_size)
     recorded = torch.is_grad_enabled()
     wanted = tuple(recorded and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
-    facts = facts_of(ROW, sited, x, dim, weight.shape[0], wanted, SUMMABLE.index(partial_dtype))
-    agree(sited, facts, found[sited.rank], found, x.device)
-    call = Row(sited, Tokens(facts.outer, facts.inner, found), dim, partial_dtype, wanted)
+    how = {"out_features": weight.shape[0], "reduce_dtype": partial_dtype}
+    tokens = agree_on(sited, x, dim, wanted, found, found[sited.rank], **how)
+    call = Row(sited, tokens, dim, partial_dtype, wanted)
     return x.contiguous(), weight, bias, call
 
 

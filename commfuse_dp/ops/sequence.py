@@ -13,18 +13,15 @@ A product over such a block is made entry by entry where it lies, or in one GEMM
 (columns x width elements for every GEMM); a copy moves positions x columns elements. So it is entry by entry where they have at
 least as many positions as W is wide.
 
-[Note: Agreement]
 Ranks whose shards do not fit together would wait for each other, or add up what does not belong together. So ranks compare
 shapes, dtypes and which gradients are wanted before anything else moves: at every call if `sizes` is not given, for the sizes
-are then exchanged with it, else once for each new combination. Where ranks are of different opinion on whether a combination is
-new, the comparison meets a message of another length, which ends on all of them with an error, too.
+are then exchanged with it, else once for each new combination.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -32,12 +29,11 @@ import torch
 import torch.distributed as dist
 
 from commfuse_dp.collectives import sessions
+from commfuse_dp.collectives.agreement import agree
 from commfuse_dp.collectives.arguments import SUMMABLE
 from commfuse_dp.collectives.bound import Owner
 from commfuse_dp.collectives.execution import Bindings
-from commfuse_dp.collectives.functions import gather_integers
-from commfuse_dp.collectives.sessions import Purpose, Session, begin, execute, failed
-from commfuse_dp.errors import MismatchError
+from commfuse_dp.collectives.sessions import Purpose, begin, execute
 from commfuse_dp.program.gather import gather
 from commfuse_dp.program.layer import backward
 from commfuse_dp.program.layout import Tensor, rectangles
@@ -49,13 +45,9 @@ from commfuse_dp.transport.base import Transport
 TENSOR_PARALLEL = Purpose("tensor parallelism")
 GATHERED = Tensor("rows", "rows")
 SUMMED = Tensor("sums", "sums")
-COLUMN, ROW, LENGTHS = 1, 2, 3
-_EXTRAS = {COLUMN: "save", ROW: "reduce_dtype", LENGTHS: "nothing else"}
-_ORDERS = ("pairwise", "ring")
 # Every product reads its weight anew. On one core with weights of 8 MiB a pass by slices of 64, 128, 256 rows took 1.57,
 # 1.35, 1.13 times as long as by one product: benchmarks/results/2026-11-22_tensor-parallel_sweep.md.
 THIN_ROWS = 256
-_REMEMBERED = 4096  # combinations of shapes that ranks have agreed on
 
 
 class Region(NamedTuple):
@@ -183,14 +175,11 @@ class Place(NamedTuple):
     world_size: int
     name: str  # in errors and measurements
 
-    def session(self, device: torch.device) -> Session:
-        return begin(self.group, self.transport, device, TENSOR_PARALLEL)
-
     def run(self, rows: tuple[int, ...], bindings: Mapping[Tensor, Bindings], device: torch.device) -> None:
         """Gather (bindings of GATHERED), sum up (of SUMMED), or both in one pass (a layer's backward). rows: of every shard."""
         m = self.slices_per_rank if self.slices_per_rank is not None else _default_slices(rows)
         program = _program(GATHERED in bindings, SUMMED in bindings, rows, self.order, m, self.rank)
-        execute(self.name, program, bindings, self.session(device), device)
+        execute(self.name, program, bindings, begin(self.group, self.transport, device, TENSOR_PARALLEL), device)
 
 
 def _default_slices(rows: tuple[int, ...]) -> int:
@@ -246,86 +235,41 @@ def check_dtype(name: str, x: torch.Tensor, others: Mapping[str, torch.Tensor | 
 
 
 # ---- agreement -------------------------------------------------------------------------------------------------------
-class Facts(NamedTuple):
-    """What all ranks must have alike (but the positions of their shards)."""
+def agree_on(
+    place: Place, x: torch.Tensor, dim: int, wanted: Sequence[bool], sizes: Sequence[int] | None, own: int, **more: object
+) -> Tokens:
+    """What the ranks keep, once all of them agree on the rest: see collectives/agreement.py.
 
-    op: int
-    dim: int
-    dtype: int
-    gradients: int  # bits: which operands want one
-    outer: int
-    inner: int
-    features: int
-    slices: int  # per rank; 0: by default
-    order: int
-    extra: int  # what the op adds: column_parallel's `save`, row_parallel's dtype of partials
-
-    def __str__(self) -> str:
-        wanted = "".join("y" if self.gradients >> bit & 1 else "n" for bit in range(self.gradients.bit_length() - 1))
-        return (
-            f"{self.features} features of {SUMMABLE[self.dtype]}, {self.outer} batch entries, {self.inner} columns a position, "
-            f"dim={self.dim}, gradients wanted {wanted or 'none'}, slices_per_rank={self.slices or None}, "
-            f"order={_ORDERS[self.order]!r}, {_EXTRAS[self.op]}={self.extra}"
-        )
-
-
-def facts_of(op: int, place: Place, x: torch.Tensor, dim: int, features: int, wanted: Sequence[bool], extra: int) -> Facts:
-    bits = 1
-    for flag in reversed(wanted):
-        bits = bits << 1 | bool(flag)
-    outer, inner = math.prod(x.shape[:dim]), math.prod(x.shape[dim + 1 : -1])
-    how = place.slices_per_rank or 0, _ORDERS.index(place.order), extra
-    return Facts(op, dim, SUMMABLE.index(x.dtype), bits, outer, inner, features, *how)
-
-
-_agreed: weakref.WeakKeyDictionary[object, set[tuple[Facts, tuple[int, ...]]]] = weakref.WeakKeyDictionary()
-
-
-def agree(place: Place, facts: Facts, positions: int, sizes: Sequence[int] | None, device: torch.device) -> tuple[int, ...]:
-    """The positions of every rank, once all ranks agree. See [Note: Agreement].
-
-    positions: of this rank's shard. sizes: what the caller says that every rank has; None: nothing.
+    own: positions that this rank keeps. sizes: what the caller says that every rank does; None: nothing. more: what else must
+    be alike.
     Raises ValueError if `sizes` is not of this group or says something else about this rank; MismatchError if ranks differ."""
+    known = None
     if sizes is not None:
         known = tuple(int(size) for size in sizes)
         if len(known) != place.world_size or any(size < 0 for size in known):
             raise ValueError(f"{place.name}: sizes={list(known)}: one size >= 0 for each of {place.world_size} ranks is needed")
-        if known[place.rank] != positions:
+        if known[place.rank] != own:
             raise ValueError(
-                f"{place.name}: sizes[{place.rank}]={known[place.rank]}, but this rank has {positions} positions along dim "
-                f"{facts.dim}"
+                f"{place.name}: sizes[{place.rank}]={known[place.rank]}, but this rank has {own} positions along dim {dim}"
             )
-    if place.world_size == 1:
-        return (positions,)
-    transport = sessions.transport_for(place.group, place.transport, device, TENSOR_PARALLEL)
-    assert transport is not None
-    done = _agreed.setdefault(transport, set())
-    if sizes is not None and (facts, known) in done:
-        return known
-    everyone = gather_integers(place.session(device), [positions, *facts])
-    found = tuple(row[0] for row in everyone)
-    error = _difference(place, [Facts(*row[1:]) for row in everyone], found)
-    if error is None and sizes is not None and found != known:
-        error = f"sizes={list(known)} were given, but the ranks have {list(found)} positions"
-    if error is not None:
-        mismatch = MismatchError(f"{place.name}: {error}. No data has moved.")
-        failed(transport, place.name, mismatch)
-        raise mismatch
-    if len(done) >= _REMEMBERED:  # on all ranks at the same call
-        done.clear()
-    done.add((facts, found))
-    return found
+    outer, inner = math.prod(x.shape[:dim]), math.prod(x.shape[dim + 1 : -1])
+    description: dict[str, object] = {
+        "dim": dim,
+        "dtype": x.dtype,
+        "batch entries": outer,
+        "columns a position": inner,
+        "gradients wanted": tuple(wanted),
+        "slices_per_rank": place.slices_per_rank,
+        "order": place.order,
+        **more,
+    }
+    alone = place.world_size == 1
+    transport = None if alone else sessions.transport_for(place.group, place.transport, x.device, TENSOR_PARALLEL)
+    return Tokens(outer, inner, agree(transport, place.name, description, own=own, sizes=known))
 
 
 def exchange_lengths(name: str, transport: Transport, shard: torch.Tensor, dim: int) -> tuple[int, ...]:
-    """The positions along `dim` of every rank's shard, once all ranks agree on the rest of it. Raises as `agree` does."""
+    """The positions along `dim` of every rank's shard, once all ranks agree on the rest of it. Raises as `agree_on` does."""
     place = place_of(None, transport, "pairwise", 1, name)
-    facts = facts_of(LENGTHS, place, shard, check_dim(name, shard, dim), shard.shape[-1], (shard.requires_grad,), 0)
-    return agree(place, facts, int(shard.shape[dim]), None, shard.device)
-
-
-def _difference(place: Place, everyone: list[Facts], found: tuple[int, ...]) -> str | None:
-    if all(facts == everyone[0] for facts in everyone):
-        return None
-    ranks = [f"rank {rank}: {found[rank]} positions, {facts}" for rank, facts in enumerate(everyone)]
-    return f"ranks call it with inputs that do not fit together ({'; '.join(ranks)}); only the number of positions may differ"
+    at = check_dim(name, shard, dim)
+    return agree_on(place, shard, at, (shard.requires_grad,), None, int(shard.shape[at]), features=shard.shape[-1]).sizes

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commfuse_dp.collectives.arguments import SUMMABLE
 from commfuse_dp.ops.column_parallel import Column, Save, column_backward, column_forward
 from commfuse_dp.ops.compat import prepare_compiler
 from commfuse_dp.ops.row_parallel import Row, row_backward, row_forward
-from commfuse_dp.ops.sequence import COLUMN, ROW, Place, Tokens, agree, facts_of, place_of, shape_with
+from commfuse_dp.ops.sequence import Place, Tokens, agree_on, place_of, shape_with
 
 _SAVES: tuple[Save, ...] = ("shard", "gathered")
 _places: dict[int, Place] = {}
@@ -101,9 +100,9 @@ def column_op(
     """The outputs, then the gathered input or an empty tensor."""
     weights, biases = _split(params, count, has_bias)
     place = _places[number]
-    facts = facts_of(COLUMN, place, x, dim, x.shape[-1], _flags(wanted, 1 + 2 * count), save)
-    agree(place, facts, int(x.shape[dim]), sizes, x.device)
-    call = _column(x, facts.outer, facts.inner, count, dim, sizes, save, wanted, number)
+    how = {"features": x.shape[-1], "save": _SAVES[save]}
+    tokens = agree_on(place, x, dim, _flags(wanted, 1 + 2 * count), sizes, int(x.shape[dim]), **how)
+    call = _column(x, tokens.outer, tokens.inner, count, dim, sizes, save, wanted, number)
     ys, kept = column_forward(x.contiguous(), weights, biases, call)
     return [*ys, kept if kept is not None else x.new_empty(0)]
 
@@ -233,8 +232,8 @@ def row_op(
     number: int,
 ) -> torch.Tensor:
     place = _places[number]
-    facts = facts_of(ROW, place, x, dim, weight.shape[0], _flags(wanted, 3), SUMMABLE.index(partial_dtype))
-    agree(place, facts, sizes[place.rank], sizes, x.device)
+    how = {"out_features": weight.shape[0], "reduce_dtype": partial_dtype}
+    agree_on(place, x, dim, _flags(wanted, 3), sizes, sizes[place.rank], **how)
     return row_forward(x.contiguous(), weight, bias, _row(x, dim, sizes, partial_dtype, wanted, number))
 
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commfuse_dp.collectives.agreement import BRIEF
 from commfuse_dp.errors import MismatchError
 from commfuse_dp.ops import ring_attention
 from commfuse_dp.program.operations import Problem
@@ -59,7 +60,7 @@ def test_bytes_are_the_minimum_and_bits_repeat() -> None:
     for a, b in zip(first, second, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     rows = 3 * minimum_rows(Problem("all_gather", tuple(sizes)))  # k and v twice, their gradients once
-    agreement = 3 * 2 * 1021
+    agreement = 3 * 2 * BRIEF.size
     assert sum(m.bytes for m in moved) - agreement == rows * BATCH * 2 * groups * WIDTH * 4
 
 

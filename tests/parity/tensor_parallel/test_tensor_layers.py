@@ -269,7 +269,7 @@ def test_ranks_that_differ(workers: Any) -> None:
     with pytest.raises(WorkerError, match="setting save_activations") as caught:
         workers(2).run(_different, timeout=60)
     assert {kind for kind, _ in caught.value.errors.values()} == {"MismatchError"}
-    with pytest.raises(WorkerError, match="inner: ranks call it with inputs that do not fit together") as caught:
+    with pytest.raises(WorkerError, match=r"inner: rank . and rank . do not fit together: batch entries") as caught:
         workers(2).run(_lengths, timeout=60)
     assert len(caught.value.errors) == 2
 
