@@ -107,7 +107,7 @@ def _prepare(suite: Suite, cache: Path) -> None:
 
 
 def _run_file(suite: Suite, checkout: Path, path: Path, tests: str, cache: Path, test_s: int, file_s: int) -> Row:
-    known = cache / f"{path.stem}-{_identity(suite, path, tests)}.json"
+    known = cache / f"{path.stem}-{_identity(suite, path, tests, test_s)}.json"
     if known.exists():
         stock = {test: Outcome(*outcome) for test, outcome in json.loads(known.read_text()).items()}
     else:
@@ -132,10 +132,10 @@ def _run_file(suite: Suite, checkout: Path, path: Path, tests: str, cache: Path,
     return Row(path.name, len(passing), skipped, len(served & set(passing)), passed, listed, failed, surprising)
 
 
-def _identity(suite: Suite, path: Path, tests: str) -> str:
+def _identity(suite: Suite, path: Path, tests: str, test_s: int) -> str:
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "deepspeed")]
     harness = b"".join(file.read_bytes() for file in sorted((HERE / "site").glob("*.py")))
-    facts = [*versions, str(suite), tests, sys.version]
+    facts = [*versions, str(suite), tests, str(test_s), sys.version]
     return hashlib.sha256(path.read_bytes() + harness + "\n".join(facts).encode()).hexdigest()[:12]
 
 
@@ -194,6 +194,7 @@ def _run_processes(
     environment = {
         **plain,
         **suite.environment,
+        suite.limit: str(test_s * 3 // 4),  # its message says more than pytest's, so it comes first
         "PYTHONPATH": str(HERE / "site"),
         "PEERS_SUITE": suite.name,
         "PEERS_MODE": mode,

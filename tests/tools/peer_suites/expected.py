@@ -18,5 +18,9 @@ EXPECTED: dict[str, dict[str, str]] = {
             "counts collectives in the first step, in which these tests call apply(), whose ranks compare their settings"
         ),
     },
-    "deepspeed": {},
+    "deepspeed": {
+        "test_zero_linear_direct_init.py::*::test_wrapper_and_parameter_storage_lifecycle": (
+            "watches the weight that ZeRO-3's memory-efficient linear saves for backward; CommFuse's linear saves none"
+        ),
+    },
 }

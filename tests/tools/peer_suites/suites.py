@@ -12,6 +12,8 @@ class Suite(NamedTuple):
     """Where pytest is started, below the checkout."""
     patterns: tuple[str, ...]
     environment: dict[str, str]
+    limit: str
+    """The variable that holds the suite's own time limit of one test, in seconds."""
     devices: tuple[int, ...]
     """As many devices as the suite shall see; tests that are skipped for their number are tried with the next one."""
     before: str = ""
@@ -26,7 +28,8 @@ FSDP2 = Suite(
     "fsdp2",
     "test/distributed/_composable/fsdp",
     ("test_*.py",),
-    {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "120"},
+    {},
+    "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT",
     (2, 4),
 )
 
@@ -45,10 +48,12 @@ DEEPSPEED = Suite(
         "unit/checkpoint/test_tag_validation.py",
         "unit/checkpoint/test_universal_checkpoint.py",
     ),
-    {"DS_ACCELERATOR": "cpu", "DS_UNITTEST_TIMEOUT": "150", "HF_HUB_OFFLINE": "1", "DS_DISABLE_REUSE_DIST_ENV": "1"},
+    {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "DS_DISABLE_REUSE_DIST_ENV": "1"},
+    "DS_UNITTEST_TIMEOUT",
     (2, 4),
-    # The configurations' Adam is a C++ op that is compiled when it is first used, a minute, and under a lock.
-    "from deepspeed.accelerator import get_accelerator; get_accelerator().create_op_builder('FusedAdamBuilder').load()",
+    # The configurations' Adams are C++ ops that are compiled when they are first used, a minute each, and under a lock.
+    "from deepspeed.accelerator import get_accelerator as get\n"
+    "for builder in ('FusedAdamBuilder', 'CPUAdamBuilder'):\n    get().create_op_builder(builder).load()",
 )
 
 SUITES = {suite.name: suite for suite in (FSDP2, DEEPSPEED)}

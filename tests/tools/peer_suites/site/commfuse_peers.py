@@ -26,10 +26,10 @@ _served: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def register(suite: str, *, injected: bool) -> None:
+    wrapt.register_post_import_hook(_name_no_devices, "torch.nn.parallel.distributed")
     if suite == "fsdp2":
         wrapt.register_post_import_hook(_pretend_devices, "torch.testing._internal.common_distributed")
         wrapt.register_post_import_hook(_count_devices, "torch.testing._internal.common_fsdp")
-        wrapt.register_post_import_hook(_name_no_devices, "torch.nn.parallel.distributed")
         if injected:
             wrapt.register_post_import_hook(_watch_states, f"{_FSDP2}._fsdp_state")
             wrapt.register_post_import_hook(_watch_calls, f"{_FSDP2}._fully_shard")
