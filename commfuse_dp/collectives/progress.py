@@ -13,6 +13,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
+from typing import NamedTuple, cast
 
 from commfuse_dp.transport.base import Transport
 
@@ -20,33 +22,38 @@ LOOK_S = 1e-3  # longest sleep of a wait beside which other streams want to be l
 
 _Callback = Callable[[], object]
 
-_lock = threading.Lock()
-# Thread -> what it has registered. By the object: an identifier comes again when its thread has ended.
-_known: weakref.WeakKeyDictionary[threading.Thread, tuple[weakref.WeakMethod[_Callback], ...]] = weakref.WeakKeyDictionary()
+
+class _Entry(NamedTuple):
+    thread: weakref.ref[threading.Thread]
+    callback: weakref.WeakMethod[_Callback]
+
+
+# Without a lock: garbage is collected wherever something is allocated, also in here, and what is collected may be a model whose
+# end calls unregister(). Each step is one operation of the dictionary, which no other thread sees half done.
+_known: dict[tuple[int, str], _Entry] = {}
 
 
 def register(callback: _Callback) -> None:
     """callback: a bound method, called in waits of the calling thread for as long as its object lives."""
-    me = threading.current_thread()
-    with _lock:
-        living = tuple(ref for ref in _known.get(me, ()) if ref() is not None)
-        _known[me] = (*living, weakref.WeakMethod(callback))
+    key = _key(callback)
+    reference = weakref.WeakMethod(callback, lambda _: _known.pop(key, None))
+    _known[key] = _Entry(weakref.ref(threading.current_thread()), reference)
 
 
 def unregister(callback: _Callback) -> None:
     """From any thread; nothing, if it is not known."""
-    with _lock:
-        for thread, refs in list(_known.items()):
-            left = tuple(ref for ref in refs if ref() is not None and ref() != callback)
-            if left:
-                _known[thread] = left
-            else:
-                del _known[thread]
+    _known.pop(_key(callback), None)
 
 
 def callbacks() -> list[_Callback]:
     """Of the calling thread."""
-    return [found for ref in _known.get(threading.current_thread(), ()) if (found := ref()) is not None]
+    me = threading.current_thread()
+    return [found for entry in list(_known.values()) if entry.thread() is me and (found := entry.callback()) is not None]
+
+
+def _key(callback: _Callback) -> tuple[int, str]:
+    method = cast(MethodType, callback)
+    return id(method.__self__), method.__name__
 
 
 @contextmanager
