@@ -14,18 +14,18 @@ EXPECTED: dict[str, dict[str, str]] = {
             "legal rounding: one of 128 elements of a gradient differs by 1.34e-5, and 1e-5 is allowed"
         ),
         "test_fully_shard_training.py::*::test_register_fsdp_forward_method": (
-            "legal rounding: the gradient of a convolution below a fused layer, a sum of 1024 products, differs by 5.5e-5, and 1e-5 is "
-            "allowed; from float64 CommFuse's is off by 6.1e-5 at most, stock's by 6.6e-5"
+            "legal rounding: the gradient of a convolution below a fused layer differs by 5.5e-5, and 1e-5 is allowed; from float64 "
+            "CommFuse's is off by 6.1e-5 at most, stock's by 6.6e-5"
         ),
         "test_fully_shard_mixed_precision.py::*::test_compute_dtype": (
-            "expects stock's rounding of each rank's gradient to the low precision before the sum; CommFuse's result is nearer to "
+            "expects stock's rounding of gradients in the low precision; CommFuse's result is nearer to "
             "float64: relative error 1.0e-3 against 1.8e-3 (bf16), 1.4e-4 against 1.9e-4 (fp16)"
         ),
         "test_fully_shard_mixed_precision.py::*::test_reduce_dtype": (
             "as test_compute_dtype: relative error 0.8e-3 against 1.4e-3 (fp32 reduced in bf16)"
         ),
         "test_fully_shard_mixed_precision.py::*::test_no_warmup_jvp_reshard_after_forward_false": (
-            "these tests call apply() in the first forward, here inside torch.func.jvp, where ranks cannot compare their settings"
+            "these tests call apply() in the first forward, here inside torch.func.jvp, where ranks cannot compare settings"
         ),
         "test_fully_shard_training.py::*::test_shared_params_separate_fsdp_groups_error": (
             "the same refusal, a ValueError, comes from apply() and in its words"
