@@ -14,8 +14,8 @@ EXPECTED: dict[str, dict[str, str]] = {
             "legal rounding: one of 128 elements of a gradient differs by 1.34e-5, and 1e-5 is allowed"
         ),
         "test_fully_shard_training.py::*::test_register_fsdp_forward_method": (
-            "legal rounding: the gradient of a convolution below a fused layer differs by 5.5e-5, and 1e-5 is allowed; from float64 "
-            "CommFuse's is off by 6.1e-5 at most, stock's by 6.6e-5"
+            "legal rounding: the gradient of a convolution below a fused layer differs by 5.5e-5, 1e-5 is allowed; "
+            "from float64 CommFuse's is off by 6.1e-5 at most, stock's by 6.6e-5"
         ),
         "test_fully_shard_mixed_precision.py::*::test_compute_dtype": (
             "expects stock's rounding of gradients in the low precision; CommFuse's result is nearer to "
