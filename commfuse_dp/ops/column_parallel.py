@@ -16,7 +16,12 @@ arXiv 2604.24013, Algorithm 1, with sequence parallelism; the backward is ours.
 
 In bfloat16 and float16 nothing is rounded once a slice, or once a weight: see [Note: Sums in low precision] in products.py.
 There the weights' terms of dgrad are one GEMM over all F_i, and wgrad is one GEMM over all tokens, after the last slice has
-come."""
+come.
+
+Below data parallelism W_i are sharded by rows over other ranks (`ShardedWeights`): rows_o lie on rank o of these. The first
+product of a pass takes them as they come, y_i[:, S_r, rows_o] = x_r @ W_i[rows_o].T in forward and P_j += dy_i[:, S_j,
+rows_o] @ W_i[rows_o] in backward; those after it take W_i whole. The last term of wgrad is the own shard's, dW_i[rows_o] +=
+dy_i[:, S_r, rows_o].T @ x_r, and leaves for o as it is computed."""
 
 from __future__ import annotations
 
@@ -30,12 +35,16 @@ import torch.nn.functional as F
 from commfuse_dp.collectives.bindings import of_gather, of_scatter
 from commfuse_dp.collectives.bound import Owner
 from commfuse_dp.kernels.by_slices import is_narrow
+from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.linear import autocast
+from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.ops.sequence import (
     GATHERED,
     SUMMED,
     Place,
+    Terms,
     Tokens,
+    add_product,
     agree_on,
     check_dim,
     check_dtype,
@@ -63,9 +72,13 @@ class Column(NamedTuple):
 
 # ---- without autograd ------------------------------------------------------------------------------------------------
 def column_forward(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], call: Column
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    call: Column,
+    sharded: ShardedWeights | None = None,
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """(y_i [*, S, *, F_i], the gathered x [*, S, *, D] if it is saved). x: contiguous."""
+    """(y_i [*, S, *, F_i], the gathered x [*, S, *, D] if it is saved). x: contiguous. sharded: whose weights these are."""
     tokens, sited = call.tokens, call.place
     rows = x.flatten(0, -2)
     length = sum(tokens.sizes)
@@ -77,13 +90,23 @@ def column_forward(
 
     def consume(owner: Owner, part: torch.Tensor) -> None:
         regions = tokens.regions(owner)
-        for right, bias, whole in zip(rights, biases, wholes, strict=True):
-            product_to(part, right, bias, whole, regions)
+
+        def with_rows(number: int, rows: slice, weight: torch.Tensor) -> None:
+            bias = biases[number]
+            product_to(part, weight.t(), None if bias is None else bias[rows], wholes[number][..., rows], regions)
+
+        if sharded is not None and not sharded.here:
+            sharded.gather(with_rows)
+        else:
+            for right, bias, whole in zip(rights, biases, wholes, strict=True):
+                product_to(part, right, bias, whole, regions)
         if kept_rows is not None:
             place(part, kept_rows, regions)
 
     bindings = {GATHERED: of_gather(rows, sum(tokens.rows[: sited.rank]), consume)}
     sited.run(tokens.rows, bindings, x.device)
+    if sharded is not None and not sharded.here:  # no tokens at all
+        sharded.gather()
     return ys, kept
 
 
@@ -93,22 +116,27 @@ def _keeps(call: Column) -> bool:
 
 
 def column_backward(
-    grads: Sequence[torch.Tensor | None], saved: torch.Tensor, weights: Sequence[torch.Tensor], call: Column
+    grads: Sequence[torch.Tensor | None],
+    saved: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    call: Column,
+    sharded: ShardedWeights | None = None,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None], list[torch.Tensor | None]]:
     """(dx of the own shard, dW_i, db_i), None where not wanted. grads: of y_i; None: nothing has used it here.
+
+    sharded: whose weights these are; dW_i and db_i leave through it, and are None.
 
     Which collectives are run depends on what all ranks want, not on what this rank has been given."""
     tokens, sited, count = call.tokens, call.place, len(weights)
     want_x, want_weights, want_biases = call.wanted[0], call.wanted[1 : 1 + count], call.wanted[1 + count :]
     dense = [grad.contiguous() if grad is not None else None for grad in grads]
-    used = [(tokens.whole(grad), weight) for grad, weight in zip(dense, weights, strict=True) if grad is not None]
-    wgrads = _WeightGradients(dense, weights, want_weights, tokens)
+    wgrads = _WeightGradients(dense, weights, want_weights, tokens, sited.rank if sharded is not None else None)
     width = weights[0].shape[1]
-    terms = _InputGradient(used, tokens)
+    terms = _InputGradient([None if grad is None else tokens.whole(grad) for grad in dense], weights, tokens, sharded)
     gathers = any(want_weights) and not _keeps(call)
 
     def produce(owner: Owner, buffer: torch.Tensor) -> None:
-        if int(owner) == sited.rank and not gathers:
+        if int(owner) == sited.rank and not gathers and sharded is None:
             wgrads.from_whole(saved)  # beside it travels what has been computed for others
         terms.of(owner, buffer)
 
@@ -123,6 +151,9 @@ def column_backward(
         bindings[GATHERED] = of_gather(saved.flatten(0, -2), sum(tokens.rows[: sited.rank]), wgrads.consume)
     if bindings:
         sited.run(tokens.rows, bindings, saved.device)
+    if sharded is not None:
+        wgrads.leave(sharded, saved, whole=not gathers)
+        return dx, [None] * count, [None] * count
     if not gathers:
         wgrads.from_whole(saved)
     dws = wgrads.finish()
@@ -136,23 +167,40 @@ def column_backward(
 class _InputGradient:
     """P_j = sum over i of dy_i[:, S_j] @ W_i."""
 
-    def __init__(self, used: Sequence[tuple[torch.Tensor, torch.Tensor]], tokens: Tokens) -> None:
-        self._used = used
+    def __init__(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        weights: Sequence[torch.Tensor],
+        tokens: Tokens,
+        sharded: ShardedWeights | None,
+    ) -> None:
+        """grads: of y_i, [outer, width, F_i]."""
+        self._used = {number: grad for number, grad in enumerate(grads) if grad is not None}
+        self._weights = weights
         self._tokens = tokens
-        joins = len(used) > 1 and is_narrow(used[0][1].dtype)
-        self._joined = torch.cat([weight for _, weight in used]) if joins else None
+        self._sharded = sharded
+        self._narrow = is_narrow(weights[0].dtype)
+        self._joined: torch.Tensor | None = None  # in a narrow type: all weights
 
     def of(self, owner: Owner, out: torch.Tensor) -> None:
-        regions = self._tokens.regions(owner)
         if not self._used:
             out.zero_()
-        elif self._joined is not None:
-            torch.mm(torch.cat([pick(grad, regions) for grad, _ in self._used], dim=1), self._joined, out=out)
-        else:
-            (grad, weight), *others = self._used
-            torch.mm(pick(grad, regions), weight, out=out)
-            for grad, weight in others:
-                out.addmm_(pick(grad, regions), weight)
+            return
+        regions, sharded = self._tokens.regions(owner), self._sharded
+        lefts = {number: pick(grad, regions) for number, grad in self._used.items()}
+        if sharded is not None and not sharded.here:
+            sum_rows = None if self._narrow else Terms(lefts, out)
+            sharded.gather(sum_rows, tuple(lefts))
+            if sum_rows is not None:
+                return
+        if self._narrow and len(lefts) > 1:
+            if self._joined is None:
+                self._joined = torch.cat([self._weights[number] for number in lefts])
+            torch.mm(torch.cat([*lefts.values()], dim=1), self._joined, out=out)
+            return
+        total = Terms(lefts, out)
+        for number in lefts:
+            total(number, slice(None), self._weights[number])
 
 
 class _WeightGradients:
@@ -164,8 +212,11 @@ class _WeightGradients:
         weights: Sequence[torch.Tensor],
         wanted: Sequence[bool],
         tokens: Tokens,
+        own_last: int | None,
     ) -> None:
+        """own_last: the rank whose shard's terms are left to `leave`."""
         self._grads = grads
+        self._own_last = own_last
         self._tokens = tokens
         self._sums: dict[int, torch.Tensor] = {}
         self._weights = weights
@@ -182,6 +233,8 @@ class _WeightGradients:
             if self._joined is None:
                 self._joined = rows.new_empty(self._tokens.outer, self._tokens.width, rows.shape[1])
             place(rows, self._joined, regions)
+            return
+        if int(owner) == self._own_last:
             return
         for i in self._active:
             left = pick(self._whole(i), regions).t()
@@ -200,6 +253,28 @@ class _WeightGradients:
             whole = self._whole(i)
             self._sums[i] = torch.mm(whole.flatten(0, -2).t(), rows)
 
+    def leave(self, sharded: ShardedWeights, saved: torch.Tensor, *, whole: bool) -> None:
+        """Add the last terms, those of the own shard, and send rows by rows. whole: `saved` is all of x, not the own shard."""
+        tokens = self._tokens
+        if self._joined is not None:
+            saved, whole = self._joined, True
+        right = saved.flatten(0, -2)
+        regions = tokens.regions_of(self._own_last) if not whole and self._own_last is not None else ()
+
+        def produce(i: int, piece: Piece) -> None:
+            grad, out = self._grads[i], piece.tensor
+            if grad is None:
+                out.zero_()
+                return
+            columns = self._whole(i)[..., piece.row_start : piece.row_start + out.shape[0]]
+            if piece.part == 1:
+                torch.sum(columns, dim=(0, 1), dtype=out.dtype, out=out)
+                return
+            left = columns.flatten(0, -2) if whole else pick(columns, regions)
+            add_product(left.t(), right, piece.of(self._sums[i]) if i in self._sums else None, out)
+
+        sharded.scatter(produce)
+
     def _whole(self, i: int) -> torch.Tensor:
         grad = self._grads[i]
         assert grad is not None
@@ -216,12 +291,20 @@ class _WeightGradients:
 # ---- autograd --------------------------------------------------------------------------------------------------------
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Column, x: torch.Tensor, *params: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, call: Column, sharded: ShardedWeights | None, x: torch.Tensor, *params: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        """params: weights and biases; the anchors of `sharded`, if there is one."""
+        ctx.call, ctx.sharded = call, sharded
+        ctx.set_materialize_grads(False)
+        if sharded is not None:
+            ys, kept = column_forward(x, sharded.weights, sharded.biases, call, sharded)
+            sharded.release()
+            ctx.save_for_backward(x if kept is None else kept)
+            return tuple(ys)
         count = len(params) // 2
         weights, biases = params[:count], params[count:]
         ys, kept = column_forward(x, weights, biases, call)  # type: ignore[arg-type]
-        ctx.call = call
-        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if kept is None else kept, *weights)
         return tuple(ys)
 
@@ -229,8 +312,14 @@ class _ColumnParallel(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         saved, *weights = ctx.saved_tensors
-        dx, dws, dbs = column_backward(grads, saved, weights, ctx.call)
-        return (None, dx, *dws, *dbs)
+        sharded = ctx.sharded
+        if sharded is None:
+            dx, dws, dbs = column_backward(grads, saved, weights, ctx.call)
+            return (None, None, dx, *dws, *dbs)
+        sharded.renew()
+        dx, _, _ = column_backward(grads, saved, sharded.weights, ctx.call, sharded)
+        sharded.release()
+        return (None, None, dx, *(None for _ in sharded.anchors))
 
 
 def column_parallel(
@@ -293,16 +382,22 @@ def column_parallel_of(
     order: str,
     transport: Transport | None,
     group: dist.ProcessGroup | None = None,
+    sharded: ShardedWeights | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """`column_parallel` of a layer whose name is in errors and measurements."""
+    """`column_parallel` of a layer whose name is in errors and measurements. sharded: whose weights and biases these are."""
     if torch.compiler.is_compiling() and transport is None:
         from commfuse_dp.ops.sequence_ops import column_in_graph, place_number
 
         x, weights, biases, dim = _check(x, weights, biases, dim, save, name)
         number = place_number(group, order, slices_per_rank, name)
         return column_in_graph(x, weights, biases, dim, sizes, save, number)
-    x, weights, biases, call = _prepare(x, weights, biases, dim, sizes, group, save, slices_per_rank, order, transport, name)
-    return _ColumnParallel.apply(call, x, *weights, *biases)
+    wanted = sharded.trainable if sharded is not None else None
+    x, weights, biases, call = _prepare(
+        x, weights, biases, dim, sizes, group, save, slices_per_rank, order, transport, name, wanted
+    )
+    if sharded is not None:
+        return _ColumnParallel.apply(call, sharded, x, *sharded.anchors)
+    return _ColumnParallel.apply(call, None, x, *weights, *biases)
 
 
 def column_parallel_reference(
@@ -339,12 +434,16 @@ def _prepare(
     order: str,
     transport: Transport | None,
     name: str,
+    trainable: Sequence[bool] | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None], Column]:
-    """Check the operands, cast them under autocast, and agree with the other ranks."""
+    """Check the operands, cast them under autocast, and agree with the other ranks. trainable: of weights and biases; None:
+    those that require a gradient."""
     x, weights, given, dim = _check(x, weights, biases, dim, save, name)
     sited = place_of(group, transport, order, slices_per_rank, name)
     recorded = torch.is_grad_enabled()
-    wanted = [recorded and tensor is not None and tensor.requires_grad for tensor in (x, *weights, *given)]
+    if trainable is None:
+        trainable = [tensor is not None and tensor.requires_grad for tensor in (*weights, *given)]
+    wanted = [recorded and flag for flag in (x.requires_grad, *trainable)]
     how = {"features": x.shape[-1], "save": save}
     tokens = agree_on(sited, x, dim, wanted, sizes, int(x.shape[dim]), **how)
     return x.contiguous(), weights, given, Column(sited, tokens, dim, save, tuple(wanted))  # type: ignore[arg-type]

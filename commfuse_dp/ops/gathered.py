@@ -8,6 +8,9 @@
 The gathered tensors are ordinary tensors of the autograd graph: whoever saves them for backward keeps them alive, and nothing
 is gathered a second time. Meant for small parameters; they ride in the same stream of slices as the fused layers, so they
 are prefetched and reduced without a barrier of their own.
+
+`ShardedWeights` does the same for layers of tensor parallelism below data parallelism (column_parallel.py, row_parallel.py):
+there the first product takes each slice as it comes, and the gradients leave as the last product makes them.
 """
 
 from __future__ import annotations
@@ -178,3 +181,102 @@ def gather_parameters(operand: GatheredOperand, handle: int) -> tuple[torch.Tens
     if torch.is_grad_enabled():
         operand.expect_backward()
     return _GatherParameters.apply(operand.anchor, operand)
+
+
+# ---- layers of tensor parallelism ------------------------------------------------------------------------------------
+class ShardedWeights:
+    """Weights [F_i, D] and biases [F_i] of one call of a sequence op, sharded by rows over other ranks than the sequence is
+    (data parallelism over tensor parallelism).
+
+    They are put together here. Whoever computes before they are `here` computes with each slice as it comes.
+
+    Attributes:
+        weights, biases: whole, as far as their slices have come; None for a layer without a bias.
+        here: all slices that were asked for have come.
+    """
+
+    def __init__(self, operands: Sequence[TrainedOperand], dtype: torch.dtype, *, recorded: bool) -> None:
+        """dtype: that the op computes in. recorded: autograd records the call: a `scatter` will come for its first `gather`."""
+        self.operands = tuple(operands)
+        self.recorded = recorded
+        self.anchors = [operand.anchor for operand in self.operands]  # see [Note: Anchors] in linear.py
+        self._dtype = dtype
+        self._allocate()
+
+    def _allocate(self) -> None:
+        self.here = False
+        device = self.anchors[0].device
+        wholes = [[torch.empty(shape, dtype=self._dtype, device=device) for shape in each.shapes] for each in self.operands]
+        self.weights: list[torch.Tensor] = [whole[0] for whole in wholes]
+        self.biases: list[torch.Tensor | None] = [whole[1] if len(whole) > 1 else None for whole in wholes]
+
+    def release(self) -> None:
+        """The end of a forward or backward: let go of the memory."""
+        self.here, self.weights, self.biases = False, [], []
+
+    def renew(self) -> None:
+        """The backward begins: nothing is here again. Raises CommFuseError if these are other parameters by now."""
+        for operand, anchor in zip(self.operands, self.anchors, strict=True):
+            check_same_parameters(operand, anchor)
+        self.recorded = False
+        self._allocate()
+
+    @property
+    def trainable(self) -> list[bool]:
+        """Of the weights, then of the biases."""
+        kinds = [(*operand.trainable, False) for operand in self.operands]
+        return [kind[0] for kind in kinds] + [kind[1] for kind in kinds]
+
+    def gather(self, rows: Callable[[int, slice, torch.Tensor], object] | None = None, only: Sequence[int] = ()) -> None:
+        """Put the weights together. rows(number of a weight, its rows, these): called as they come, the own ones of each weight
+        first; the bias of these rows is here by then. only: numbers of the weights that are needed; none: all."""
+        for number in only or range(len(self.operands)):
+            operand = self.operands[number]
+            if self.recorded:
+                operand.expect_backward()
+            operand.gather(_Arriving(number, self.weights[number], self.biases[number], rows))
+        if self.recorded:
+            self.anchors = [operand.anchor for operand in self.operands]  # a call by itself has begun a step just now
+        self.here = True
+
+    def scatter(self, produce: Callable[[int, Piece], None]) -> None:
+        """Send the gradients. produce(number of a weight, piece): fills piece.tensor, rows of its gradient (part 0) or of its
+        bias' (part 1); what is owed to others comes first. Every recorded call of the op comes here once, also for nothing."""
+        for number, operand in enumerate(self.operands):
+
+            def fill(item: ByOwner, pieces: Sequence[Piece], number: int = number) -> None:
+                for piece in pieces:
+                    produce(number, piece)
+
+            include = operand.trainable
+            operand.exchange(None, fill if any(include) else None, dtype=operand.partial_dtype, include=include)
+
+
+class TrainedOperand(GatheredOperand, Protocol):
+    @property
+    def partial_dtype(self) -> torch.dtype:
+        """In which partial gradients travel."""
+
+
+class _Arriving:
+    """A `Visit`: puts the slices of one weight in their places, then hands them on."""
+
+    __slots__ = ("_number", "_rows", "_wholes")
+
+    def __init__(
+        self,
+        number: int,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        rows: Callable[[int, slice, torch.Tensor], object] | None,
+    ) -> None:
+        self._number, self._wholes, self._rows = number, (weight, bias), rows
+
+    def __call__(self, item: ByOwner, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            whole = self._wholes[piece.part]
+            assert whole is not None
+            place = piece.of(whole)
+            place.copy_(piece.tensor)
+            if self._rows is not None and piece.part == 0:
+                self._rows(self._number, slice(piece.row_start, piece.row_start + place.shape[0]), place)

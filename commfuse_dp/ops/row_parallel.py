@@ -16,6 +16,11 @@ is the same on all ranks bit by bit, and costs no message. Saved for backward: x
 the backward is ours.
 
 In bfloat16 and float16 wgrad is one GEMM over all tokens: see [Note: Sums in low precision] in products.py.
+
+Below data parallelism W is sharded by rows over other ranks (`ShardedWeights`): rows_o lie on rank o of these. The first
+product of a pass takes them as they come, P_j[:, rows_o] = x[:, S_j] @ W[rows_o].T in forward and dx[:, S_r] += dy_r[:,
+rows_o] @ W[rows_o] in backward; those after it take W whole. The last term of wgrad is the own shard's, dW[rows_o] += dy_r[:,
+rows_o].T @ x[:, S_r], and leaves for o as it is computed.
 """
 
 from __future__ import annotations
@@ -32,12 +37,16 @@ from commfuse_dp.collectives.bindings import of_gather, of_scatter
 from commfuse_dp.collectives.bound import Owner
 from commfuse_dp.collectives.summation import wide_dtype
 from commfuse_dp.kernels.by_slices import is_narrow
+from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.linear import autocast
+from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.ops.sequence import (
     GATHERED,
     SUMMED,
     Place,
+    Terms,
     Tokens,
+    add_product,
     agree_on,
     check_dim,
     check_dtype,
@@ -63,26 +72,44 @@ class Row(NamedTuple):
 
 
 # ---- without autograd ------------------------------------------------------------------------------------------------
-def row_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Row) -> torch.Tensor:
-    """Own rows of the sum, [*, s_r, *, D]. x: contiguous."""
+def row_forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Row, sharded: ShardedWeights | None = None
+) -> torch.Tensor:
+    """Own rows of the sum, [*, s_r, *, D]. x: contiguous. sharded: whose weight and bias these are."""
     tokens, sited = call.tokens, call.place
     whole, right = tokens.whole(x), weight.t()
     y = x.new_empty(shape_with(x, call.dim, tokens.sizes[sited.rank], weight.shape[0]))
 
     def produce(owner: Owner, buffer: torch.Tensor) -> None:
-        product_from(whole, tokens.regions(owner), right, bias if int(owner) == sited.rank else None, buffer)
+        regions, added = tokens.regions(owner), bias if int(owner) == sited.rank else None
+
+        def with_rows(_: int, rows: slice, weight: torch.Tensor) -> None:
+            product_from(whole, regions, weight.t(), None if added is None else added[rows], buffer[:, rows])
+
+        if sharded is not None and not sharded.here:
+            sharded.gather(with_rows)
+        else:
+            product_from(whole, regions, right, added, buffer)
 
     base = sum(tokens.rows[: sited.rank])
     rows = y.flatten(0, -2)
     bindings = {SUMMED: of_scatter(rows, base, sited.rank, call.partial_dtype, produce)}
     sited.run(tokens.rows, bindings, x.device)
+    if sharded is not None and not sharded.here:  # no tokens at all
+        sharded.gather()
     return y
 
 
 def row_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_dtype: torch.dtype, call: Row
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias_dtype: torch.dtype,
+    call: Row,
+    sharded: ShardedWeights | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """(dx, dW, db), None where not wanted, from the gradient of the own rows."""
+    """(dx, dW, db), None where not wanted, from the gradient of the own rows. sharded: whose weight and bias these are; dW and
+    db leave through it, and are None."""
     tokens, sited = call.tokens, call.place
     want_x, want_weight, want_bias = call.wanted
     whole = tokens.whole(x)
@@ -97,10 +124,18 @@ def row_backward(
     def consume(owner: Owner, part: torch.Tensor) -> None:
         nonlocal dw
         regions = tokens.regions(owner)
-        if dx_whole is not None:
+        if dx_whole is not None and sharded is not None and not sharded.here and not narrow:
+            made = part.new_empty(part.shape[0], x.shape[-1])
+            sharded.gather(Terms({0: part}, made))
+            place(made, dx_whole, regions)
+        elif dx_whole is not None:
+            if sharded is not None and not sharded.here:
+                sharded.gather()
             product_to(part, weight, None, dx_whole, regions)
         if joined is not None:
             place(part, joined, regions)
+        elif sharded is not None and int(owner) == sited.rank:
+            pass  # the last term: see below
         elif want_weight and dw is None:
             dw = torch.mm(part.t(), pick(whole, regions))
         elif want_weight:
@@ -112,11 +147,37 @@ def row_backward(
     rows = grad.contiguous().flatten(0, -2)
     bindings = {GATHERED: of_gather(rows, sum(tokens.rows[: sited.rank]), consume)}
     sited.run(tokens.rows, bindings, x.device)
+    db = _in_rank_order(sums, weight.new_zeros(width), bias_dtype) if want_bias else None
+    if sharded is not None:
+        if joined is not None:
+            last = joined.flatten(0, -2), x.flatten(0, -2)
+        else:
+            last = rows, pick(whole, tokens.regions_of(sited.rank))
+        _leave(sharded, last, dw, db)
+        return dx, None, None
     if joined is not None:
         dw = torch.mm(joined.flatten(0, -2).t(), x.flatten(0, -2))
     if want_weight and dw is None:  # no tokens at all
         dw = torch.zeros_like(weight)
-    return dx, dw, _in_rank_order(sums, weight.new_zeros(width), bias_dtype) if want_bias else None
+    return dx, dw, db
+
+
+def _leave(
+    sharded: ShardedWeights, last: tuple[torch.Tensor, torch.Tensor], dw: torch.Tensor | None, db: torch.Tensor | None
+) -> None:
+    """Add the last term of wgrad, last[0].T @ last[1], and send rows by rows."""
+    grads, inputs = last
+
+    def produce(_: int, piece: Piece) -> None:
+        out = piece.tensor
+        if piece.part == 1:
+            assert db is not None
+            out.copy_(piece.of(db))
+            return
+        left = grads[:, piece.row_start : piece.row_start + out.shape[0]].t()
+        add_product(left, inputs, None if dw is None else piece.of(dw), out)
+
+    sharded.scatter(produce)
 
 
 def _in_rank_order(sums: dict[tuple[int, int], torch.Tensor], zero: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -129,17 +190,34 @@ def _in_rank_order(sums: dict[tuple[int, int], torch.Tensor], zero: torch.Tensor
 # ---- autograd --------------------------------------------------------------------------------------------------------
 class _RowParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Row) -> torch.Tensor:
-        ctx.call = call
-        ctx.bias_dtype = bias.dtype if bias is not None else x.dtype
+    def forward(
+        ctx: Any, call: Row, sharded: ShardedWeights | None, x: torch.Tensor, *params: torch.Tensor | None
+    ) -> torch.Tensor:
+        """params: weight and bias; the anchor of `sharded`, if there is one."""
+        ctx.call, ctx.sharded, ctx.bias_dtype = call, sharded, x.dtype
+        if sharded is not None:
+            y = row_forward(x, sharded.weights[0], sharded.biases[0], call, sharded)
+            sharded.release()
+            ctx.save_for_backward(x)
+            return y
+        weight, bias = params
+        assert weight is not None
+        if bias is not None:
+            ctx.bias_dtype = bias.dtype
         ctx.save_for_backward(x, weight)
         return row_forward(x, weight, bias, call)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        return (*row_backward(grad, x, weight, ctx.bias_dtype, ctx.call), None)
+        x, *weights = ctx.saved_tensors
+        sharded = ctx.sharded
+        if sharded is None:
+            return (None, None, *row_backward(grad, x, weights[0], ctx.bias_dtype, ctx.call))
+        sharded.renew()
+        dx, _, _ = row_backward(grad, x, sharded.weights[0], ctx.bias_dtype, ctx.call, sharded)
+        sharded.release()
+        return None, None, dx, None
 
 
 def row_parallel(
@@ -201,8 +279,9 @@ def row_parallel_of(
     transport: Transport | None,
     reduce_dtype: torch.dtype | None = None,
     group: dist.ProcessGroup | None = None,
+    sharded: ShardedWeights | None = None,
 ) -> torch.Tensor:
-    """`row_parallel` of a layer whose name is in errors and measurements."""
+    """`row_parallel` of a layer whose name is in errors and measurements. sharded: whose weight and bias these are."""
     if torch.compiler.is_compiling() and transport is None:
         from commfuse_dp.ops.sequence_ops import place_number, row_in_graph, world_size_of
 
@@ -210,8 +289,13 @@ def row_parallel_of(
         number = place_number(group, order, slices_per_rank, name)
         found = _divided(name, x, dim, sizes, world_size_of(number))
         return row_in_graph(x, weight, bias, dim, found, partial_dtype, number)
-    x, weight, bias, call = _prepare(x, weight, bias, dim, sizes, group, reduce_dtype, slices_per_rank, order, transport, name)
-    return _RowParallel.apply(x, weight, bias, call)
+    wanted = sharded.trainable if sharded is not None else None
+    x, weight, bias, call = _prepare(
+        x, weight, bias, dim, sizes, group, reduce_dtype, slices_per_rank, order, transport, name, wanted
+    )
+    if sharded is not None:
+        return _RowParallel.apply(call, sharded, x, *sharded.anchors)
+    return _RowParallel.apply(call, None, x, weight, bias)
 
 
 def row_parallel_reference(
@@ -248,13 +332,17 @@ def _prepare(
     order: str,
     transport: Transport | None,
     name: str,
+    trainable: Sequence[bool] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Row]:
-    """Check the operands, cast them under autocast, and agree with the other ranks."""
+    """Check the operands, cast them under autocast, and agree with the other ranks. trainable: of weight and bias; None: those
+    that require a gradient."""
     x, weight, bias, dim, partial_dtype = _check(x, weight, bias, dim, reduce_dtype, name)
     sited = place_of(group, transport, order, slices_per_rank, name)
     found = _divided(name, x, dim, sizes, sited.world_size)
     recorded = torch.is_grad_enabled()
-    wanted = tuple(recorded and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
+    if trainable is None:
+        trainable = [tensor is not None and tensor.requires_grad for tensor in (weight, bias)]
+    wanted = tuple(recorded and flag for flag in (x.requires_grad, *trainable))
     how = {"out_features": weight.shape[0], "reduce_dtype": partial_dtype}
     tokens = agree_on(sited, x, dim, wanted, found, found[sited.rank], **how)
     call = Row(sited, tokens, dim, partial_dtype, wanted)

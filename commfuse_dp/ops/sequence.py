@@ -84,6 +84,10 @@ class Tokens(NamedTuple):
     def regions(self, owner: Owner) -> tuple[Region, ...]:
         return _regions(self, int(owner), owner.offset, owner.offset + owner.stop - owner.start)
 
+    def regions_of(self, rank: int) -> tuple[Region, ...]:
+        """Of a rank's whole shard."""
+        return _regions(self, rank, 0, self.rows[rank])
+
 
 @functools.lru_cache(maxsize=4096)
 def _rows(tokens: Tokens) -> tuple[int, ...]:
@@ -111,7 +115,7 @@ def shape_with(tensor: torch.Tensor, dim: int, positions: int, width: int) -> tu
 # ---- products of slices ----------------------------------------------------------------------------------------------
 def pick(whole: torch.Tensor, regions: Sequence[Region]) -> torch.Tensor:
     """The rows of a slice, [rows, K]: a view where they lie in a row, else a copy."""
-    parts = [region.of(whole).flatten(0, -2) for region in regions]
+    parts = [region.of(whole).flatten(0, -2) for region in regions] or [whole[:0].flatten(0, -2)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -130,6 +134,31 @@ def product(rows: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, 
         torch.mm(rows, right, out=out)
     else:
         torch.addmm(bias, rows, right, out=out)
+
+
+def add_product(left: torch.Tensor, right: torch.Tensor, added: torch.Tensor | None, out: torch.Tensor) -> None:
+    """out = left @ right (+ added); of another dtype than the operands: converted once, at the end."""
+    if added is None:
+        product(left, right, None, out)
+    elif out.dtype == left.dtype:
+        torch.addmm(added, left, right, out=out)
+    else:
+        out.copy_(torch.addmm(added, left, right))
+
+
+class Terms:
+    """out = sum over i and rows of left_i[:, rows] @ W_i[rows], term by term."""
+
+    def __init__(self, lefts: Mapping[int, torch.Tensor], out: torch.Tensor) -> None:
+        self._lefts, self._out, self._started = lefts, out, False
+
+    def __call__(self, number: int, rows: slice, weight: torch.Tensor) -> None:
+        left = self._lefts[number][:, rows]
+        if self._started:
+            self._out.addmm_(left, weight)
+        else:
+            torch.mm(left, weight, out=self._out)
+            self._started = True
 
 
 def product_to(

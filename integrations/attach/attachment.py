@@ -139,15 +139,16 @@ class Attachment:
         scope: Scope | None = None,
         *,
         transposed: bool = False,
+        wrap: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         """From now on `module` computes with `unit`. compute(operand, handle): see `fused` and `gathered`.
 
         scope: when whoever reads the module's parameters gets whole ones; None: never. transposed: a linear whose weight is
-        [in, out]."""
+        [in, out]. wrap: see `Reads`."""
         operand = UnitOperand(self.engine, unit, transposed=transposed)
         handle = register_operand(operand)
         slots: Any = unit.slots
-        reads = Reads(operand, handle, slots, scope, self._reads) if scope is not None else None
+        reads = Reads(operand, handle, slots, scope, self._reads, wrap) if scope is not None else None
         serve(self.transaction, module, Service(module, compute(operand, handle), slots, reads))
 
     def finish(

@@ -81,8 +81,18 @@ class ServedSlot(Source, Protocol):
 class Reads:
     """What readers of one served module get."""
 
-    def __init__(self, operand: ReadOperand, handle: int, slots: Sequence[ServedSlot], scope: Scope, told: ReadLog) -> None:
-        """operand, handle: of the module's unit; see `register_operand`."""
+    def __init__(
+        self,
+        operand: ReadOperand,
+        handle: int,
+        slots: Sequence[ServedSlot],
+        scope: Scope,
+        told: ReadLog,
+        wrap: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        """operand, handle: of the module's unit; see `register_operand`. wrap(part, gathered): what the framework would put
+        there, if that is not the gathered tensor itself."""
+        self._wrap = wrap
         self.scope = scope
         self._operand = operand
         self._handle = handle
@@ -101,7 +111,7 @@ class Reads:
             told.note(layer)
 
         self._gathered = gathered
-        self._tensors: tuple[OnDemandTensor, ...] = ()  # of one forward
+        self._tensors: tuple[torch.Tensor, ...] = ()  # of one forward
         self._state: Any = None  # what these are up to date with
 
     def read(self, module: nn.Module, name: str, held: torch.Tensor | None) -> torch.Tensor | None:
@@ -111,13 +121,22 @@ class Reads:
         if part is None or not self._slots[part].holds_known(module):
             return held
         if torch.compiler.is_compiling():
-            return stand_for(gather_parameters(self._operand, self._handle)[part], held)
+            whole = gather_parameters(self._operand, self._handle)[part]
+            return stand_for(whole if self._wrap is None else self._wrap(part, whole), held)
         operand = self._operand
         state = (operand.version, operand.compute_dtype, operand.trainable, tuple(id(slot.parameter) for slot in self._slots))
         if state != self._state:
-            self._tensors = Reading(operand, self._slots, self._gathered).tensors()
+            self._tensors = self._wrapped(Reading(operand, self._slots, self._gathered))
             self._state = state
         return self._tensors[part]
+
+    def _wrapped(self, reading: Reading) -> tuple[torch.Tensor, ...]:
+        tensors = reading.tensors()
+        if self._wrap is None:
+            return tensors
+        with torch.inference_mode(False), torch.enable_grad():
+            pairs = zip(tensors, reading.stored, strict=True)
+            return tuple(stand_for(self._wrap(part, whole), stored) for part, (whole, stored) in enumerate(pairs))
 
 
 class _Whole(dict):  # type: ignore[type-arg]

@@ -23,7 +23,7 @@ from commfuse_dp.integrations.attach.rules import check_exclude, form_of, origin
 from commfuse_dp.integrations.fsdp2 import compat
 from commfuse_dp.integrations.fsdp2.claim import ClaimPolicy, follow, read_whole
 from commfuse_dp.integrations.fsdp2.hooks import StockAllGather, StockReduceScatter, StreamAllGather, StreamReduceScatter
-from commfuse_dp.integrations.fsdp2.layers import GroupPolicy, ModuleParameter, ShardedGradients
+from commfuse_dp.integrations.fsdp2.layers import GroupPolicy, ModuleParameter, ShardedGradients, TensorLayer, gathered_shape
 from commfuse_dp.integrations.fsdp2.select import Left, Selection, select
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -39,19 +39,19 @@ from commfuse_dp.probe import Probe
 log = logging.getLogger("commfuse_dp")
 
 
-def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
+def apply(model: nn.Module, config: CommFuseConfig | None = None, *, tensor_layers: Sequence[TensorLayer] = ()) -> Report:
     """Replace the communication of an FSDP2 model by CommFuse. Collective: all ranks of the model's mesh call it.
 
     Call it once, after the last `fully_shard`; the optimizer may be built before or after, and state_dict, checkpoints and
     gradient clipping keep working as they do with FSDP2. The default config, CommFuseConfig.from_environment(), fuses whatever
     can be fused. With a torch that lacks the private names this needs (a warning and the report say so), layers are fused only
-    if `claim` got them before `fully_shard`.
+    if `claim` got them before `fully_shard`. tensor_layers: those that tensor parallelism serves.
 
     Returns a printable report: path and reason for every parameter.
     Raises ConfigError (wrong settings, apply() twice or before fully_shard), MismatchError (ranks differ), TransportError.
     """
     groups = _groups(model)
-    config, selection = Ranks(groups).together(lambda: _prepare(model, config))
+    config, selection = Ranks(groups).together(lambda: _prepare(model, config, tensor_layers))
     if selection.shard_group is not None:
         claims = ", ".join(f"{name} ({layer.policy})" for name, layer in selection.claims) or "none"
         check_equal([*describe(model, config), ("claimed layers", claims)], selection.shard_group)
@@ -89,7 +89,9 @@ def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
     return [] if sharded is None else sharded.device_mesh.get_all_groups()
 
 
-def _prepare(model: nn.Module, config: CommFuseConfig | None) -> tuple[CommFuseConfig, Selection]:
+def _prepare(
+    model: nn.Module, config: CommFuseConfig | None, tensor_layers: Sequence[TensorLayer]
+) -> tuple[CommFuseConfig, Selection]:
     config = config if config is not None else CommFuseConfig.from_environment()
     if not isinstance(config, CommFuseConfig):
         raise ConfigError(f"config must be a CommFuseConfig, got {type(config).__name__}; use CommFuseConfig(**settings)")
@@ -106,7 +108,7 @@ def _prepare(model: nn.Module, config: CommFuseConfig | None) -> tuple[CommFuseC
     if inside:
         raise ConfigError(f"commfuse_dp.apply() was already called for the submodule {inside[0]!r}; remove() it first")
     check_exclude(model, config)
-    return config, select(model, config)
+    return config, select(model, config, {id(layer.module): layer for layer in tensor_layers})
 
 
 def _reshard(model: nn.Module) -> None:
@@ -176,10 +178,12 @@ def _install(attachment: Attachment, model: nn.Module, selection: Selection, con
     if device.type == "meta":
         device = torch.device("cpu" if dist.get_backend(group) == "gloo" else "cuda")
     units: list[Unit] = []
+    groups = [group, selection.replicate_group]
     for adoption in selection.adoptions:
+        within = groups if adoption.tensor is not None else []
         slots = [
-            ModuleParameter(f"{adoption.name}.{param_name}" if adoption.name else param_name, adoption.module, param_name)
-            for param_name in adoption.param_names
+            ModuleParameter(f"{adoption.name}.{name}" if adoption.name else name, adoption.module, name, within)
+            for name in adoption.param_names
         ]
         units.append(Unit(len(units), adoption.name, slots, GroupPolicy(adoption.group), config.slices_per_rank))
     for name, layer in selection.claims:
@@ -190,7 +194,12 @@ def _install(attachment: Attachment, model: nn.Module, selection: Selection, con
     rows: list[ParameterRow] = []
     scopes = _scopes(attachment, selection)
     for adoption, unit in zip(selection.adoptions, units, strict=False):
-        rows += _serve(attachment, unit, adoption.module, adoption.fused, scopes[id(adoption.group)])
+        scope = scopes[id(adoption.group)]
+        if adoption.tensor is None:
+            rows += _serve(attachment, unit, adoption.module, adoption.fused, scope)
+        else:
+            attachment.serve(adoption.module, unit, adoption.tensor.compute, scope, wrap=adoption.tensor.wrap)
+            rows += _rows(unit, "fused", "slices go into and out of the tensor-parallel layer")
     whole = read_whole(attachment.transaction, model)
     for (_, layer), unit in zip(selection.claims, units[len(selection.adoptions) :], strict=True):
         rows += _serve(attachment, unit, layer.module, layer.fused, whole.get(id(layer.module)), claimed=True)
@@ -238,7 +247,11 @@ def _serve(
         attachment.serve(module, unit, gathered(whole_function(kind)), scope)
         reason = f"{kind.__name__} cannot be computed by row slices"
     reason += ", claimed" if claimed else ""
-    return [ParameterRow(slot.name, "fused" if fusable else "gathered", reason, _numel(slot.shape)) for slot in unit.slots]
+    return _rows(unit, "fused" if fusable else "gathered", reason)
+
+
+def _rows(unit: Unit, path: Path, reason: str) -> list[ParameterRow]:
+    return [ParameterRow(slot.name, path, reason, _numel(slot.shape)) for slot in unit.slots]
 
 
 def _numel(shape: tuple[int, ...]) -> int:
@@ -365,14 +378,14 @@ def _minimum_bytes(selection: Selection, rank: int, world_size: int) -> int:
     for item in selection.left:
         if id(item.group) not in selection.foreign:
             served.append((ClaimPolicy() if selection.missing else GroupPolicy(item.group), item.param, True))
-    total = 0
+    total, groups = 0, (selection.shard_group, selection.replicate_group)
     for policy, param, again in served:
         computed = (policy.compute_dtype or param.dtype).itemsize
         reduced = min(computed, (policy.reduce_dtype or param.dtype).itemsize)
         with torch.no_grad():
             own = param.to_local().numel()  # type: ignore[attr-defined]
         gathers = 2 if again and not policy.keep_after_forward else 1
-        total += (param.numel() - own) * computed * gathers
+        total += (_numel(gathered_shape(param, groups)) - own) * computed * gathers
         if param.requires_grad:
             total += own * (world_size - 1) * reduced
     return total

@@ -3,20 +3,51 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from commfuse_dp.integrations.attach.slots import ModuleSlot
 from commfuse_dp.integrations.fsdp2 import compat
-from torch.distributed.tensor import DTensor
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
+from commfuse_dp.collectives.arguments import even_sizes
 from commfuse_dp.engine.broken import Gradients
 from commfuse_dp.engine.engine import Engine
+from commfuse_dp.engine.operand import UnitOperand
+
+
+class TensorLayer(NamedTuple):
+    """A layer that tensor parallelism serves, and that is sharded by `fully_shard` as well."""
+
+    module: nn.Module
+    holder: str  # of the input that it shares with other layers: with all of them, or with none, its parameters become units
+    compute: Callable[[UnitOperand, int], Callable[..., torch.Tensor]]  # see `Attachment.serve`
+    wrap: Callable[[int, torch.Tensor], torch.Tensor]  # see `Reads`
+
+
+def gathered_shape(param: torch.Tensor, groups: Iterable[dist.ProcessGroup | None]) -> tuple[int, ...]:
+    """Shape of what a gather over `groups` alone makes of a sharded parameter: other mesh dimensions still divide it."""
+    shape = list(param.shape)
+    if isinstance(param, DTensor) and param.device_mesh.ndim > 1:
+        mesh, gathered = param.device_mesh, [dist.get_process_group_ranks(group) for group in groups if group is not None]
+        for number, placement in enumerate(param.placements):
+            if isinstance(placement, Shard) and dist.get_process_group_ranks(mesh.get_group(number)) not in gathered:
+                extent = shape[placement.dim]
+                shape[placement.dim] = even_sizes(extent, mesh.size(number))[mesh.get_local_rank(number)]
+    return tuple(shape)
 
 
 class ModuleParameter(ModuleSlot):
     """A parameter that FSDP2 has sharded."""
+
+    def __init__(self, name: str, module: nn.Module, param_name: str, groups: Sequence[dist.ProcessGroup | None] = ()) -> None:
+        """groups: that it is sharded and replicated over, where other groups shard it as well."""
+        super().__init__(name, module, param_name)
+        if groups:
+            self.shape = gathered_shape(self.parameter, groups)
 
     def fits(self, param: torch.Tensor) -> bool:
         # No leaf: computed by the caller of functional_call; its gradient belongs to a graph that we are not in.

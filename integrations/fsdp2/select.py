@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from commfuse_dp.integrations.attach.rules import excluded, form_of, module_obstacle, tensor_obstacle
 from commfuse_dp.integrations.fsdp2 import compat
 from commfuse_dp.integrations.fsdp2.claim import ClaimedLayer, claimed_layer, holders
+from commfuse_dp.integrations.fsdp2.layers import TensorLayer
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
@@ -28,6 +30,7 @@ class Adoption:
     group: Any
     fsdp_params: list[Any]  # weight first
     param_names: list[str]
+    tensor: TensorLayer | None = None  # how tensor parallelism computes with it
 
 
 class Left(NamedTuple):
@@ -53,18 +56,19 @@ class Selection:
     foreign: dict[int, str] = field(default_factory=dict)  # id(group) -> why the engine cannot serve this group at all
 
 
-def select(model: nn.Module, config: CommFuseConfig) -> Selection:
-    """Decide for every parameter that FSDP2 holds, and for every claimed layer."""
+def select(model: nn.Module, config: CommFuseConfig, layers: Mapping[int, TensorLayer]) -> Selection:
+    """Decide for every parameter that FSDP2 holds, and for every claimed layer. layers: by id of the module."""
     out = Selection(compat.probe(model))
     if out.missing is None:
-        _select_from_groups(model, config, out)
+        _select_from_groups(model, config, layers, out)
+        _keep_together(layers, out)
     else:
         _select_by_public_names(model, config, out)
     _select_claims(model, config, out)
     return out
 
 
-def _select_from_groups(model: nn.Module, config: CommFuseConfig, out: Selection) -> None:
+def _select_from_groups(model: nn.Module, config: CommFuseConfig, layers: Mapping[int, TensorLayer], out: Selection) -> None:
     for _, module in model.named_modules():
         for group in compat.param_groups(module):
             if all(group is not known for _, known in out.groups):
@@ -87,7 +91,8 @@ def _select_from_groups(model: nn.Module, config: CommFuseConfig, out: Selection
             why = reason
             if why is None and config.fuse == "never":
                 why = "fuse='never'"
-            why = why or _obstacle(name, module, parents.get(key), group, fsdp_params, config, names)
+            tensor = layers.get(key)
+            why = why or _obstacle(name, module, parents.get(key), group, fsdp_params, config, names, tensor)
             order = sorted(fsdp_params, key=lambda p: p._module_info.param_name != "weight")
             if why is None:
                 out.adoptions.append(
@@ -98,12 +103,28 @@ def _select_from_groups(model: nn.Module, config: CommFuseConfig, out: Selection
                         group,
                         order,
                         [p._module_info.param_name for p in order],
+                        tensor,
                     )
                 )
             else:
-                for fsdp_param in order:
-                    full = _full(name, fsdp_param._module_info.param_name)
-                    out.left.append(Left(full, compat.users(fsdp_param), fsdp_param.sharded_param, group, why))
+                out.left += _left(name, order, group, why)
+
+
+def _left(name: str, fsdp_params: list[Any], group: Any, why: str) -> list[Left]:
+    return [
+        Left(_full(name, param._module_info.param_name), compat.users(param), param.sharded_param, group, why)
+        for param in fsdp_params
+    ]
+
+
+def _keep_together(layers: Mapping[int, TensorLayer], out: Selection) -> None:
+    """Layers that compute together take their weights in one way."""
+    lost = {layers[id(item.modules[0])].holder: item.name for item in out.left if id(item.modules[0]) in layers}
+    for adoption in list(out.adoptions):
+        if adoption.tensor is not None and adoption.tensor.holder in lost:
+            out.adoptions.remove(adoption)
+            why = f"{lost[adoption.tensor.holder]}, which computes with it, stays with FSDP2"
+            out.left += _left(adoption.name, adoption.fsdp_params, adoption.group, why)
 
 
 def _refuse_ties(pairs: list[tuple[Any, Any]], names: dict[int, str]) -> None:
@@ -206,6 +227,7 @@ def _obstacle(
     fsdp_params: list[Any],
     config: CommFuseConfig,
     names: dict[int, str],
+    tensor: TensorLayer | None,
 ) -> str | None:
     """Why a module's parameters cannot leave FSDP2's group (None: they can)."""
     why = module_obstacle(name, module, parent, config)
@@ -218,13 +240,13 @@ def _obstacle(
     if compat.reshards_to_smaller_mesh(group):
         return "reshard_after_forward is an int: kept sharded over fewer ranks between forward and backward"
     for fsdp_param in fsdp_params:
-        reason = _param_obstacle(fsdp_param, names)
+        reason = _param_obstacle(fsdp_param, names, tensor)
         if reason is not None:
             return reason
     return None
 
 
-def _param_obstacle(fsdp_param: Any, names: dict[int, str]) -> str | None:
+def _param_obstacle(fsdp_param: Any, names: dict[int, str], tensor: TensorLayer | None) -> str | None:
     info = fsdp_param._module_info
     if info.shared_modules:
         others = [
@@ -234,6 +256,6 @@ def _param_obstacle(fsdp_param: Any, names: dict[int, str]) -> str | None:
         return f"tied to {', '.join(others)}"
     if fsdp_param.fsdp_placement.dim != 0:
         return f"sharded along dim {fsdp_param.fsdp_placement.dim}, not along dim 0"
-    if getattr(fsdp_param, "is_dtensor", False):
+    if getattr(fsdp_param, "is_dtensor", False) and tensor is None:
         return "also sharded by another parallelism (a DTensor before fully_shard)"
     return tensor_obstacle(compat.local_tensor(fsdp_param.sharded_param))

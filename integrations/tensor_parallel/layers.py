@@ -19,10 +19,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from commfuse_dp.integrations.attach.forwards import Hook, own_class
+from commfuse_dp.integrations.attach.forwards import Hook
 from commfuse_dp.integrations.tensor_parallel.compat import Style
 from commfuse_dp.integrations.tensor_parallel.select import Group, Member
 from commfuse_dp.integrations.tensor_parallel.stand_in import StandIn
+from commfuse_dp.integrations.tensor_parallel.units import holds_unit, sharded_weights, stock_forward, unit_layer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -141,8 +142,14 @@ class PassHook(StyleHook):
 class FeaturesHook(StyleHook):
     """Of a row-parallel layer: its own features."""
 
+    def __init__(self, module: nn.Module, style: Style) -> None:
+        super().__init__(module, style)
+        self._mesh = style.mesh
+
     def run(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         x = args[0]
+        if not holds_own(module, 1, self._mesh):
+            return self.stock(module, args)
         if isinstance(x, DTensor):
             last = (Shard(x.dim() - 1),), (Shard(-1),)
             return (x.to_local(), *args[1:]) if x.placements in last else self.stock(module, args)
@@ -153,12 +160,14 @@ class FeaturesHook(StyleHook):
 class ColumnGroup:
     """Column-parallel layers that share one gather."""
 
+    sharded_dim = 0  # of their weights
+
     def __init__(self, group: Group, division: Division) -> None:
         self._module = weakref.ref(group.module)
         self._members = [weakref.ref(member.module) for member in group.members]
         self.name, self.style, self.position = group.name, group.style, group.position
         self.alone = group.members[0].module is group.module
-        self._mesh = group.style.mesh
+        self.mesh = group.style.mesh
         self._division = division
 
     @property
@@ -176,12 +185,12 @@ class ColumnGroup:
     def takes(self, x: Any) -> bool:
         """Whether x is laid out as the style expects: this rank's shard."""
         if isinstance(x, DTensor):
-            return x.placements == (Shard(self._dim),) and x.device_mesh == self._mesh and self._holds_own()
+            return x.placements == (Shard(self._dim),) and x.device_mesh == self.mesh and self._holds_own()
         return isinstance(x, torch.Tensor) and type(x) is not StandIn and x.dim() > self._dim + 1 and self._holds_own()
 
     def _holds_own(self) -> bool:
         """`functional_call` may have put other weights in."""
-        return all(local_weight(member(), 0, self._mesh) is not None for member in self._members)
+        return all(holds_own(member(), 0, self.mesh) for member in self._members)
 
     def stand_in(self, x: torch.Tensor) -> StandIn:
         local = x.to_local() if isinstance(x, DTensor) else x
@@ -202,35 +211,40 @@ class ColumnGroup:
         """As the framework does; its input may be uneven, which it takes if it is told the whole shape."""
         layout = (Shard(self._dim),)
         stride = torch.empty(shape, device="meta").stride()
-        sharded = DTensor.from_local(local, self._mesh, layout, run_check=False, shape=torch.Size(shape), stride=stride)
+        sharded = DTensor.from_local(local, self.mesh, layout, run_check=False, shape=torch.Size(shape), stride=stride)
         whole = sharded.redistribute(placements=(Replicate(),))
         return whole.to_local() if self.style.local_output else whole
 
     def forward(self, module: nn.Module, input: torch.Tensor) -> torch.Tensor:
         """A member's."""
         if not isinstance(input, StandIn):
-            return own_class(module).forward(module, input)
+            return stock_forward(module, input)
         if input.group is not self:
-            return own_class(module).forward(module, _replicated(input.whole(), self._mesh))
+            return stock_forward(module, _replicated(input.whole(), self.mesh))
         if input.outputs is None:
             input.outputs = self._compute(input)
         y = input.outputs.pop(id(module), None)
         if y is None:  # called a second time with the same input
-            return own_class(module).forward(module, _replicated(input.whole(), self._mesh))
-        return as_dtensor(y, self._mesh, y.dim() - 1, module.out_features)  # type: ignore[arg-type]
+            return stock_forward(module, _replicated(input.whole(), self.mesh))
+        return as_dtensor(y, self.mesh, y.dim() - 1, module.out_features)  # type: ignore[arg-type]
 
     def _compute(self, input: StandIn) -> dict[int, torch.Tensor]:
         members = [member() for member in self._members]
-        weights = [local_weight(member, 0, self._mesh) for member in members]
-        biases = [local_bias(member) for member in members]
+        sharded = sharded_weights(members)
+        if sharded is not None:
+            weights, biases = list(sharded.weights), list(sharded.biases)
+        else:
+            weights = [local_weight(member, 0, self.mesh) for member in members]  # type: ignore[misc]
+            biases = [local_bias(member) for member in members]
         ys = column_parallel_of(
             self.name,
             input.local,
-            weights,  # type: ignore[arg-type]
+            weights,
             biases,
             dim=self._dim,
             sizes=input.sizes,
             save=self._division.config.save_activations,
+            sharded=sharded,
             **self._division.options,
         )
         return {id(member): y for member, y in zip(members, ys, strict=True)}
@@ -240,33 +254,50 @@ class ColumnGroup:
 class RowLayer:
     """A row-parallel layer whose output is sharded along the sequence."""
 
+    sharded_dim = 1  # of its weight
+
     def __init__(self, member: Member, division: Division) -> None:
         self.name = member.name
         layout = member.style.outputs[0]
         assert isinstance(layout, Shard)
-        self._dim, self._mesh = layout.dim, member.style.mesh
+        self._dim, self.mesh = layout.dim, member.style.mesh
         self._division = division
 
     def forward(self, module: nn.Module, input: torch.Tensor) -> torch.Tensor:
-        weight = None if isinstance(input, DTensor) else local_weight(module, 1, self._mesh)
+        sharded = None
+        weight = bias = None
+        if not isinstance(input, DTensor):
+            sharded = sharded_weights([module])
+            if sharded is not None:
+                weight, bias = sharded.weights[0], sharded.biases[0]
+            else:
+                weight, bias = local_weight(module, 1, self.mesh), local_bias(module)
         if weight is None or input.dim() < self._dim + 2 or input.shape[-1] != weight.shape[1]:
             features = () if isinstance(input, DTensor) else (Shard(-1),)
-            stock = DTensor.from_local(input, self._mesh, features, run_check=False) if features else input
-            return own_class(module).forward(module, stock)
+            stock = DTensor.from_local(input, self.mesh, features, run_check=False) if features else input
+            return stock_forward(module, stock)
         length = int(input.shape[self._dim])
         y = row_parallel_of(
             self.name,
             input,
             weight,
-            local_bias(module),
+            bias,
             dim=self._dim,
             sizes=self._division.divided(length),
+            sharded=sharded,
             **self._division.options,
         )
-        return as_dtensor(y, self._mesh, self._dim, length)
+        return as_dtensor(y, self.mesh, self._dim, length)
 
 
 # ---- parameters and layouts ------------------------------------------------------------------------------------------
+def holds_own(module: nn.Module | None, dim: int, mesh: DeviceMesh) -> bool:
+    """Whether a layer holds its own parameters, its weight sharded along `dim` over the mesh."""
+    if module is not None and unit_layer(module) is not None:
+        return holds_unit(module)
+    return local_weight(module, dim, mesh) is not None
+
+
 def local_weight(module: nn.Module | None, dim: int, mesh: DeviceMesh) -> torch.Tensor | None:
     """This rank's part of the weight, if it is one that is sharded along `dim` over the mesh."""
     weight = None if module is None else module.weight

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.attach.attachment import Attachment, attach, attachment_of, remove_from
 from commfuse_dp.integrations.attach.fingerprint import check_equal, describe
-from commfuse_dp.integrations.attach.forwards import TENSOR_ATTACHMENT, Hook, Service, serve
+from commfuse_dp.integrations.attach.forwards import SERVICE, TENSOR_ATTACHMENT, Hook, Service, serve
 from commfuse_dp.integrations.attach.ranks import Ranks
 from commfuse_dp.integrations.attach.report import ParameterRow, Report
 from commfuse_dp.integrations.attach.rules import check_exclude, original_type
 from commfuse_dp.integrations.fsdp2 import apply as apply_fsdp2
 from commfuse_dp.integrations.fsdp2 import remove as remove_fsdp2
+from commfuse_dp.integrations.fsdp2.layers import TensorLayer
 from commfuse_dp.integrations.hugging_face_tp.compat import sharded
 from commfuse_dp.integrations.hugging_face_tp.install import install as install_hugging_face
 from commfuse_dp.integrations.hugging_face_tp.select import select as select_hugging_face
@@ -32,6 +33,7 @@ from commfuse_dp.integrations.tensor_parallel.layers import (
 )
 from commfuse_dp.integrations.tensor_parallel.rows import left_rows, module_rows, shared_gather
 from commfuse_dp.integrations.tensor_parallel.select import Selected, Selection, select
+from commfuse_dp.integrations.tensor_parallel.units import tensor_layer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -196,10 +198,23 @@ def _untouched(model: nn.Module, selection: Selected, config: CommFuseConfig, wh
     )
 
 
+def _tensor_layers(model: nn.Module) -> list[TensorLayer]:
+    """What takes its weights by slices of data parallelism."""
+    found = []
+    for module in model.modules():
+        service = vars(module).get(SERVICE)
+        if not isinstance(service, Service):
+            continue
+        layer = getattr(service.compute, "__self__", None)
+        if isinstance(layer, (ColumnGroup, RowLayer)):
+            found.append(tensor_layer(module, service.compute, layer.mesh, layer.name, layer.sharded_dim))
+    return found
+
+
 def _over_data_parallel(model: nn.Module, config: CommFuseConfig, report: Report) -> Report:
     """FSDP2 as well. If that fails, nothing of tensor parallelism stays."""
     try:
-        data = apply_fsdp2(model, config)
+        data = apply_fsdp2(model, config, tensor_layers=_tensor_layers(model))
     except BaseException:
         if applied(model):
             remove_from(model, "", TENSOR_ATTACHMENT)

@@ -345,7 +345,7 @@ def _two_dimensions(rank: int, world_size: int, steps: int, inbox_bytes: int) ->
     with applied(model, inbox_bytes=inbox_bytes) as report:
         paths = {row.name: row for row in report.rows}
         assert paths["layers.0.attention.wq.weight"].path == "column"
-        assert "data parallel: hooks" in paths["layers.0.attention.wq.weight"].reason
+        assert "data parallel: fused" in paths["layers.0.attention.wq.weight"].reason
         assert paths["layers.1.feed_forward.w2.weight"].path == "row"
         assert paths["layers.1.ffn_norm.weight"].path == "hooks"
         assert report.tensor_parallel is not None and "over tensor parallelism: " in str(report)
