@@ -4,7 +4,7 @@ Only then is a model complete: a script calls parallelize_module for every block
 was called with is remembered, and whichever module is called first that holds any of it is the model. A hook that torch calls
 ahead of every module's own finds it; it is gone as soon as nothing is left to be found.
 
-A model that `fully_shard` was applied to as well has to be begun before its forward: the script calls commfuse_dp.apply(model).
+That hook comes after torch has looked up which hooks the model itself has, so those that serving it adds are called here once.
 """
 
 from __future__ import annotations
@@ -64,7 +64,11 @@ def _before_any(module: Any, args: tuple[Any, ...]) -> None:
     found = [_waiting[inner] for inner in module.modules() if inner in _waiting]
     if found:
         forget(module)
+        before = set(module._forward_pre_hooks)
         _serve(module, any(found))
+        for number, hook in list(module._forward_pre_hooks.items()):
+            if number not in before:
+                hook(module, args)
 
 
 def _serve(model: Any, explicit: bool) -> None:
@@ -72,17 +76,11 @@ def _serve(model: Any, explicit: bool) -> None:
     import torch.distributed as dist
     from commfuse_dp.integrations.attach.announce import announce
     from commfuse_dp.integrations.tensor_parallel.serving import apply
-    from torch.distributed.fsdp import FSDPModule
 
     from commfuse_dp.autoload import warn
-    from commfuse_dp.errors import CommFuseError, ConfigError
+    from commfuse_dp.errors import CommFuseError
 
     try:
-        if any(isinstance(module, FSDPModule) for module in model.modules()):
-            raise ConfigError(
-                "it is sharded by fully_shard over tensor parallelism, and its forward has begun. To serve both, call "
-                "commfuse_dp.apply(model) after the last fully_shard."
-            )
         report = apply(model)
     except CommFuseError as error:
         if explicit:

@@ -5,8 +5,8 @@
     parallelize_module(model, mesh, {"norm": SequenceParallel(), "output": ColwiseParallel(input_layouts=Shard(1))})
 
 Arguments and results are those of torch.distributed.tensor.parallel. The module that holds them and is called first is served
-whole, as `commfuse_dp.apply(model)` would serve it before its forward, with the settings of the environment (COMMFUSE_...). A
-call of `apply` before goes first; a model below `fully_shard` needs one."""
+whole, below `fully_shard` too, as `commfuse_dp.apply(model)` would serve it before its forward, with the settings of the
+environment (COMMFUSE_...). A call of `apply` before goes first."""
 
 from __future__ import annotations
 

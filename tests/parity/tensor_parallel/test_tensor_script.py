@@ -23,3 +23,14 @@ def test_an_unmodified_script(tmp_path: Path) -> None:
         out, err = launch(words, tmp_path, **environment)
         assert out == stock
         assert "in_proj.weight   column" in err and "out_proj.weight  row" in err, err
+
+
+@pytest.mark.slow
+def test_an_unmodified_script_of_two_dimensions(tmp_path: Path) -> None:
+    script = str(Path(__file__).parent / "programs" / "two_dimensional_script.py")
+    command = ["torchrun", "--nproc-per-node", "4", "--master-port", "{port}", script]
+    stock, err = launch(command, tmp_path)
+    assert "CommFuse" not in err and len(stock.split()) == 4
+    out, err = launch(command, tmp_path, COMMFUSE="1")
+    assert out == stock
+    assert "0.in_proj.weight   column" in err and "data parallel: fused" in err and "1.norm.weight      hooks" in err, err

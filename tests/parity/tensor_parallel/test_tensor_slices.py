@@ -1,6 +1,6 @@
 """`fully_shard` over tensor parallelism: layers take their weights, and give their gradients, by slices of data parallelism.
 
-Rows that neither the tensor-parallel nor the data-parallel ranks divide evenly; the oracle is stock DTensor and FSDP2 in float64.
+Rows that the data-parallel ranks do not divide evenly; the oracle is stock DTensor and FSDP2 in float64.
 """
 
 from __future__ import annotations
@@ -57,13 +57,9 @@ def build(mesh: DeviceMesh, dtype: torch.dtype = torch.float64, **options: Any) 
     torch.manual_seed(0)
     net = Net(OWN * mesh["tp"].size()).to(dtype)
     gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True)
+    rows = RowwiseParallel(output_layouts=Shard(1))
     for block in net.blocks:
-        plan = {
-            "": gather,
-            "up": ColwiseParallel(),
-            "gate": ColwiseParallel(),
-            "down": RowwiseParallel(output_layouts=Shard(1)),
-        }
+        plan = {"": gather, "up": ColwiseParallel(), "gate": ColwiseParallel(), "down": rows}
         parallelize_module(block, mesh["tp"], plan)
         fully_shard(block, mesh=mesh["dp"], **options)
     return fully_shard(net, mesh=mesh["dp"], **options)

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from commfuse_dp.integrations import tensor_parallel
+from commfuse_dp.integrations.attach.attachment import attachment_of
+from commfuse_dp.integrations.fsdp2 import engine_of
 from commfuse_dp.integrations.tensor_parallel import autohook
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,7 +17,6 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor import parallel as stock
 
 import commfuse_dp
-from commfuse_dp.errors import ConfigError
 from tests.parity.tensor_parallel import block
 from tests.parity.tensor_parallel.test_tensor_layers import alike, gradients, mesh_of
 from tests.support.serving import applied
@@ -52,15 +53,36 @@ def _styles(rank: int, world_size: int) -> None:
     assert not autohook._waiting and autohook._handle is None
 
 
-def _refused(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp", "tp"))
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    plan = {"0": tensor_parallel.ColwiseParallel(input_layouts=Shard(0))}
-    net = fully_shard(stock.parallelize_module(net, mesh["tp"], plan), mesh=mesh["dp"])
-    with pytest.raises(ConfigError, match="after the last fully_shard"):
-        net(torch.zeros(2, 4))
+def _two_dimensions(rank: int, world_size: int) -> None:
+    """Below `fully_shard`: from the first forward on, whose step is begun like any other."""
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+
+    def build(styles: Any) -> Any:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)).double()
+        plan = {"0": styles.ColwiseParallel(input_layouts=Shard(0)), "1": styles.RowwiseParallel(output_layouts=Shard(0))}
+        return fully_shard(stock.parallelize_module(net, mesh["tp"], plan), mesh=mesh["dp"])
+
+    def losses(net: Any) -> list[float]:
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, foreach=False)
+        found = []
+        for step in range(3):
+            torch.manual_seed(10 * step + rank)
+            loss = net(torch.randn(3, 4, dtype=torch.float64)).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss))
+        return found
+
+    net = build(tensor_parallel)
+    assert losses(net) == pytest.approx(losses(build(stock)), rel=1e-12)
+    engine, attachment = engine_of(net), attachment_of(net)
+    assert engine is not None and engine.step == 3
+    assert attachment is not None and {row.path for row in attachment.report.rows} == {"column", "row"}
+    commfuse_dp.remove(net)
 
 
 def test_styles_of_commfuse(workers: Any) -> None:
     workers(2).run(_styles, timeout=60)
-    workers(2).run(_refused, timeout=60)
+    workers(4).run(_two_dimensions, timeout=60)
