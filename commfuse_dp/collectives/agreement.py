@@ -24,6 +24,7 @@ import torch
 
 from commfuse_dp.collectives.functions import all_gather
 from commfuse_dp.collectives.sessions import failed
+from commfuse_dp.collectives.steps import when_recovered
 from commfuse_dp.errors import CommFuseError, MismatchError
 from commfuse_dp.transport.base import Transport
 
@@ -31,6 +32,7 @@ BRIEF = struct.Struct("<q16sx")  # own number, digest of the description: 25 byt
 _LINE = 1021  # bytes of a description in full, exchanged if digests differ
 _REMEMBERED = 4096  # calls that ranks have agreed on
 _agreed: weakref.WeakKeyDictionary[Transport, set[object]] = weakref.WeakKeyDictionary()
+when_recovered.append(lambda transport: _agreed.pop(transport, None))
 
 
 def agree(

@@ -31,6 +31,7 @@ import torch
 
 from commfuse_dp.collectives import progress
 from commfuse_dp.collectives.bound import Owner, Passage, Rows, Step, Types, bind
+from commfuse_dp.collectives.steps import steps_of
 from commfuse_dp.collectives.summation import sum_in_rank_order
 from commfuse_dp.errors import MismatchError, Where
 from commfuse_dp.probe import now_ns
@@ -353,7 +354,7 @@ class Execution:
     def _wait(self, ready: Callable[[], bool], peer: int, piece: int, doing: str) -> None:
         transport = self._transport
         assert transport is not None
-        others = progress.callbacks()
+        others, steps = progress.callbacks(), steps_of(transport)
 
         def pumped() -> bool:
             self._evict()
@@ -361,9 +362,16 @@ class Execution:
             self._advance()
             if ready():
                 return True
+            if steps is not None:
+                steps.heed(peer, self._where(piece), doing, come)
             for make_progress in others:
                 make_progress()
             return False
+
+        def come() -> bool:
+            self._pump()
+            self._advance()
+            return ready()
 
         start = now_ns()
         with progress.looking_often(transport) if others else nullcontext():

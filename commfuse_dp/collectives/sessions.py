@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_dp.collectives.execution import Bindings, Execution
+from commfuse_dp.collectives.steps import steps_of
 from commfuse_dp.errors import TransportError
 from commfuse_dp.program.layout import Tensor
 from commfuse_dp.program.operations import Program
@@ -62,6 +63,9 @@ def begin(
     transport = transport_for(group, transport, device, purpose)
     if transport is None:
         return Session(None, 0, 1, 0)
+    steps = steps_of(transport)
+    if steps is not None:
+        return Session(transport, transport.rank, transport.world_size, steps.call())
     with _lock:
         call = _calls.get(transport, 0)
         _calls[transport] = (call + 1) & _LAST_CALL
@@ -132,9 +136,13 @@ def execute(name: str, program: Program, bindings: Mapping[Tensor, Bindings], se
 def failed(transport: Transport, what: str, error: BaseException) -> None:
     """A call ended by an exception on this rank: peers that wait for its part are told now and not at their deadline.
 
-    The transport cannot be used any more, for the ranks' calls no longer match; one that was opened here is closed, and the
-    next call of all ranks opens another.
+    The transport cannot be used any more, for the ranks' calls no longer match, before the next step of ranks that run steps
+    (steps.py); one that was opened here is closed, and the next call of all ranks opens another.
     """
+    steps = steps_of(transport)
+    if steps is not None:
+        steps.by(what, error)
+        return
     with _lock:
         holders = [by_place for by_place in _opened.values() if transport in by_place.values()]
         for by_place in holders:

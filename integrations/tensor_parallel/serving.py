@@ -39,7 +39,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from commfuse_dp.collectives.steps import follow_steps
 from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.engine.engine import in_backward
 from commfuse_dp.errors import ConfigError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import Transport
@@ -69,6 +71,9 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
         report = _untouched(model, selection, config, reason)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         report = _over_data_parallel(model, config, report)
+    attachment = attachment_of(model, TENSOR_ATTACHMENT)
+    if attachment is not None:
+        _follow_steps(attachment, model)  # its hook comes before that of data parallelism, whose step may be refused
     log.info("%s", report)
     return report
 
@@ -183,6 +188,31 @@ def _follow_root(attachment: Attachment, model: nn.Module, division: Division) -
     take = attachment.transaction.acquire
     take(lambda: model.register_forward_pre_hook(enter, prepend=True), RemovableHandle.remove)
     take(lambda: model.register_forward_hook(leave, always_call=True), RemovableHandle.remove)
+
+
+def _follow_steps(attachment: Attachment, model: nn.Module) -> None:
+    """A forward of the root begins a step: see collectives/steps.py."""
+    steps = follow_steps(attachment.transport)
+    if steps is None:
+        return
+    take, under_way = attachment.transaction.acquire, [False]
+
+    def begin() -> None:
+        steps.begin()
+        under_way[0] = True
+
+    def returned() -> None:
+        under_way[0] = False
+
+    def left() -> None:
+        if under_way[0] and not in_backward():
+            under_way[0] = False
+            steps.raised()
+
+    hooks = _RootHook(model, begin), _RootHook(model, returned), _RootHook(model, left)
+    take(lambda: model.register_forward_pre_hook(hooks[0], prepend=True), RemovableHandle.remove)
+    take(lambda: model.register_forward_hook(hooks[1]), RemovableHandle.remove)
+    take(lambda: model.register_forward_hook(hooks[2], always_call=True), RemovableHandle.remove)
 
 
 # ---- report ----------------------------------------------------------------------------------------------------------

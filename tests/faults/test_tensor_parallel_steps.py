@@ -1,0 +1,125 @@
+"""An exception on one rank of tensor parallelism, or on all: who raises what, and that the next step is stock's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from commfuse_dp import BrokenStepError
+from tests.parity.tensor_parallel.block import applied, batch, parallelize, whole
+from tests.parity.tensor_parallel.test_tensor_layers import alike, gradients
+
+DEADLINE_S = 60.0  # what ends sooner ended because ranks were told
+VICTIM = 1
+
+
+class Boom(Exception):
+    pass
+
+
+def _blow(*_: Any) -> None:
+    raise Boom("no more")
+
+
+def _in_backward(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+    if out.requires_grad:
+        out.register_hook(_blow)
+
+
+def _blow_up(model: Any, phase: str) -> Callable[[], None]:
+    """Have the next forward or backward raise Boom. Returns what takes it back."""
+    if phase == "forward":
+        return model.layers[0].feed_forward.register_forward_pre_hook(_blow).remove
+    if phase == "end of forward":
+        return model.register_forward_hook(_blow).remove
+    if phase == "backward":
+        return model.layers[0].feed_forward.register_forward_hook(_in_backward).remove
+    assert phase == "end of backward"  # behind all that communicates
+    return model.tok_embeddings.weight.register_hook(_blow).remove
+
+
+def _attempt(model: nn.Module, tokens: torch.Tensor) -> BaseException | None:
+    model.zero_grad()
+    try:
+        gradients(model, tokens)
+    except Exception as error:
+        return error
+    finally:
+        model.zero_grad()
+    return None
+
+
+def _one_rank(rank: int, world_size: int, transport: str, phases: tuple[str, ...]) -> None:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    wanted = [gradients(parallelize(whole(layers=1), mesh), batch(step)) for step in range(2)]
+    model = parallelize(whole(layers=1), mesh)
+    with applied(model, transport=transport, deadline_s=DEADLINE_S):
+        for phase in phases:
+            alike(gradients(model, batch(0)), wanted[0])
+            undo = _blow_up(model, phase) if rank == VICTIM else lambda: None
+            error = _attempt(model, batch(0))
+            undo()
+            if rank == VICTIM:
+                assert isinstance(error, Boom), (phase, error)
+            elif phase != "end of backward":
+                assert isinstance(error, BrokenStepError), (phase, error)
+                assert ("no more" if "forward" in phase else "rank 1: an exception in its backward") in str(error), error
+            else:
+                assert error is None  # it has gone through with the step
+            if phase == "end of backward":
+                error = _attempt(model, batch(0))
+                assert isinstance(error, BrokenStepError) and "went through" in str(error), (phase, error)
+            alike(gradients(model, batch(1)), wanted[1])
+            alike(gradients(model, batch(0)), wanted[0])
+        for phase in phases:  # on all ranks alike: each has its own exception, and nothing else
+            undo = _blow_up(model, phase)
+            assert isinstance(_attempt(model, batch(0)), Boom)
+            undo()
+            alike(gradients(model, batch(1)), wanted[1])
+
+
+PHASES = ("forward", "backward", "end of backward", "end of forward")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "transport"),
+    [(2, "shm"), pytest.param(2, "tcp", marks=pytest.mark.slow), pytest.param(3, "tcp", marks=pytest.mark.slow)],
+)
+def test_an_exception_on_one_rank(workers: Any, ranks: int, transport: str) -> None:
+    workers(ranks).run(_one_rank, transport, PHASES, timeout=120)
+
+
+def _two_dimensions(rank: int, world_size: int, phases: tuple[str, ...]) -> None:
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+
+    def build() -> Any:
+        model = parallelize(whole(layers=1), mesh["tp"])
+        for block in model.layers:
+            fully_shard(block, mesh=mesh["dp"])
+        return fully_shard(model, mesh=mesh["dp"])
+
+    def tokens(step: int) -> torch.Tensor:
+        return batch(10 * step + mesh["dp"].get_local_rank())
+
+    stock = build()
+    wanted = [gradients(stock, tokens(step)) for step in range(2)]
+    model = build()
+    with applied(model, deadline_s=DEADLINE_S):
+        for phase in phases:
+            alike(gradients(model, tokens(0)), wanted[0])
+            undo = _blow_up(model, phase) if rank == VICTIM else lambda: None
+            error = _attempt(model, tokens(0))
+            undo()
+            assert isinstance(error, Boom if rank == VICTIM else BrokenStepError), (phase, error)
+            alike(gradients(model, tokens(1)), wanted[1])
+
+
+@pytest.mark.slow
+def test_an_exception_on_one_rank_of_two_dimensions(workers: Any) -> None:
+    workers(4).run(_two_dimensions, ("forward", "backward"), timeout=120)
