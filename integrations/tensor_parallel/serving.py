@@ -69,11 +69,11 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     else:
         reason = "no layer that can be served" if config.enabled else "enabled=False"
         report = _untouched(model, selection, config, reason)
+    attachment = attachment_of(model, TENSOR_ATTACHMENT)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         report = _over_data_parallel(model, config, report)
-    attachment = attachment_of(model, TENSOR_ATTACHMENT)
-    if attachment is not None:
-        _follow_steps(attachment, model)  # its hook comes before that of data parallelism, whose step may be refused
+    elif attachment is not None:
+        _follow_steps(attachment, model)
     log.info("%s", report)
     return report
 

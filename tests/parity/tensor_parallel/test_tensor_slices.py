@@ -221,8 +221,49 @@ def _ways(rank: int, world_size: int) -> None:
         alike(gradients(reshards, mesh), gradients(stock, mesh))
 
 
+@pytest.mark.slow
 def test_ways_of_calling(workers: Any) -> None:
     workers(4).run(_ways, timeout=120)
+
+
+def _compiled(rank: int, world_size: int) -> None:
+    """A block in a graph computes as DTensor does, with weights gathered whole."""
+    mesh = grid(world_size)
+    stock, net = build(mesh), build(mesh)
+    with applied(net):
+        for block in net.blocks:
+            block.compile(backend="aot_eager")
+        for _ in range(2):
+            alike(gradients(net, mesh), gradients(stock, mesh))
+
+
+@pytest.mark.slow
+def test_blocks_that_are_compiled(workers: Any) -> None:
+    workers(4).run(_compiled, timeout=200)
+
+
+def _late(rank: int, world_size: int, inbox_bytes: int) -> None:
+    """Ranks that come late to different layers, whose peers of both kinds wait for them, with room for one slice."""
+    mesh = grid(world_size)
+    stock, net = build(mesh), build(mesh)
+
+    def busy(*found: Any) -> None:
+        matrix = torch.ones(300, 300)
+        for _ in range(40):
+            matrix = matrix @ matrix * 1e-3
+        if len(found) == 3:
+            found[2].register_hook(busy)
+
+    with applied(net, inbox_bytes=inbox_bytes, prefetch_bytes=inbox_bytes):
+        net.blocks[rank % 2].up.register_forward_hook(busy)
+        for _ in range(3):
+            alike(gradients(net, mesh), gradients(stock, mesh))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_ranks_that_come_late(workers: Any, ranks: int) -> None:
+    workers(ranks).run(_late, 1 << 10, timeout=200)
 
 
 def _low(rank: int, world_size: int) -> None:
