@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from commfuse_dp import BrokenStepError
-from tests.parity.tensor_parallel.block import applied, batch, parallelize, whole
+from tests.parity.tensor_parallel.block import batch, parallelize, whole
 from tests.parity.tensor_parallel.test_tensor_layers import alike, gradients
+from tests.support.serving import applied
 
 DEADLINE_S = 60.0  # what ends sooner ended because ranks were told
 VICTIM = 1

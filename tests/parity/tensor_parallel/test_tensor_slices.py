@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.utils.checkpoint import checkpoint
 
 import commfuse_dp
-from tests.parity.tensor_parallel.block import config
+from tests.support.serving import config
 
 WIDTH, OWN, POSITIONS = 9, 7, 3  # two data-parallel ranks cut 9 rows into 5 and 4, 7 into 4 and 3
 
