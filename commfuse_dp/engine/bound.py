@@ -116,15 +116,14 @@ class BoundBackward:
         self.fans: list[Fan] = []
         if reduction is not None:
             self.reduction: Reduction = reduction  # if they are reduced
-            straight = not (reduction.links or reduction.partials_to)
-            if straight and geometry is not None:
+            if reduction.way is None and geometry is not None:
                 self.rooms = _rooms(geometry)
                 for index, room in enumerate(self.rooms):
                     to = [item for item in self.order if item.index == index and item.owner != rank and not item.absent]
                     self.fans.append(Fan(index, [item.owner for item in to], [item.nbytes for item in to], room))
             self.sources = [
                 (tuple(source for source in added.inputs if source != rank), added.inputs.index(rank))
-                for added in (reduction.sums if straight else ())
+                for added in reduction.sums
             ]
         self.entries = tuple(entries)  # the compute lane
         reads = [entry.read for entry in entries if entry.read is not None]

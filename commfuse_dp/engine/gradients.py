@@ -17,8 +17,8 @@ Sums are finished strictly in the order in which their layers' backward began, n
 cannot change a result (each is a sum of its own), but with replicas each sum starts an all-reduce, and these must be
 started in the same order on all ranks.
 
-Replicated units (ZeRO-1/2) take another way among more than two ranks (chain.py, stream_chain.py), and so does everything in
-the hierarchical order (two_level.py); here they only keep their turn.
+Replicated units (ZeRO-1/2) take another way among more than two ranks, and so does everything in the hierarchical order
+(routes/steps.py); here they only keep their turn.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from commfuse_dp.engine.ordering import Ordering
 from commfuse_dp.engine.plan import UnitSlice
 from commfuse_dp.engine.replicas import BROKEN, ENDED, ReplicaGroup, Replicating
 from commfuse_dp.engine.reserver import Reserver
-from commfuse_dp.engine.routes.choose import Routes
-from commfuse_dp.engine.routes.route import Route
+from commfuse_dp.engine.routes.outbox import Outbox
+from commfuse_dp.engine.routes.route import Means, Missing, Route
+from commfuse_dp.engine.routes.stream import StreamRoute
 from commfuse_dp.engine.scatter import Scatter
 from commfuse_dp.engine.sums import SMALL_BYTES, Sums
 from commfuse_dp.errors import Where
@@ -83,7 +84,11 @@ class GradientStream:
         self._sums = Sums(transport, pool.device, inbox_bytes=inbox_bytes, divides=replicas is None)
         self.slots = Reserver(transport)
         self.ports = self.slots.ports
-        self._routes = Routes(transport, self.slots, pool, ordering, self._sums.scratch_for)
+        self._means = self._new_means()
+
+    def _new_means(self) -> Means:
+        transport, pool = self._transport, self._pool
+        return Means(transport, pool, self._ordering, Outbox(transport, self.slots, pool), self._sums.scratch_for)
 
     @property
     def idle(self) -> bool:
@@ -93,13 +98,14 @@ class GradientStream:
     def begin(self, bound: BoundBackward, step: int) -> Scatter:
         """Open a unit's reduce-scatter. Every slice must then be reserved and sent once."""
         scatter = Scatter(bound, step)
-        if bound.unit.replicated or self._transport.hosts is not None:
-            divided = None if self._replicas is not None else bound.divisor
-            scatter.route = self._routes.choose(scatter, divisor=divided)
-            self._routed = self._routed or scatter.route is not None
-        for item in bound.geometry.slices[self._rank] if self._on_streams and scatter.route is None else ():
-            room = bound.rooms[item.index] or item.nbytes
-            self._transport.expect(self._peers, scatter.tag(item), item.nbytes, room)
+        if bound.reduction.way is not None:
+            kind, divisor = StreamRoute if self._on_streams else Route, None if self._replicas is not None else bound.divisor
+            scatter.route = kind(self._means, bound, bound.reduction.way, seq=scatter.seq, number=step, divisor=divisor)
+            self._routed = True
+        elif self._on_streams:
+            for item in bound.geometry.slices[self._rank]:
+                room = bound.rooms[item.index] or item.nbytes
+                self._transport.expect(self._peers, scatter.tag(item), item.nbytes, room)
         self._queue.append(scatter)
         self._breakage.scatters += 1
         return scatter
@@ -108,10 +114,10 @@ class GradientStream:
         """Bytes that the partial of `item` is to be computed into. Blocks while its owner has no free slot."""
         if self._probe.timing is not None:
             self._probe.timing.layer = scatter.unit.name
-        if scatter.route is not None:
-            return scatter.route.reserve(item, self._own_part(scatter, item) if item.owner == self._rank else _NOTHING)
         if item.owner == self._rank:
             return self._own_part(scatter, item)
+        if scatter.route is not None:
+            return scatter.route.reserve(item)
         for port in self.ports:
             if port.under_way:
                 buffer = self.slots.try_reserve(item.owner, item.nbytes)
@@ -164,7 +170,8 @@ class GradientStream:
                 number += 1
                 if scatter.route is not None:
                     scatter.own_done += item.owner == self._rank
-                    scatter.route.produced(item, buffer, word)
+                    if scatter.route.produced(item, buffer, word):
+                        self._sums.released = self._inbox_bytes  # some at least: it is told after this layer
                     continue
                 if item.owner == self._rank:
                     scatter.own_done += 1
@@ -183,9 +190,7 @@ class GradientStream:
     def _own_part(self, scatter: Scatter, item: UnitSlice) -> torch.Tensor:
         if scatter.own is None:
             scatter.own = self._own_buffer(scatter)
-        if item.nbytes == scatter.own.numel():
-            return scatter.own
-        return scatter.own[item.offset : item.offset + item.nbytes]
+        return scatter.own if item.nbytes == scatter.own.numel() else scatter.own[item.offset : item.offset + item.nbytes]
 
     def _own_buffer(self, scatter: Scatter) -> torch.Tensor:
         nbytes = scatter.bound.geometry.segment_bytes[self._rank]
@@ -244,7 +249,7 @@ class GradientStream:
 
     def _advance_routes(self) -> bool:
         """Others wait for what is to be passed on, also that of later units. True if anything was done."""
-        worked = False
+        worked = bool(self._means.outbox.kept) and self._means.outbox.flush()
         for scatter in self._queue:
             if scatter.route is not None:
                 worked |= scatter.route.advance()
@@ -368,12 +373,13 @@ class GradientStream:
         if head is None:
             return
         if head.route is not None:
-            for item, peer, doing in head.route.late():
+            for missing in list(head.route.missing()):
 
-                def passed(late: tuple[UnitSlice, int, str] = (item, peer, doing), route: Route = head.route) -> bool:
+                def passed(missing: Missing = missing, route: Route = head.route) -> bool:
                     route.advance()
-                    return late not in route.late()
+                    return missing not in route.missing()
 
+                item, peer, doing = missing
                 self._breakage.heed(peer, head.where(item), doing, passed)
             return
         item_ = self._sums.next_item(head)
@@ -383,26 +389,24 @@ class GradientStream:
 
     def _send_kept(self) -> None:
         """Block until nothing is kept for others."""
-        while (kept := self._routes.outbox.oldest()) is not None:
-            item, dst = kept
-            start = now_ns()
-            where = Where("(sums for other ranks)", self._breakage.step, str(item), item.nbytes)
+        outbox = self._means.outbox
+        while (kept := outbox.oldest()) is not None:
+            (where, dst), start = kept, now_ns()
 
             def sent(dst: int = dst, where: Where = where) -> bool:
                 for port in self.ports:
                     port.progress()
-                if self._routes.outbox.flush():
-                    return True
-                self._breakage.heed(dst, where, ROOM, lambda: False)
-                return False
+                if not (flushed := outbox.flush()):
+                    self._breakage.heed(dst, where, ROOM, lambda: False)
+                return flushed
 
             wait_until(self._transport, sent, peer=dst, where=where, doing=ROOM)
-            self._probe.exposed("(sums for other ranks)", start, now_ns())
+            self._probe.exposed(f"{where.layer} (tail)", start, now_ns())
 
     def _await_route(self, scatter: Scatter, route: Route, meanwhile: Callable[[], object]) -> None:
         for item in route.uncomputed():
             raise RuntimeError(f"gradient of layer {scatter.unit.name!r} was opened but slice {item} was never computed")
-        missing = route.missing()
+        missing = next(route.missing(), None)
         if missing is None:
             return
         item, peer, doing = missing
@@ -410,7 +414,7 @@ class GradientStream:
 
         def here() -> bool:
             meanwhile()
-            if route.missing() != missing:
+            if next(route.missing(), None) != missing:
                 return True
             self.heed_sums()
             return False
@@ -456,7 +460,7 @@ class GradientStream:
             self._replicating.popleft()[2].wait()
         if self._replicas is not None:
             self._replicas.agree(step, cause)
-        self._routes = Routes(self._transport, self.slots, self._pool, self._ordering, self._sums.scratch_for)
+        self._means = self._new_means()
 
     def discard(self) -> None:
         """After a step that was broken off: take in and drop what peers have sent for it. Gradients are not delivered.
@@ -465,8 +469,8 @@ class GradientStream:
         for scatter in self._queue:
             if scatter.route is not None:
                 scatter.route.flush()
-            while scatter.route is not None and not scatter.route.done:  # ranks further down wait for what is passed on here
-                self._await_route(scatter, scatter.route, self._advance_routes)
+                while not scatter.route.done:  # ranks further down wait for what is passed on here
+                    self._await_route(scatter, scatter.route, self._advance_routes)
         while self._queue:
             scatter = self._queue.popleft()
             if scatter.route is not None:

@@ -15,10 +15,11 @@ from typing import Generic, NamedTuple, TypeVar
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.plan import Geometry, Unit, UnitSlice, absent_slice
 from commfuse_dp.engine.room import in_chain
+from commfuse_dp.engine.routes.steps import Way, way_of
 from commfuse_dp.program import layer
 from commfuse_dp.program.layout import Slice, Tensor
 from commfuse_dp.program.operations import Collective, Consume, Problem, Produce, Program, Reduce
-from commfuse_dp.program.scatter import HOST_SUMS, SUMS
+from commfuse_dp.program.scatter import SUMS
 from commfuse_dp.transport.base import Transport
 
 Read = TypeVar("Read")
@@ -30,12 +31,10 @@ def flat_order(config: CommFuseConfig) -> str:
 
 
 class Reduction(NamedTuple):
-    """What this rank adds up and passes on of a unit's gradient: (owner, index) are those of slices."""
+    """What this rank adds up, and passes on, of a unit's gradient."""
 
-    sums: tuple[Reduce, ...]  # of its own slices; through hosts: what its host's ranks have computed
-    host_sums: tuple[Reduce, ...]  # through hosts: of its own slices
-    links: dict[tuple[int, int], tuple[int | None, int | None]]  # of a chain: whose sum comes, who gets it next
-    partials_to: dict[tuple[int, int], int]  # through hosts: who of the host adds up its partial
+    sums: tuple[Reduce, ...]  # of its own slices, whose partials come straight from all ranks
+    way: Way | None  # else: the steps of all slices
 
 
 class Programs:
@@ -60,13 +59,8 @@ class Programs:
 
     def reduction(self, unit: Unit, gradients: Geometry) -> Reduction:
         program = self.backward(unit, gradients, read=False)
-        way, sums = program.problem.way, program.reduce_lanes
-        return Reduction(
-            sums.get(SUMS, ()),
-            sums.get(HOST_SUMS, ()),
-            program.ways if way == "ring" else {},
-            program.partials_to if way == "hosts" else {},
-        )
+        way = way_of(program, gradients, lockstep=self._lockstep)
+        return Reduction(program.reduce_lanes.get(SUMS, ()) if way is None else (), way)
 
     def _parameters(self, unit: Unit, name: str) -> Problem:
         way = "hosts" if self._hosts is not None else "direct"

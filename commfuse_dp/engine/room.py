@@ -3,7 +3,7 @@
 A host that finds an inbox full copies partials out of it ([Note: Credit and deadlock] in gradients.py); streams cannot. There
 all that one layer owes to one rank must fit into that rank's inbox, twice, as places in it are contiguous and up to half of it
 may be lost to a gap at its end ([Note: Where credit is waited for] in transport/symmetric/transport.py). Chains need no such
-room (chain.py), nor does a host.
+room (routes/steps.py), nor does a host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from commfuse_dp.transport.budget import Share
 
 
 def in_chain(unit: Unit, world_size: int) -> bool:
-    """Gradients of the unit travel through all ranks, see chain.py."""
+    """Gradients of the unit travel through all ranks, see routes/steps.py."""
     return unit.replicated and world_size > 2
 
 

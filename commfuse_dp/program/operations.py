@@ -258,25 +258,6 @@ class Program:
                 lanes.setdefault(Link(op.source, op.piece.slice.tensor.channel), []).append(op)
         return {link: tuple(lane) for link, lane in lanes.items()}
 
-    @cached_property
-    def partials_to(self) -> dict[tuple[int, int], int]:
-        """Of a program with one problem: (owner, index) of a slice -> the rank that this rank's own partial is sent to."""
-        sends = (op for op in self.operations if isinstance(op, Send) and op.piece.origin == self.rank)
-        return {(op.piece.slice.owner, op.piece.slice.index): op.to for op in sends}
-
-    @cached_property
-    def ways(self) -> dict[tuple[int, int], tuple[int | None, int | None]]:
-        """Of a program with one problem: (owner, index) of a slice -> the rank that it comes from, the one that it goes to."""
-        found: dict[tuple[int, int], tuple[int | None, int | None]] = {
-            (part.owner, part.index): (None, None) for own in self.problem.slices_by_source[0] for part in own
-        }
-        for op in self.operations:
-            if isinstance(op, (Send, Receive)):
-                key = op.piece.slice.owner, op.piece.slice.index
-                source, to = found[key]
-                found[key] = (source, op.to) if isinstance(op, Send) else (op.source, to)
-        return found
-
     @property
     def own_data(self) -> tuple[Piece, ...]:
         """What is there before it begins: this rank's shards of what is gathered."""

@@ -91,7 +91,7 @@ def raising_sum(*args: Any, **more: Any) -> Any:
     return _sum(*args, **more)
 
 
-SUMMING = ("commfuse_dp.engine.sums", "commfuse_dp.engine.routes.two_level")
+SUMMING = ("commfuse_dp.engine.sums", "commfuse_dp.engine.routes.route")
 
 
 class _Operand(UnitOperand):

@@ -93,7 +93,7 @@ def chained(case: dict[str, Any]) -> dict[str, Any]:
 @settings(max_examples=5, suppress_health_check=IGNORED)
 @given(cases().map(chained))
 def test_chains_need_room_for_one_slice_only(watched_buffers, case):
-    """See [Note: Order of a chain] in stream_chain.py."""
+    """See [Note: Order of a chain] in routes/steps.py."""
     run_on_device(case)
 
 

@@ -93,6 +93,13 @@ def test_all_ranks_take_the_same_steps(world_size, order):
     assert uses / 2 <= totals[PARAM_LANE] <= uses
 
 
+@pytest.mark.parametrize(("world_size", "seed"), [(4, 2), slow(3, 1), slow(4, 5), slow(5, 6)])
+def test_chains_take_the_same_steps(world_size, seed):
+    """ZeRO-1/2, ranges of any length: a rank that has nothing to pass on takes the step all the same."""
+    case = base_case(layout="replicated", bias=False, world_size=world_size, seed=seed, slices=3, bytes=600, kernels="blas")
+    run_lockstep(case)
+
+
 # ---- the simulation catches what these tests are for -------------------------------------------------------------------
 def _own_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank goes by the sizes of its own slices."""

@@ -16,7 +16,7 @@ from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.plan import Geometry, Unit
 from commfuse_dp.ops.linear import fused_linear, replicated_linear
 from commfuse_dp.program import layer
-from commfuse_dp.program.layout import flat_bounds
+from commfuse_dp.program.layout import Slice, flat_bounds
 from commfuse_dp.program.operations import Consume, Problem, Produce, Program
 from commfuse_dp.program.verify import VerificationError, verify
 from commfuse_dp.transport.base import CHANNEL_GRAD, ExchangeFn, Transport
@@ -211,14 +211,20 @@ def test_an_engine_does_what_its_programs_say(case: Case) -> None:
 
 
 def numbered(program: Program, case: Case) -> dict[int, list[int]]:
-    """Messages of gradients by destination, numbered as the engine does: of an owner's slices, or of all where it passes on."""
+    """Messages of gradients by destination, numbered as the engine does."""
     problem = next(problem for problem in program.problems if problem.collective == "reduce_scatter")
     every = [part for owner in range(case.world_size) for part in problem.slices(owner)]
-    passes_on = problem.way != "direct"
+    owners = problem.scatter_owners(program.rank)
+
+    def number(part: Slice) -> int:
+        if problem.way == "ring":
+            return part.index * case.world_size + owners.index(part.owner)
+        return every.index(part) if problem.way == "hosts" else part.index
+
     found: dict[int, list[int]] = defaultdict(list)
     for link, lane in program.send_lanes.items():
         if link.channel == "gradients":
-            found[link.peer] += [every.index(op.piece.slice) if passes_on else op.piece.slice.index for op in lane]
+            found[link.peer] += [number(op.piece.slice) for op in lane]
     return found
 
 

@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.engine import programs
 from commfuse_dp.engine.bound import BoundBackward, Record
 from commfuse_dp.engine.broken import Breakage
 from commfuse_dp.engine.gradients import GradientStream
@@ -24,7 +25,8 @@ from commfuse_dp.engine.memory.buffers import BufferPool
 from commfuse_dp.engine.ordering import StreamOrdering
 from commfuse_dp.engine.plan import Unit
 from commfuse_dp.engine.programs import Programs
-from commfuse_dp.engine.routes.stream_chain import StreamChain, _Step
+from commfuse_dp.engine.routes.steps import Step, Way, way_of
+from commfuse_dp.engine.routes.stream import StreamRoute
 from commfuse_dp.transport.base import ExchangeFn, Transport
 from commfuse_dp.transport.symmetric.messages import Messages
 from tests.simulated.test_engine import Policy
@@ -133,7 +135,7 @@ def run_chains(
             inbox_bytes=inbox,
             ordering=ordering,
         )
-        programs = Programs(transport, CommFuseConfig())
+        of_units = Programs(transport, CommFuseConfig())
         sinks = [Sink(f"layer{layer}", bounds, rank) for layer, bounds in enumerate(every)]
         for layer, (sink, bounds) in enumerate(zip(sinks, every, strict=True)):
             unit = Unit(layer, sink.name, [sink], Policy(divide_factor=1.0), slices, flat_bounds=bounds, replicated=True)
@@ -142,7 +144,7 @@ def run_chains(
             with mode(rank):
                 geometry = unit.geometry(torch.float32, (True,))
                 record = Record(False, torch.float32, (True,), True, torch.float32, 1.0, False)
-                reduction = programs.reduction(unit, geometry)
+                reduction = of_units.reduction(unit, geometry)
                 scatter = stream.begin(BoundBackward(unit, record, geometry, (), reduction, rank=rank, ranks=n, replicas=0), 1)
                 for owner in ((rank + 1 + step) % n for step in range(n)):
                     for item in scatter.bound.geometry.slices[owner]:
@@ -187,20 +189,18 @@ def test_any_order_of_streams_ends_with_the_same_bits(seed):
 # ---- the simulation catches what the order is for ----------------------------------------------------------------------
 def _hops_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """All slices of a hop before the next hop: needs room for a hop."""
-    original = StreamChain.__init__
 
-    def wrong(self: StreamChain, transport: Any, *args: Any, **kwargs: Any) -> None:
-        expect, announced = transport.expect, []
-        transport.expect = lambda srcs, tag, nbytes: announced.append((srcs, tag, nbytes))
-        original(self, transport, *args, **kwargs)
-        del transport.expect
-        self._steps.sort(key=lambda step: (step.hop, step.place))
-        tags = {tag: (srcs, tag, nbytes) for srcs, tag, nbytes in announced}
-        for step in self._steps:
-            if step.hop:
-                expect(*tags[self._tag(step.place, step.hop - 1)])
+    def wrong(*args: Any, **kwargs: Any) -> Way:
+        way = way_of(*args, **kwargs)
+        n = len({step.item.owner for step in way.steps.values()})
 
-    monkeypatch.setattr(StreamChain, "__init__", wrong)
+        def place(step: Step) -> tuple[int, int]:
+            return step.goes % n, step.goes // n
+
+        steps = sorted(way.steps.values(), key=place)
+        return way._replace(steps={step.key: step for step in steps}, sums=tuple(sorted(way.sums, key=place)))
+
+    monkeypatch.setattr(programs, "way_of", wrong)
 
 
 def _no_credit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,20 +210,20 @@ def _no_credit(monkeypatch: pytest.MonkeyPatch) -> None:
 def _buffer_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """A partial's buffer goes back before the stream has read it."""
 
-    def enqueue(self: StreamChain, step: _Step, item: Any, buffer: torch.Tensor) -> None:
+    def run(self: StreamRoute, step: Step) -> None:
         give = self._pool.give
-        if step.hop != self._last:
-            device = self._ordering._device  # type: ignore[attr-defined]
+        if step.to is not None:
+            device = self._means.ordering._device  # type: ignore[attr-defined]
             with device.on(device.side_stream("main")):
-                give(buffer)
+                give(self._own[step.key])
         vars(self._pool)["give"] = lambda buffer: None
         try:
-            original(self, step, item, buffer)
+            original(self, step)
         finally:
             del vars(self._pool)["give"]
 
-    original = StreamChain._enqueue
-    monkeypatch.setattr(StreamChain, "_enqueue", enqueue)
+    original = StreamRoute._run
+    monkeypatch.setattr(StreamRoute, "_run", run)
 
 
 def _unordered_sum(monkeypatch: pytest.MonkeyPatch) -> None:

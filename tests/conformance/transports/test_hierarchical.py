@@ -59,7 +59,7 @@ def test_one_host_is_the_pairwise_order(n):
 
 @given(shapes)
 def test_all_ranks_of_a_host_produce_for_a_gateway_in_its_order(shape):
-    """[Note: One order on every way] in engine/routes/two_level.py."""
+    """[Note: One order on every way] in engine/routes/route.py."""
     count, per_host, seed = shape
     n = count * per_host
     hosts = Hosts.of(shuffled_hosts(n, per_host, seed))
