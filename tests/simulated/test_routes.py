@@ -216,8 +216,8 @@ def test_bits_and_messages(case: Case) -> None:
         assert not any(sizes.values()) and not any(messages.values()), (number, sizes, messages)
 
 
-# Frames of a step of all ranks over LAYERS layers, just above what was counted (4,684; 4,463).
-FRAMES = {Case(4): 4800, Case(4, 2): 4600}
+# Frames of a step of all ranks over LAYERS layers, just above what was counted (5,440; 4,597).
+FRAMES = {Case(4): 5550, Case(4, 2): 4700}
 
 
 @pytest.mark.parametrize("case", FRAMES, ids=str)
