@@ -75,7 +75,7 @@ class Probe:
 
     # ---- what only events can measure --------------------------------------------------------------------------------
     def measure_by(self, timer: EventTimer) -> None:
-        """Of a transport whose waits stand in streams."""
+        """Of a stream-ordered transport."""
         self._timer = timer
         if self._watchers:
             timer.begin()
@@ -103,10 +103,10 @@ class Probe:
         """A mark in the current stream of a device that is watched; else None, which the methods below pass over."""
         return self.timing.mark() if self.timing is not None else None
 
-    def stood(self, layer: str, start: Event | None, until: Sequence[Event | None] = ()) -> None:
-        """See EventTimer.stood; so for the others."""
+    def waited(self, layer: str, start: Event | None, until: Sequence[Event | None] = ()) -> None:
+        """See EventTimer.waited; so for the others."""
         if self.timing is not None and start is not None:
-            self.timing.stood(layer, start, until)
+            self.timing.waited(layer, start, until)
 
     def tail(self, layer: str, start: Event | None) -> None:
         if self.timing is not None and start is not None:

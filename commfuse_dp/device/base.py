@@ -2,8 +2,8 @@
 
     host      enqueues and goes on; it never waits for the device
     stream    runs its work in order; different streams run at the same time, in any interleaving
-    event     a mark in a stream; another stream can stand until it is passed
-    pad       int32 words in device memory; a stream can stand until a word has a value, and can write a word, also one of a
+    event     a mark in a stream; another stream can wait until it is passed
+    pad       int32 words in device memory; a stream can wait until a word has a value, and can write a word, also one of a
               peer's memory. Neither occupies a multiprocessor.
 
 [Note: What orders what]
@@ -149,7 +149,7 @@ class Device(ABC):
     # ---- words -------------------------------------------------------------------------------------------------------
     @abstractmethod
     def wait_value(self, stream: Stream, pad: torch.Tensor, index: int, value: int, *, exact: bool = False) -> None:
-        """The stream stands until pad[index] >= value (cyclic), or == value if `exact`. Own memory only."""
+        """The stream waits until pad[index] >= value (cyclic), or == value if `exact`. Own memory only."""
 
     @abstractmethod
     def write_value(self, stream: Stream, pad: torch.Tensor, index: int, value: int) -> None:

@@ -1,11 +1,11 @@
-"""How long the device's compute stood for its peers, and when copies ran: by events, read when nobody waits for them any more.
+"""How long the device's compute waited for its peers, and when copies ran: by events, read when nobody waits for them any more.
 
 On a device the host cannot see a wait: it enqueues one and goes on. So marks (events that keep the time) are put where work
 begins to need something of a peer, and compared with the mark of what it needed:
 
-    stood     compute came to the wait at S, the last of what it needed was there at A          max(0, A - S)
+    waited    compute came to the wait at S, the last of what it needed was there at A          max(0, A - S)
     tail      stream "reduce" waited from B to E for partials, compute came to the join at J    max(0, E - max(B, J))
-    kernel    a kernel that waits inside itself ran from S to E, its last slice came at A       at most what stands below
+    kernel    a kernel that waits inside itself ran from S to E, its last slice came at A       at most what is said below
 
 A mark does not occupy a multiprocessor. Comparing with A instead of a second mark on the same stream leaves out how long the
 host took between the two calls. Without a watcher (probe.Probe.watch) nothing of this is enqueued.
@@ -88,7 +88,7 @@ class EventTimer:
         """Behind all work that is in the stream (None: the current one) now."""
         return self._device.record(stream if stream is not None else self._device.current_stream(), timing=True)
 
-    def stood(self, layer: str, start: Event, until: Sequence[Event | None] = ()) -> None:
+    def waited(self, layer: str, start: Event, until: Sequence[Event | None] = ()) -> None:
         """From `start` on the current stream waits for all of `until`; empty: for what was enqueued in it since `start`."""
         events = tuple(event for event in until if event is not None and event.timed)
         if not until:

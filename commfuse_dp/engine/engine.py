@@ -157,7 +157,7 @@ class Engine:
         if self.parameters.shared:
             self.transport.wait_finished(self.step, where, meanwhile=self.move_on)
         waited = now_ns()
-        self.probe.stood("(start of step)", begun)
+        self.probe.waited("(start of step)", begun)
         if self.world_size > 1 and waited - start > LATE_NS and self.transport.device is None:
             self.probe.exposed("(start of step)", start, waited)
         broken = self.breakage.agree() if self.transport.recovery is not None else None

@@ -1,7 +1,7 @@
 """When something that was called has happened: at once on a CPU, in the order of streams on a device.
 
 The engine is written once. What differs is how "afterwards" is said: on the host a call that has returned is done, on a device
-it stands in a stream, and whoever needs its result on another stream waits there for an event. `Ordering` is the few places
+it is enqueued in a stream, and whoever needs its result on another stream waits there for an event. `Ordering` is the few places
 where the engine has to say it.
 
 [Note: Streams of a step]
@@ -99,5 +99,5 @@ class StreamOrdering(Ordering):
 
 
 def ordering_of(device: Device | None) -> Ordering:
-    """device: of a transport whose waits stand in streams; None: its waits block the host."""
+    """device: of a stream-ordered transport; None: its waits block the host."""
     return StreamOrdering(device) if device is not None else Ordering()

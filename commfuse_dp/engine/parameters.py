@@ -354,15 +354,15 @@ class ParameterStream:
             if not window.holds(keys):
                 return None
         taken = [window.take_held(key) for key in keys]
-        start, stood = None, []
+        start, landed = None, []
         for held in taken:
             transfer = held.transfer
             if transfer.arrival is None:
                 start = start if start is not None else self._probe.mark()
                 transfer.wait()
-                stood.append(transfer.landed)
-        if stood:
-            self._probe.stood(unit.name, start, stood)
+                landed.append(transfer.landed)
+        if landed:
+            self._probe.waited(unit.name, start, landed)
         return taken
 
     def done_whole(self, unit: Unit, *, keep: bool) -> None:
@@ -436,5 +436,5 @@ class ParameterStream:
             wait_until(self._transport, ready, peer=item.owner, where=where, doing="a parameter slice")
             self._probe.exposed(unit.name, start, now_ns())
         if self._probe.timing is not None:
-            self._probe.stood(unit.name, self._probe.mark(), (transfer.landed,))
+            self._probe.waited(unit.name, self._probe.mark(), (transfer.landed,))
         return transfer.wait()

@@ -1,4 +1,4 @@
-"""How large an inbox has to be where waits stand in streams.
+"""How large an inbox has to be where streams wait.
 
 A host that finds an inbox full copies partials out of it ([Note: Credit and deadlock] in gradients.py); streams cannot. There
 all that one layer owes to one rank must fit into that rank's inbox, twice, as places in it are contiguous and up to half of it

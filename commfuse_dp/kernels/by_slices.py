@@ -3,7 +3,7 @@ kernels cannot. Same arguments as in gemm_forward, gemm_dgrad and gemm_wgrad; an
 
 What a kernel does inside itself is done here between the GEMMs, by a callback that the caller gives:
 
-    wait(entry, epoch)      the current stream stands until the slice has come
+    wait(entry, epoch)      the current stream waits until the slice has come
     signal(entry, epoch)    the slice's word is written behind what is in the current stream
 
 `words_of(device)` makes both from a device layer. In bfloat16 and float16 dgrad puts the slices together as they come, and is

@@ -78,7 +78,7 @@ def time_ms(call: Call, flush: torch.Tensor) -> float:
         call()
         stop.record()
         marks.append((start, stop))
-    marks[-1][1].synchronize()  # not the device: other streams may stand for peers
+    marks[-1][1].synchronize()  # not the device: other streams may wait for peers
     return statistics.median(start.elapsed_time(stop) for start, stop in marks)
 
 

@@ -232,7 +232,7 @@ class Transport(ABC):
         segments: this rank's published bytes by key, once exposed: uint8, 1-D, 64-byte aligned, writable until `publish`.
         message_limit: largest message in bytes.
         recovery: None: it cannot recover from broken steps.
-        device: whose streams its waits stand in, see [Note: Stream-ordered transports]; None: it blocks the CPU.
+        device: whose streams wait, see [Note: Stream-ordered transports]; None: it blocks the CPU.
     """
 
     name: ClassVar[str]
@@ -256,7 +256,7 @@ class Transport(ABC):
         self.activity = 0  # messages taken in so far
         self.sleep_s = 1.0  # longest sleep of a wait: peers end it earlier
         self.layers: Sequence[str] = ()  # what the keys of gradients stand for, in errors
-        # describe(owner, key, epoch, start, nbytes): what pulled bytes are, for errors of waits that nobody stands in.
+        # describe(owner, key, epoch, start, nbytes): what pulled bytes are, for errors of waits that block nobody.
         self.describe: Callable[[int, int, int, int, int], Where] = _where
 
     # ---- windows: published parameters -------------------------------------------------------------------------------

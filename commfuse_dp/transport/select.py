@@ -86,7 +86,7 @@ def open_transport(
     inbox_bytes: what this rank may take for messages of all peers together, see budget.py. least_ring: bytes for one peer's
     messages that are taken even if that is too little. What is taken is logged before, and is `transport.share` afterwards.
 
-    stream_ordered: the caller can use a transport whose waits stand in streams (base.py); else 'symmetric' is never chosen.
+    stream_ordered: the caller can use a stream-ordered transport (base.py); else 'symmetric' is never chosen.
 
     Returns the transport and why it was chosen. Raises ConfigError for an unknown kind, TransportError if a request cannot
     be met, MismatchError on all ranks if they ask for different kinds, devices, inbox sizes or orders.
@@ -266,7 +266,7 @@ def _open_nccl(
     deadline_s: float,
     probe: Probe | None,
 ) -> Transport:
-    """The transport whose waits stand in streams. Raises TransportError on all ranks alike if some rank cannot have it."""
+    """The stream-ordered transport. Raises TransportError on all ranks alike if some rank cannot have it."""
     cuda = importlib.import_module("commfuse_dp.device.cuda")
     grouped = importlib.import_module("commfuse_dp.transport.grouped.exchange")
     nccl = importlib.import_module("commfuse_dp.transport.grouped.transport")

@@ -6,9 +6,9 @@ is behind may need credit to reach that collective at all. So whatever is not se
 layers that this rank has passed (`Engine.settle`): slower, never stuck.
 
 [Note: Collectives beside streams]
-Where the engine's waits stand in streams (GPUs) nothing is served here but the deferred all-gather: plain collectives are
+Where streams wait for the engine (GPUs) nothing is served here but the deferred all-gather: plain collectives are
 pumped by a host that looks at what has come, and there is nothing to look at. DeepSpeed's stay with its own backend (NCCL), and
-nothing has to settle before them. Say a collective has place p in the program, the same on all ranks; its stream stands until
+nothing has to settle before them. Say a collective has place p in the program, the same on all ranks; its stream waits until
 every rank has come to p. Before it, a rank's compute waits for slices of parameters that were published before p, and for sums
 of layers before p; those wait for nothing behind p on any rank, as everything of a layer is enqueued before the layer's call
 returns, but for credit of the last sum, which no message before p needs. So the host may wait for a collective, too: it holds

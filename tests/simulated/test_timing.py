@@ -21,7 +21,7 @@ def test_nothing_is_enqueued_while_nobody_watches(setup) -> None:
     device, probe = setup
     probe.settle()
     assert probe.timing is None and probe.mark() is None
-    probe.stood("layer", None)
+    probe.waited("layer", None)
     probe.tail("layer", None)
     probe.joined()
     assert device.counts == {}
@@ -41,7 +41,7 @@ def test_stood_is_what_the_copy_took_longer(setup, own: int, copy: int, exposed:
     device.delay(copy, gather)
     landed = device.record(gather, timing=True)
     device.delay(own)
-    probe.stood("layer", probe.mark(), (landed,))
+    probe.waited("layer", probe.mark(), (landed,))
     device.wait_event(device.current_stream(), landed)
     assert probe.counters.exposed_ns == 0
     probe.settle()
@@ -59,7 +59,7 @@ def test_a_wait_for_a_word_is_measured_by_a_mark_behind_it(setup) -> None:
     device.delay(2000)
     begun = probe.mark()
     device.wait_value(device.current_stream(), pad, 0, 1)
-    probe.stood("(start of step)", begun)
+    probe.waited("(start of step)", begun)
     device.delay(99000)
     probe.settle()
     assert probe.exposed_by_layer == {"(start of step)": 5000}
@@ -71,7 +71,7 @@ def test_copies_that_were_asked_for_before_anybody_watched_count_for_nothing(set
     device.delay(9000, gather)
     early = device.record(gather)
     probe.watch()
-    probe.stood("layer", probe.mark(), (early,))
+    probe.waited("layer", probe.mark(), (early,))
     assert probe.timing is not None
     probe.timing.kernel("product", "layer", probe.timing.mark(), (early,))
     probe.settle()
@@ -147,10 +147,10 @@ def test_spans_lie_on_the_hosts_clock_only_while_there_is_a_sink(setup) -> None:
     begun = probe.mark()
     device.delay(4000)
     probe.span_since(COMPUTE, "product", 0, begun)
-    probe.stood("layer", probe.mark())
+    probe.waited("layer", probe.mark())
     gather = device.side_stream("gather")
     device.delay(10_000, gather)
-    probe.stood("layer", probe.mark(), (device.record(gather, timing=True),))
+    probe.waited("layer", probe.mark(), (device.record(gather, timing=True),))
     probe.settle()
     (wait,) = [span for span in spans if span[0] == WAIT]
     (product,) = [span for span in spans if span[0] == COMPUTE]
@@ -162,7 +162,7 @@ def test_only_settle_waits_for_the_device(setup) -> None:
     device, probe = setup
     probe.watch()
     device.world.strict = True
-    probe.stood("layer", probe.mark())
+    probe.waited("layer", probe.mark())
     probe.tail("layer", probe.mark())
     probe.joined()
     with pytest.raises(HostBlocked):
@@ -174,7 +174,7 @@ def test_what_a_watcher_has_left_is_not_the_next_ones(setup) -> None:
     probe.watch()
     begun = probe.mark()
     device.delay(5000)
-    probe.stood("layer", begun)
+    probe.waited("layer", begun)
     probe.unwatch()
     probe.watch()
     probe.settle()

@@ -60,7 +60,7 @@ class BufferPool:
         begun = timing.mark() if timing is not None else None
         self._ordering.after(event)
         if timing is not None and begun is not None:
-            timing.stood(timing.layer, begun)
+            timing.waited(timing.layer, begun)
         return buffer
 
     def take_later(self, nbytes: int) -> tuple[torch.Tensor, Event | None]:

@@ -7,11 +7,11 @@ of a ring-shifted order every rank sends to one peer and receives from another, 
     rank 1     exchange: to 0, from 2  |  exchange: to 2, from 0
     rank 2     exchange: to 1, from 0  |  exchange: to 0, from 1
 
-[Note: Order, and why nothing can stand for ever]
+[Note: Order, and why nothing can wait for ever]
 The n-th exchange of rank a on a lane that names b meets b's n-th on that lane that names a. A communicator works off its
 exchanges in the order of the calls. So there must be one order of all exchanges, on both lanes, that the calls of every rank
 agree with (each leaving out those that do not concern it), as programs that are the same on all ranks have. Then no circle is
-possible, however few multiprocessors or hardware queues are left for the communicators: an exchange stands only behind work
+possible, however few multiprocessors or hardware queues are left for the communicators: an exchange waits only for work
 that was enqueued before it, here and at its peers, and the first one that has not run anywhere can run. For the same reason no
 kernel may wait inside itself for an exchange: it would hold the multiprocessors that the exchange needs.
 
@@ -55,13 +55,13 @@ class Exchanged(ABC):
 
     @abstractmethod
     def wait(self, where: Where = NOWHERE) -> None:
-        """Device: the current stream stands until it is done; the host goes on. CPU: the host blocks, with the deadline.
+        """Device: the current stream waits until it is done; the host goes on. CPU: the host blocks, with the deadline.
 
         where: for the error; the exchange's own if nowhere. Raises DeadlineError or PeerLostError (CPU)."""
 
 
 class GroupedExchange(ABC):
-    """One rank's end, on two lanes. See [Note: Order, and why nothing can stand for ever]. One thread calls it, but `abort`."""
+    """One rank's end, on two lanes. See [Note: Order, and why nothing can wait for ever]. One thread calls it, but `abort`."""
 
     rank: int
     world_size: int
@@ -89,7 +89,7 @@ class GroupedExchange(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Break off what is under way: streams that stand for it go on, what it wrote is worthless. Any thread, any time."""
+        """Break off what is under way: streams that wait for it go on, what it wrote is worthless. Any thread, any time."""
 
     @abstractmethod
     def close(self) -> None:

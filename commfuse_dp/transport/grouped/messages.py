@@ -121,7 +121,7 @@ class Messages:
         reservation, behind = self._reserved[dst].reserve(nbytes)
         if behind is not None:
             if core.probe.timing is not None:
-                core.probe.stood(core.probe.timing.layer, core.probe.mark(), (behind,))
+                core.probe.waited(core.probe.timing.layer, core.probe.mark(), (behind,))
             core.device.wait_event(stream, behind)
         return self._staging[dst].narrow(0, reservation.offset, nbytes)
 

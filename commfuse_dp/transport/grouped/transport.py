@@ -3,12 +3,12 @@
 For GPUs without peer access, or on several hosts. **NCCL: not yet run on a GPU.** In lockstep and stream-ordered, see the
 notes in base.py: no requests, no threads that answer, no host that waits. The same code runs over any `GroupedExchange`.
 
-[Note: Timelines] (r = this rank; | stands for a wait)
+[Note: Timelines] (r = this rank; |: a wait)
 
   parameters, one step of the order, t places on
     r current   |wait_finished(e-1)   copy shards -> segment   (event p)                      |event x   GEMM reads the buffer
     r gather         |event p   |after (last reader of the buffer)   { segment -> r-t, r+t -> buffer }   (event x)
-  So: a segment is read behind its packing; `wait_finished` stands behind all our exchanges of the epoch before, and nobody
+  So: a segment is read behind its packing; `wait_finished` waits for all our exchanges of the epoch before, and nobody
   reads our segment but in them; a buffer is written behind its last GEMM.
 
   gradients, one step
@@ -19,8 +19,8 @@ notes in base.py: no requests, no threads that answer, no host that waits. The s
   credit is told.
 
 [Note: Bytes in flight]
-"gather" and "scatter" stand behind each exchange before the next one is posted there, as a communicator works off one after the
-other anyway. Staging gives compute `inbox_bytes` of slack towards each peer before it must stand for exchanges.
+"gather" and "scatter" wait for each exchange before the next one is posted there, as a communicator works off one after the
+other anyway. Staging gives compute `inbox_bytes` of slack towards each peer before it must wait for exchanges.
 
 [Note: Kernels must not wait]
 Pulls have no arrival word: a persistent kernel that waits for one would hold the multiprocessors that NCCL's kernels need.
@@ -132,7 +132,7 @@ class NcclTransport(Transport):
         self._core.layers = lambda: self.layers
         self._gather = device.side_stream("gather")
         self._published: dict[int, int] = {}  # key -> epoch
-        self._packed: dict[int, Event] = {}  # key -> behind its packing; until "gather" stands behind it
+        self._packed: dict[int, Event] = {}  # key -> behind its packing; until "gather" waits for it
         self._free_to_write = self._own_finished = 0
         self._pid = os.getpid()
         try:

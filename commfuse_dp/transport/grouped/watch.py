@@ -7,7 +7,7 @@ The host never waits for an exchange, so a thread looks after them by the events
     other program    ranks disagree about what they have exchanged in an epoch          MismatchError, as soon as all have told
     lost peer        the connection by which they tell ended                            PeerLostError
 
-After the first of them the communicators are aborted, so that no stream stands any more, and every later call of the transport
+After the first of them the communicators are aborted, so that no stream waits any more, and every later call of the transport
 raises. What was to come is filled with NaN before that: sums that are enqueued behind it, and an optimizer step behind them,
 must not find what was there before, which would pass for it.
 
@@ -17,17 +17,17 @@ checksum over the identities (key, epoch, place, bytes) of all that it gave and 
 words beside it: the checksum of all that was given to this peer so far, parameters included, and what that was last. The
 receiver's stream waits for exactly the checksum of what it took. So a rank that called its layers in another order and computed
 with slices of equal size that it took for others, is found with the first gradient that is exchanged after it, before that is
-added up: the stream stands, this thread reads the label, names both orders, and fills with NaN what is then released. Slices of
+added up: the stream waits, this thread reads the label, names both orders, and fills with NaN what is then released. Slices of
 parameters have no label, which would double the calls; what they spoil cannot reach an optimizer but by a gradient.
 
 [Note: Fingerprints cost no message on the way]
 What no gradient follows (an evaluation), and steps that a rank takes alone, is found by comparing the checksums once per epoch,
 on a control communicator of CPU tensors, in this thread. The host runs ahead of the device and meets no wait inside a step, so
-also ranks whose streams stand for each other come to the end of their step, tell, and are found out at once. An evaluation's
+also ranks whose streams wait for each other come to the end of their step, tell, and are found out at once. An evaluation's
 outputs may be wrong until then: the error is raised at the latest by the second `begin_step` after it.
 
 [Note: Whose time is it]
-An exchange may stand in its queue for a long time because of the compute before it. Its time counts from when its stream has
+An exchange may lie in its queue for a long time because of the compute before it. Its time counts from when its stream has
 come to it, and the one before it on its lane is through.
 """
 
@@ -95,7 +95,7 @@ class TorchBallot(Ballot):
 
 
 class Step:
-    """One exchange under way. Noted before it is posted: a device whose calls wait stands inside that."""
+    """One exchange under way. Noted before it is posted: a device whose calls wait is inside that."""
 
     __slots__ = ("end", "exchanged", "into", "label", "peers", "since", "start", "where")
 

@@ -3,16 +3,16 @@
 **Not yet run on a GPU**; its order is proved over a simulated device. Who stands for whom: program/hosts.py; the same idea on
 CPUs, with threads in place of streams: transport.py.
 
-[Note: Timelines] (| stands for a wait; rail = the ranks at this one's place on other hosts)
+[Note: Timelines] (|: a wait; rail = the ranks at this one's place on other hosts)
 
   parameters, one epoch
     current  |wait_finished(e-1)   copy shards -> segment   write published[own] (inside the host)
     relay        |event of current   { segment -> rail, rail -> relay segment }   write published[relay] (inside the host) ...
     gather (of all ranks of the host)                                  |published[relay]  copy relay segment -> buffer
   So: a relay segment is written when the host's ranks have finished the epoch before, and read when the exchange is through.
-  `wait_finished` stands behind the stream "relay", too: what was exchanged has left the segment before it is packed anew.
+  `wait_finished` waits for the stream "relay", too: what was exchanged has left the segment before it is packed anew.
 
-  gradients, one unit (engine/routes/stream_two_level.py)
+  gradients, one unit (engine/routes/stream.py)
     reduce   |partials of the host   sums, for every host
     across       |event of reduce   { sum -> rail, rail -> landing }   (event)
     reduce                                                            |event   sum over hosts
@@ -20,11 +20,11 @@ CPUs, with threads in place of streams: transport.py.
 
 [Note: One order of exchanges]
 Relays go in the order of publication, one exchange per key and distance in hosts; sums in the order of units. Both are the same
-on all ranks of a program, so exchanges meet: see [Note: Order, and why nothing can stand for ever] in grouped/exchange.py.
+on all ranks of a program, so exchanges meet: see [Note: Order, and why nothing can wait for ever] in grouped/exchange.py.
 
 [Note: Kernels that wait]
 A kernel may wait inside itself for a slice whose relay is an exchange that needs multiprocessors (NCCL's kernels do): if
-waiting kernels held all of them, both would stand for ever. So pulls have no arrival words here: `inner` must be opened with
+waiting kernels held all of them, both would wait for ever. So pulls have no arrival words here: `inner` must be opened with
 kernels_may_wait=False, and the stream waits before the kernel.
 """
 

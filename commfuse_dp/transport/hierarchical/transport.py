@@ -1,7 +1,7 @@
 """Transport `hierarchical`: one transport inside every host, another one between hosts, and few bytes on the latter.
 
     published by rank 5 (host 1)      --outer, once-->  segment of rank 1, its gateway on host 0  --inner-->  ranks 0, 2, 3
-    messages inside a host: inner; to other hosts: outer (engine/routes/two_level.py adds gradients up before they cross)
+    messages inside a host: inner; to other hosts: outer (engine/routes/ adds gradients up before they cross)
 
 The order is program/hosts.py's. A rank fetches for its whole host what its *rail* (the ranks at its place on other hosts)
 publishes, and publishes it again inside the host under a key of its own: key * hosts + distance in hosts (0: its own shard).
@@ -10,7 +10,7 @@ backward: 2 L times fewer bytes. The price is memory: what a host needs of all o
 (H - 1) / N of the model in the compute dtype per rank, as with the secondary shards of ZeRO++ (hpZ, arXiv 2306.10209).
 
 [Note: Relays run by themselves]
-`publish` asks the rail for its shards, and the outer transport's I/O thread publishes what has come: no rank's compute stands
+`publish` asks the rail for its shards, and the outer transport's I/O thread publishes what has come: no rank's compute waits
 between a shard's arrival and its readers. That thread holds the outer lock while it takes the inner one; nothing takes them the
 other way round. Inner channels let another thread post (parts.py); the user's thread, which may sleep in the inner channel, is
 woken for news of the outer one (`on_news`, `wake`).

@@ -123,7 +123,7 @@ class Core:
         return self.device.record(stream, timing=self.probe.timing is not None)
 
     # ---- waiting for words -------------------------------------------------------------------------------------------
-    def stand(
+    def wait_for(
         self,
         stream: Stream,
         conditions: Sequence[Condition],

@@ -3,7 +3,7 @@
 [Note: What torch's symmetric memory is]
 `torch.distributed._symmetric_memory` allocates physical memory by the driver's virtual memory management, passes its handle
 to the peers and maps theirs here. A mapping keeps the memory alive: a rank may free its own block, or end, while peers still
-hold theirs. Freeing a block calls `cudaDeviceSynchronize`, so no stream may stand for ever when the last reference goes.
+hold theirs. Freeing a block calls `cudaDeviceSynchronize`, so no stream may wait for ever when the last reference goes.
 Blocks are allocated without torch's memory pool (`empty_strided_p2p`): they come back to the driver when they are freed. All
 ranks must ask for the same number of bytes, so the largest wish counts.
 

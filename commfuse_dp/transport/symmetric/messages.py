@@ -78,7 +78,7 @@ class Messages:
             if behind is not None and (self._behind is None or self._behind[0] != stream or self._behind[1] is not behind):
                 self._behind = stream, behind
                 if core.probe.timing is not None and core.probe.timing.layer:
-                    core.probe.stood(core.probe.timing.layer, core.probe.mark(), (behind,))
+                    core.probe.waited(core.probe.timing.layer, core.probe.mark(), (behind,))
                 core.device.wait_event(stream, behind)
             offsets.update(dict.fromkeys(members, reservation.offset))
         found, views = [], self._kept_views()
@@ -255,7 +255,7 @@ class Messages:
         if not conditions:
             return []
         place = where if where is not NOWHERE else partial(_where, tag, entries[srcs[0]].nbytes)
-        core.behind(stream, (core.stand(stream, conditions, (place,), "to send", about=tag),))
+        core.behind(stream, (core.wait_for(stream, conditions, (place,), "to send", about=tag),))
         for box, _ in lanes:
             box.received.add(tag)
         found, views = [], self._kept_views()

@@ -1,16 +1,16 @@
 """Where messages lie in rings of symmetric memory: computed alike by sender and owner, so that nothing about it is told.
 
-    sender     staging (its own memory)     reserve: a place; the current stream stands until its last message has left
+    sender     staging (its own memory)     reserve: a place; the current stream waits until its last message has left
                     |  copy, stream "scatter", behind a wait for credit
     owner      inbox ring of (sender, channel)     place and arrival word follow from the number and size of the message
-                    |  the reader's stream stands until the arrival word is there
+                    |  the reader's stream waits until the arrival word is there
     sender     credit word of (owner, channel)     all messages up to this number have been read
 
 [Note: Mirrored rings]
 Messages of one pair and channel are numbered from 1 in the order of `send` at the one end and of `expect` at the other.
 `PlaceRing` gives each number the same place at both ends. A message of another size, or another message, would be looked for in
 the wrong place: so its arrival word is a fingerprint of number, tag and size (`room`), for which the owner waits exactly. Ranks
-that run in different orders stand still, are found by the watchdog, and never read each other's bytes as something that they
+that run in different orders get stuck, are found by the watchdog, and never read each other's bytes as something that they
 are not.
 
 [Note: Steps begin at the start]

@@ -3,7 +3,7 @@
 Bytes are moved by copy engines, order is made by stream memory operations: no multiprocessor is used and no thread waits, see
 [Note: Stream-ordered transports] in base.py. **Not yet run on a GPU**; its order is proved over a simulated device.
 
-[Note: Timelines] (r = reader or receiver, o = owner; | stands for a wait)
+[Note: Timelines] (r = reader or receiver, o = owner; |: a wait)
 
   parameters, one epoch
     o current   |finished(r) >= e-1   copy shards -> segment   write published[o, key] = e  to every rank
@@ -25,14 +25,14 @@ A slice has an arrival word of its own, whose value is the number of its pulls: 
 rises, and in a program of a steady order all slices of a layer have the same. The write follows its copy in stream "gather",
 slice by slice, so a kernel's tile may start while the next slice is still coming. Nothing is written between the copies of one
 `copy_all`, which run in any order: it serves where there are no words (see [Note: Kernels that wait]), and one event tells that
-all are there. Waits for an own word are enqueued behind the write that they wait for, so the two cannot stand in a circle,
+all are there. Waits for an own word are enqueued behind the write that they wait for, so the two cannot wait in a circle,
 whatever channels the streams are mapped to.
 
 [Note: Where credit is waited for]
 In the stream "scatter", not in the stream that computes: the staging gives compute another inbox's length of slack. Messages
 leave in the order of `send`, to whichever peer: one that is slow to give credit holds up those behind it. There is no circle:
 take the first message in program order that has not left. Everything before it has, so its receiver can sum what fills its
-inbox, once its own compute has come there; and that stands only for messages that come later. But all that one call owes to
+inbox, once its own compute has come there; and that waits only for messages that come later. But all that one call owes to
 one owner before the owner's own partial exists must fit into the inbox, or the owner must copy arrivals out of it without
 waiting for that partial (as the engine does).
 
@@ -45,7 +45,7 @@ as long as the transport or the caller's pool, so nothing is ever freed under a 
 A kernel that waits for an arrival word holds its multiprocessors. That is harmless while the copy that it waits for is made by
 a copy engine, as between two GPUs. Inside one GPU CUDA may copy by a kernel (NCCL's ce_coll.cc asks CUDA 13.1 for copy engines
 there, as that is not the default), for which a persistent kernel that waits on every multiprocessor leaves no room: both would
-stand for ever. So if any two ranks share a GPU, pulls have no arrival word, and kernels are launched behind `Transfer.wait`.
+wait for ever. So if any two ranks share a GPU, pulls have no arrival word, and kernels are launched behind `Transfer.wait`.
 
 [Note: The end]
 `close` waits (host, bounded) until this rank's streams have done what it enqueued, since the peers wait for some of it, then
@@ -226,7 +226,7 @@ class SymmetricTransport(Transport):
                 core.memory.close()
             else:
                 _never_freed.append((core, self._windows, self._messages))
-                _log.warning("rank %d: transport %s: a stream still stands; its memory is kept", self.rank, self.name)
+                _log.warning("rank %d: transport %s: a stream still waits; its memory is kept", self.rank, self.name)
 
     def _settle(self) -> bool:
         """Wait until the own streams have done what was enqueued; True if they have."""

@@ -9,8 +9,8 @@ is looked into by reading its words:
     departed peer    it said goodbye, so whatever it wrote is there              PeerLostError, if a word is still missing
 
 [Note: Release]
-A stream that stands can be freed only by writing the word that it waits for. So after a failure the thread writes the awaited
-words itself, again and again, for what is enqueued behind the first wait stands at the next one. The work that then runs reads
+A stream that waits can be freed only by writing the word that it waits for. So after a failure the thread writes the awaited
+words itself, again and again, for what is enqueued behind the first wait comes to the next one. The work that then runs reads
 bytes that never came: the error is raised by the next call of the transport, at the latest by the `begin_step` of the next
 step, and no call succeeds any more. Without this, the process would hang in the first call that waits for the device.
 
@@ -21,7 +21,7 @@ from then on, and so are the parameters after that optimizer step: lost, but nev
 left alone, for its own step may be sound; it is told, and spoils its own.
 
 [Note: Whose time is it]
-The host runs ahead of the device: a wait may stand in a queue for a long time because of the compute before it. Its time
+The host runs ahead of the device: a wait may lie in a queue for a long time because of the compute before it. Its time
 therefore counts from when the wait before it in its stream was over, and it is late only if, after that time, its word has not
 come. If it has come, the device is busy, and the time starts again.
 """
@@ -49,7 +49,7 @@ from commfuse_dp.errors import (
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.parts import Channel, Receiver
 
-SUSPECT_S = 1.0  # a wait that stands for so long is looked into
+SUSPECT_S = 1.0  # a wait that lasts so long is looked into
 TICK_S = 0.25  # between two looks while nothing happens
 RELEASE_S = 0.01  # between two rounds of releasing
 
@@ -163,7 +163,7 @@ class Watchdog(Receiver):
         return kind(text)
 
     def release(self) -> bool:
-        """Write what the streams stand for. True if nothing stands any more."""
+        """Write what the streams wait for. True if nothing waits any more."""
         with self._lock:
             self._forget_finished()
             waits = [wait for queue in self._waits.values() for wait in queue]

@@ -90,8 +90,8 @@ class Windows:
             torch.Tensor
         ] = []  # of every rank: published[owner * keys + key] = epoch, then complete[owner] = epoch
         self._published: dict[int, int] = {}  # key -> epoch, of this rank
-        self._awaited: dict[tuple[int, int], int] = {}  # (owner, key), -1 for all -> epoch that "gather" stands behind
-        self._complete_awaited = 0, 0  # epoch, and of how many peers "gather" stands behind all that they publish in it
+        self._awaited: dict[tuple[int, int], int] = {}  # (owner, key), -1 for all -> epoch that "gather" waits for
+        self._complete_awaited = 0, 0  # epoch, and of how many peers "gather" waits for all that they publish in it
         self._all_awaited = 0  # the latest epoch of which that is so for all peers
         self._complete = 0  # this rank has published all of this epoch
         self._sources: dict[tuple[int, int, int, int], _Source] = {}  # (owner, key, start, nbytes)
@@ -217,7 +217,7 @@ class Windows:
         return pulls
 
     def await_pull(self, pull: Pull) -> None:
-        """The current stream stands until the bytes are there."""
+        """The current stream waits until the bytes are there."""
         core = self.core
         stream = core.enter()
         if pull.arrival is not None:
@@ -234,7 +234,7 @@ class Windows:
         window_bytes(self.sizes, owner, key, core.world_size)
         self._direct = True
         condition = Condition(owner, self._pads[core.rank], self._place(owner, key), epoch)
-        core.behind(stream, [core.stand(stream, (condition,), (where,), "to publish a window")])
+        core.behind(stream, [core.wait_for(stream, (condition,), (where,), "to publish a window")])
         return self._segments[owner][key]
 
     def finish(self, epoch: int) -> None:
@@ -260,7 +260,7 @@ class Windows:
         device.wait_event(stream, device.record(self._gather))  # this rank's copies of its own segments
         conditions = tuple(Condition(peer, core.own.finished, peer, epoch) for peer in core.peers)
         if conditions:
-            core.behind(stream, [core.stand(stream, conditions, (where,), "to finish reading epoch", about=epoch)])
+            core.behind(stream, [core.wait_for(stream, conditions, (where,), "to finish reading epoch", about=epoch)])
 
     def leave(self) -> None:
         """At the end: nothing is read from now on, whatever epoch the peers may still come to."""
@@ -282,7 +282,7 @@ class Windows:
         return owner * keys + key if key >= 0 else self.core.world_size * keys + owner
 
     def _publication(self, owner: int, key: int, epoch: int) -> Condition | None:
-        """What "gather" must wait for before it reads; None: it stands behind that already, and is in order."""
+        """What "gather" must wait for before it reads; None: it waits for that already, and is in order."""
         if self._complete == epoch:
             key = -1 if self._awaited.get((owner, key)) != epoch else key
         if self._awaited.get((owner, key)) == epoch:

@@ -14,7 +14,7 @@ r-k: no requests would be needed. But ranks with uneven shards fill their window
 over the turn to backward that another fetches twice: the counts differ, and one rank waits for ever for a send that its peer
 sees no reason for. With a request, a changed order is slower, never wrong. The request is sent as early as the pull (a window
 ahead of the compute), and a thread answers it, so its time is hidden and the owner's compute takes no part.
-Where waits stand in streams (`grouped`) no thread could answer in time: there the engine's window walks alike on all ranks.
+Where streams wait (`grouped`) no thread could answer in time: there the engine's window walks alike on all ranks.
 
 [Note: Threads]
 A handle's wait is the only call that finishes a transfer for sure (gloo), so threads wait and tell the receiver. One for each
