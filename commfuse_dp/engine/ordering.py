@@ -1,8 +1,8 @@
 """When something that was called has happened: at once on a CPU, in the order of streams on a device.
 
 The engine is written once. What differs is how "afterwards" is said: on the host a call that has returned is done, on a device
-it is enqueued in a stream, and whoever needs its result on another stream waits there for an event. `Ordering` is the few places
-where the engine has to say it.
+it is enqueued in a stream, and whoever needs its result on another stream waits there for an event. `Ordering` is the few
+places where the engine has to say it.
 
 [Note: Streams of a step]
 
