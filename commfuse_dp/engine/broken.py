@@ -77,6 +77,13 @@ class Breakage:
         """An exception has come out of a layer's forward. That alone breaks nothing off: whoever caught it may go on."""
         self._forward = self._forward or self._describe(layer, error)
 
+    def forward_raised(self, error: BaseException) -> None:
+        """The exception has come out of the root's forward: whoever catches it begins another step."""
+        if not self.cause:
+            text = str(error).split("\n", 1)[0]
+            own = f"{type(error).__name__}{': ' if text else ''}{text} in its forward, step {self.step}"
+            self._tell(self._forward or (text if isinstance(error, BrokenStepError) else own))
+
     def leave(self, *, unfinished: bool) -> None:
         """The step is over here. unfinished: a backward was begun that did not come to its end."""
         if self.cause or (self.complete and not unfinished):

@@ -7,6 +7,7 @@ and says so.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,8 @@ from commfuse_dp.integrations.attach.forwards import Hook
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from commfuse_dp.errors import BrokenStepError
 
 _GROUP_FIELDS = (
     "fsdp_params",
@@ -287,11 +290,12 @@ def drop_pending_unshard(group: Any) -> None:
     result = getattr(group, "_all_gather_result", None)
     if result is None:
         return
+    group._all_gather_result = None
     if result.all_gather_event is not None:
         torch.accelerator.current_stream().wait_event(result.all_gather_event)
     if isinstance(result.all_gather_work, dist.Work):
-        result.all_gather_work.wait()
-    group._all_gather_result = None
+        with contextlib.suppress(BrokenStepError):  # nobody reads it: a step that broke off does not break off the next one
+            result.all_gather_work.wait()
 
 
 def has_forward_prefetch(module: FSDPModule) -> bool:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from commfuse_dp.errors import BrokenStepError
 from tests.parity.fsdp2.models import (
     Stack,
     mean_square,
@@ -69,6 +71,30 @@ def failing(rank: int, world_size: int, transport: str, reset: bool) -> None:
 @pytest.mark.parametrize(("world_size", "transport"), [slow(2, "shm"), (2, "tcp"), slow(3, "tcp")])
 def test_the_step_after_an_exception(workers, world_size, transport, reset):
     workers(world_size).run(failing, transport, reset)
+
+
+def failing_alone(rank: int, world_size: int, transport: str) -> None:
+    """Rank 0 raises outside of CommFuse's layers, and begins nothing else before its peers have ended."""
+    for phase in ("forward", "backward"):
+        with Twin(wide_bytes, config=settings(transport, prefetch_bytes=8192)) as twin:
+            twin.step()
+            handle = blow_up(twin.fused, phase) if rank == 0 else None
+            with pytest.raises(Boom if rank == 0 else BrokenStepError) as caught:
+                token_loss(twin.fused, twin.batch()).backward()
+            dist.barrier()
+            if handle is not None:
+                handle.remove()
+            else:
+                why = "rank 0: Boom in its forward" if phase == "forward" else "rank 0: an exception in its backward"
+                assert why in str(caught.value), caught.value
+            twin.fused.zero_grad()
+            twin.step()
+            twin.step()
+
+
+@pytest.mark.parametrize(("world_size", "transport"), [(2, "shm"), (2, "tcp"), slow(3, "tcp")])
+def test_an_exception_of_the_user_on_one_rank_is_told_at_once(workers, world_size, transport):
+    workers(world_size).run(failing_alone, transport)
 
 
 class Twice(Stack):
