@@ -143,18 +143,16 @@ class OneSidedTransport(Peers):
     def pull(self, epoch: int, requests: Sequence[PullRequest]) -> Sequence[Transfer]:
         found: list[Transfer] = []
         received = 0
-        for request in requests:
-            owner, key, start, nbytes, out, _, _, _ = request
+        for owner, key, start, nbytes, out, _, _, _ in requests:
             here = self._views.get((owner, key, start, nbytes)) if out is None and epoch > self._own_finished else None
             if here is not None:
                 with self._lock:
                     if self._published[owner].get(key) != epoch:
                         here = None
-            if here is not None:
-                found.append(here)
-                received += nbytes if owner != self.rank else 0
-            else:
-                found.append(self._pull(epoch, request))
+            if here is None:  # a caller that cannot have all at once may ask again: nothing of this counts as read
+                return [self._pull(epoch, request) for request in requests]
+            found.append(here)
+            received += nbytes if owner != self.rank else 0
         self.probe.counters.param_bytes_received += received
         return found
 

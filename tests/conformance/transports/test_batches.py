@@ -53,6 +53,32 @@ def test_one_pull_for_all_owners_and_keys(host: Cluster) -> None:
     host.run(RANKS, body, sizes=[[96] * RANKS] * 2)
 
 
+def test_a_pull_that_cannot_have_all_at_once_has_read_nothing(host: Cluster) -> None:
+    """Its caller may ask again, slice by slice."""
+
+    def body(transport: Transport, exchange) -> None:
+        peer, counters = (transport.rank + 1) % RANKS, transport.probe.counters
+        for epoch in (1, 2, 3):
+            transport.wait_finished(epoch - 1)
+            transport.publish((0,), epoch)
+            exchange("the first")
+            transport.progress()  # takes in that it is published
+            outs = [None if transport.in_place else torch.empty(64, dtype=torch.uint8) for _ in range(2)]
+            before = counters.param_bytes_received
+            transfers = transport.pull(epoch, [PullRequest(peer, key, 0, 64, outs[key]) for key in (0, 1)])
+            if transport.in_place:
+                assert all(transfer.data is None for transfer in transfers)
+                assert counters.param_bytes_received == before
+            exchange("asked")
+            transport.publish((1,), epoch)
+            for transfer in transfers:
+                transfer.wait()
+            assert counters.param_bytes_received == before + 128
+            transport.finish(epoch)
+
+    host.run(RANKS, body, sizes=[[96] * RANKS] * 2)
+
+
 def test_a_reservation_ends_at_the_first_rank_without_room(host: Cluster) -> None:
     def body(transport: Transport, exchange) -> None:
         first, second = [peer for peer in range(RANKS) if peer != transport.rank]
