@@ -286,9 +286,9 @@ def _credit(patch: pytest.MonkeyPatch) -> None:
 
 
 def _arrival(patch: pytest.MonkeyPatch) -> None:
-    stand = Core.stand
+    wait_for = Core.wait_for
     patch.setattr(
-        Core, "stand", lambda self, stream, c, *more, **rest: stand(self, stream, () if c[0].exact else c, *more, **rest)
+        Core, "wait_for", lambda self, stream, c, *more, **rest: wait_for(self, stream, () if c[0].exact else c, *more, **rest)
     )
 
 

@@ -41,6 +41,7 @@ class Peers(Transport, Receiver):
         self.changed = threading.Condition(self._lock)
         self._departed: set[int] = set()
         self._failure: tuple[int, str] | None = None  # (culprit or -1, reason)
+        self._early = ""  # the reason, if it is that a peer has said goodbye too early
         self._closed = False
         self._pid = os.getpid()
         self.on_news: Callable[[], None] | None = None  # in whichever thread, when something was taken in or lost
@@ -114,8 +115,10 @@ class Peers(Transport, Receiver):
         with self._lock:
             if self._failure is None:
                 self._failure = (peer, text)
+                self._early = text
                 self._tell_others(peer, text)
-            elif self._failure[0] not in (-1, peer):  # an I/O thread has heard of the first loss since the last progress()
+            elif self._failure[0] >= 0 and self._failure[1] != self._early:
+                # An I/O thread has heard of the first loss since the last progress(), or of why this peer has closed.
                 return self._error()  # the wait adds what it was for
         return PeerLostError(f"rank {self.rank}: {text}.", rank=self.rank, peer=peer, where=where)
 

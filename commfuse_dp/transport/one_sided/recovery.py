@@ -76,7 +76,7 @@ class Rounds(Recovery):
                 transport.release((src,), tag)
 
     def outcome_of(self, peer: int, epoch: int) -> Outcome | None:
-        return self._outcomes.get((peer, epoch))
+        return None if peer in self._transport._departed else self._outcomes.get((peer, epoch))
 
     def all_sent(self, peer: int) -> bool:
         left = self._left.get(peer)
