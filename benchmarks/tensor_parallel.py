@@ -4,10 +4,17 @@
     python benchmarks/tensor_parallel.py --op mlp --link 0.56x --pass both          and backward
     python benchmarks/tensor_parallel.py --op mlp --link 0.56x --sweep sequence     four lengths of the sequence, 16 : 1
     python benchmarks/tensor_parallel.py --op attention --variants compute,vanilla,commfuse-row,commfuse
+    python benchmarks/tensor_parallel.py --op mlp --world-size 4 --sleep 30         more ranks than cores: compute sleeps
+    python benchmarks/tensor_parallel.py --op llama --world-size 4 --dp 2 --sleep 15 --link 1.0x
+                                                                                    a training step, TP 2 x DP 2
 
 `--link 0.56x`: a link on which the communication that vanilla needs takes 0.56 of compute alone, measured before. All variants
 run over one transport (tcp) in one run, alternating; `dtensor` is what a user has today: PyTorch's styles over gloo, whose
 reduce-scatter is an all-reduce. fp32, one batch entry. What the variants do: benchmarks/tp/variants.py.
+
+`--sleep GFLOPS`: products and attention take the time of a device of that speed, and no core (benchmarks/tp/sleeping.py).
+`--op llama`: unmodified PyTorch (benchmarks/tp/llama.py); `--link 1.0x` is then a link on which the bytes that dtensor sends
+take as long as its compute, which sleeps.
 
 Exposed is what the compute thread was seen to wait; `over compute` needs no such measurement and holds for dtensor, too.
 """
@@ -33,6 +40,7 @@ if __package__ in (None, ""):  # run as a script: make `benchmarks` importable
 from benchmarks import report
 from benchmarks.case import BenchmarkError, CaseResult
 from benchmarks.launch import run_case
+from benchmarks.tp.llama import VARIANTS as LLAMA
 from benchmarks.tp.models import OPS, least_bytes
 from benchmarks.tp.worker import TpCase
 from commfuse_dp.errors import CommFuseError, ConfigError
@@ -90,10 +98,16 @@ def _rate(arguments: argparse.Namespace, base: TpCase) -> str | None:
         return str(arguments.link)
     if float(match[1]) <= 0:
         raise ConfigError(f"--link {arguments.link}: the factor must be above 0.")
-    _say("measuring compute alone, to choose the link's rate")
-    result = _launch(replace(base, variants=("compute",)), None, arguments)
-    seconds = statistics.median(report.step_seconds(result.variants[0], base.steps))
-    least = least_bytes(base.op, base.shape, base.world_size, base.passes, "vanilla")
+    if base.op == "llama":
+        _say("counting what dtensor sends, to choose the link's rate")
+        result = _launch(replace(base, variants=("dtensor",), rounds=1), None, arguments)
+        summary = report.summarize(result, steps=base.steps, link_bytes_per_s=None)["variants"]["dtensor"]
+        seconds, least = summary["notes"]["slept_ms"] / 1e3, summary["bytes_per_step"]
+    else:
+        _say("measuring compute alone, to choose the link's rate")
+        result = _launch(replace(base, variants=("compute",)), None, arguments)
+        seconds = statistics.median(report.step_seconds(result.variants[0], base.steps))
+        least = least_bytes(base.op, base.shape, base.world_size, base.passes, "vanilla")
     return f"{round(8 * least / (float(match[1]) * seconds))}bit"
 
 
@@ -110,10 +124,12 @@ def _measure(case: TpCase, rate: str | None, arguments: argparse.Namespace) -> d
         least = least_bytes(case.op, case.shape, case.world_size, case.passes, name)
         row["least_bytes"] = least
         row["bytes_over_least"] = row["bytes_per_step"] / least if least and row["bytes_per_step"] is not None else None
-        for reference in ("compute", "vanilla"):
+        for reference in ("compute", "vanilla", "dtensor"):
             if reference in times:
                 pairs = zip(times[name], times[reference], strict=True)
                 row[f"step_over_{reference}"] = report.spread([own / other for own, other in pairs])
+        if case.op == "llama" and case.sleep_gflops:
+            row["step_over_compute"] = report.spread([1e3 * own / row["notes"]["slept_ms"] for own in times[name]])
     return {"link": {"rate_gbit": (world.rate or 0) / 1e9} if world is not None else None, "summary": summary}
 
 
@@ -139,22 +155,23 @@ def markdown(record: dict[str, Any]) -> str:
         "",
         f"    {about['command']}",
         "",
-        f"Width {settings['width']}, hidden {settings['hidden']}, {settings['heads']} heads, fp32, one thread a rank, transport"
-        f" {settings['transport']}; {settings['rounds']} rounds of {settings['steps']} passes, variants alternating in rotated "
-        "order; the slowest rank's time; p50 (p20-p80). Ratios are paired by round.",
+        f"Width {settings['width']}, hidden {settings['hidden']}, {settings['heads']} heads, {_more(settings)}fp32, one thread "
+        f"a rank, transport {settings['transport']}; {settings['rounds']} rounds of {settings['steps']} passes, variants "
+        "alternating in rotated order; the slowest rank's time; p50 (p20-p80). Ratios are paired by round.",
     ]
+    reference = "dtensor" if settings["op"] == "llama" else "vanilla"
     for case in record["cases"]:
         summary, link = case["summary"], case["link"]
         lines += ["", f"## {case['title']}", ""]
         if link:
             lines += [
-                f"Link {link['rate_gbit']:.3f} Gbit/s, goodput {summary['link_goodput_gbit']:.3f} both ways at once: "
-                f"{summary['wire_ms']:.0f} ms on the wire for what vanilla sends.",
+                f"Link {link['rate_gbit']:.3f} Gbit/s, goodput {summary['link_goodput_gbit']:.3f} both ways at once"
+                + (f": {summary['wire_ms']:.0f} ms on the wire for what vanilla sends." if summary["wire_ms"] else "."),
                 "",
             ]
         lines += [
-            "| variant | ms | over compute | over vanilla | exposed ms | bytes over least |",
-            "| --- | --- | --- | --- | --- | --- |",
+            f"| variant | ms | over compute | over {reference} | exposed ms | bytes over least | MB sent | ms slept |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- |",
         ]
         for name, row in summary["variants"].items():
             share = row["bytes_over_least"]
@@ -162,13 +179,27 @@ def markdown(record: dict[str, Any]) -> str:
                 name,
                 report.spread_text(row["step_ms"]),
                 report.spread_text(row.get("step_over_compute"), 3),
-                report.spread_text(row.get("step_over_vanilla"), 3),
+                report.spread_text(row.get(f"step_over_{reference}"), 3),
                 report.spread_text(row["exposed_ms"], 1),
                 "" if share is None else f"{share:.2f}",
+                "" if row["bytes_per_step"] is None else f"{row['bytes_per_step'] / 1e6:.1f}",
+                "" if row["notes"].get("slept_ms") is None else f"{row['notes']['slept_ms']:.0f}",
             ]
             lines.append("| " + " | ".join(cells) + " |")
         lines += [f"\nWarning: {text}" for text in summary["warnings"]]
     return "\n".join(lines) + "\n"
+
+
+def _more(settings: dict[str, Any]) -> str:
+    parts = []
+    if settings["op"] == "llama":
+        tp = settings["world_size"] // settings["dp"]
+        parts.append(f"{settings['layers']} layers, vocabulary {settings['vocabulary']}, TP {tp} x DP {settings['dp']}")
+    if settings["sleep_gflops"]:
+        parts.append(
+            f"**compute replaced by sleeping** ({settings['sleep_gflops']:g} GFLOP/s; over compute: over what was slept)"
+        )
+    return "".join(f"{part}, " for part in parts)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -183,6 +214,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--dp", type=int, default=1, help="of op llama: data-parallel ranks; the others are tensor parallel")
+    parser.add_argument("--layers", type=int, default=2, help="of op llama (%(default)s)")
+    parser.add_argument("--vocabulary", type=int, default=2048, help="of op llama (%(default)s)")
+    parser.add_argument("--sleep", dest="sleep_gflops", type=float, metavar="GFLOPS", help="sleep in place of computing")
     parser.add_argument("--slices-per-rank", type=int, help="of CommFuse (its own choice)")
     parser.add_argument("--transport", choices=("tcp", "shm"), default="tcp")
     parser.add_argument("--steps", type=int, default=3)
@@ -195,12 +230,21 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _case(arguments: argparse.Namespace) -> TpCase:
-    names = arguments.variants or ",".join(FORWARD if arguments.passes == "forward" else BOTH)
+    if arguments.op == "llama":
+        arguments.passes = "both"
+        _check_llama(arguments)
+    elif arguments.dp != 1:
+        raise ConfigError(f"--dp {arguments.dp}: only --op llama has data parallelism.")
+    known = LLAMA if arguments.op == "llama" else KNOWN
+    usual = LLAMA if arguments.op == "llama" else FORWARD if arguments.passes == "forward" else BOTH
+    names = arguments.variants or ",".join(usual)
     variants = tuple(name for name in names.split(",") if name)
-    if not variants or any(name not in KNOWN for name in variants) or len(set(variants)) < len(variants):
-        raise ConfigError(f"--variants {names!r}: give each at most once, of {', '.join(KNOWN)}.")
+    if not variants or any(name not in known for name in variants) or len(set(variants)) < len(variants):
+        raise ConfigError(f"--variants {names!r}: give each at most once, of {', '.join(known)}.")
     if arguments.passes == "both" and any(name.startswith("slicing") for name in variants):
         raise ConfigError("--pass both: data slicing is measured forward only, as in the paper. Leave it out of --variants.")
+    if arguments.sleep_gflops is not None and arguments.sleep_gflops <= 0:
+        raise ConfigError(f"--sleep {arguments.sleep_gflops:g}: must be above 0.")
     for name in ("world_size", "tokens", "width", "hidden", "heads", "steps", "rounds", "warmup"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: must be at least 1.")
@@ -214,6 +258,24 @@ def _case(arguments: argparse.Namespace) -> TpCase:
         raise ConfigError(f"--tokens {arguments.tokens}: a sweep needs a multiple of {32 * n}.")
     fields = {name: getattr(arguments, name) for name in TpCase.__dataclass_fields__ if hasattr(arguments, name)}
     return TpCase(**{**fields, "variants": variants})
+
+
+def _check_llama(arguments: argparse.Namespace) -> None:
+    n, dp = arguments.world_size, arguments.dp
+    if dp < 1 or n % dp or n // dp < 2:
+        raise ConfigError(f"--dp {dp}: must divide --world-size {n} and leave two or more ranks to tensor parallelism.")
+    if (
+        arguments.heads % 2
+        or arguments.heads // 2 % (n // dp)
+        or arguments.hidden % (n // dp)
+        or arguments.vocabulary % (n // dp)
+    ):
+        raise ConfigError(
+            f"--op llama: half of --heads {arguments.heads} (keys and values), --hidden {arguments.hidden} and --vocabulary "
+            f"{arguments.vocabulary} must be divisible by the {n // dp} tensor-parallel ranks."
+        )
+    if arguments.link.endswith("x") and arguments.sleep_gflops is None:
+        raise ConfigError(f"--link {arguments.link}: of op llama compute is known only with --sleep; give a rate, or --sleep.")
 
 
 def _say(text: str) -> None:

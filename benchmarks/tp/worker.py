@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.case import BenchmarkError, CaseResult, VariantRecord
+from benchmarks.tp.llama import LlamaVariant
 from benchmarks.tp.models import Shape, forward, least_bytes, weights
+from benchmarks.tp.sleeping import SleepingDevice
 from benchmarks.tp.stock import stock
 from benchmarks.tp.variants import CommFuse, Compute, RowOnly, Seams, Slicing, Vanilla
 from benchmarks.worker import PROGRESS, Trial, check_losses, facts_of, gather_objects, meet, run_rounds
@@ -40,6 +42,10 @@ class TpCase:
     width: int = 1024
     hidden: int = 4096
     heads: int = 16
+    dp: int = 1  # of op llama: ranks = dp x tp
+    layers: int = 2
+    vocabulary: int = 2048
+    sleep_gflops: float | None = None  # compute is replaced by sleeping, at this speed
     slices_per_rank: int | None = None
     transport: str = "tcp"
     steps: int = 3
@@ -133,6 +139,7 @@ def main(case_file: str, result_file: str) -> None:
         if rank == 0:
             print(PROGRESS + text, flush=True)
 
+    device = SleepingDevice(case.sleep_gflops) if case.sleep_gflops else None
     transport, _ = open_transport(
         case.transport,  # type: ignore[arg-type]
         group=None,
@@ -141,7 +148,7 @@ def main(case_file: str, result_file: str) -> None:
         probe=Probe(),
         device=torch.device("cpu"),
     )
-    result = measure(case, rank, transport, say)
+    result = measure(case, rank, transport, say, device)
     meet()
     transport.close()
     dist.destroy_process_group()
@@ -149,12 +156,14 @@ def main(case_file: str, result_file: str) -> None:
         result.save(Path(result_file))
 
 
-def measure(case: TpCase, rank: int, transport: Transport, say: Any) -> CaseResult:
+def measure(case: TpCase, rank: int, transport: Transport, say: Any, device: SleepingDevice | None = None) -> CaseResult:
     trials = []
     for name in case.variants:
-        variant: Any = TpVariant(name, case, rank, transport)
+        variant: Any = LlamaVariant(name, case, rank) if case.op == "llama" else TpVariant(name, case, rank, transport)
         for _ in range(case.warmup):
+            slept = device.slept_s if device is not None else 0.0
             variant.step()
+            variant.notes["slept_ms"] = 1e3 * (device.slept_s - slept) if device is not None else None
         trials.append(Trial(name, variant, variant.notes))
     say(f"warm: {', '.join(case.variants)}")
     run_rounds(trials, case, say)  # type: ignore[arg-type]

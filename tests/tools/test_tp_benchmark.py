@@ -32,6 +32,27 @@ def test_variants_compute_the_same(op: str, passes: str, variants: str, tmp_path
     assert "| commfuse |" in target.with_suffix(".md").read_text()
 
 
+@pytest.mark.slow
+def test_a_step_of_tensor_and_data_parallelism(tmp_path: Path) -> None:
+    """Computed, so that losses are compared; asleep, so that the link can be chosen and what sleeps is known."""
+    target = tmp_path / "record.json"
+    grid = ["--op", "llama", "--world-size", "4", "--dp", "2", "--vocabulary", "32", "--json", str(target)]
+    grid += ["--rounds", "1", "--steps", "1"]
+    assert tensor_parallel.main([*SMALL, *grid]) == 0
+    (case,) = json.loads(target.read_text())["cases"]
+    rows = case["summary"]["variants"]
+    assert list(rows) == ["dtensor", "dtensor-keep", "commfuse", "commfuse-keep"]
+    assert {"column", "row"} <= set(rows["commfuse"]["notes"]["paths"])
+    assert rows["commfuse"]["first_loss"] > rows["commfuse"]["last_loss"] > 0
+
+    variants = ["--variants", "dtensor,commfuse", "--sleep", "1"]
+    assert tensor_parallel.main([*SMALL, *grid, *variants]) == 0
+    (case,) = json.loads(target.read_text())["cases"]
+    one, other = case["summary"]["variants"].values()
+    assert 0 < one["notes"]["slept_ms"] == pytest.approx(other["notes"]["slept_ms"])
+    assert one["step_ms"]["p50"] > one["notes"]["slept_ms"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -40,6 +61,11 @@ def test_variants_compute_the_same(op: str, passes: str, variants: str, tmp_path
         (["--tokens", "63"], "divisible"),
         (["--link", "0x"], "above 0"),
         (["--heads", "3"], "divisible"),
+        (["--dp", "2"], "llama"),
+        (["--op", "llama", "--dp", "2"], "two or more"),
+        (["--op", "llama", "--vocabulary", "33"], "vocabulary"),
+        (["--op", "llama", "--link", "1.0x"], "--sleep"),
+        (["--sleep", "0"], "above 0"),
     ],
 )
 def test_bad_input(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
