@@ -14,7 +14,7 @@ reduce-scatter is an all-reduce. fp32, one batch entry. What the variants do: be
 
 `--sleep GFLOPS`: products and attention take the time of a device of that speed, and no core (benchmarks/tp/sleeping.py).
 `--op llama`: unmodified PyTorch (benchmarks/tp/llama.py); `--link 1.0x` is then a link on which the bytes that dtensor sends
-take as long as its compute, which sleeps.
+take as long as its compute; compute runs in processes of its own.
 
 Exposed is what the compute thread was seen to wait; `over compute` needs no such measurement and holds for dtensor, too.
 """
@@ -98,16 +98,14 @@ def _rate(arguments: argparse.Namespace, base: TpCase) -> str | None:
         return str(arguments.link)
     if float(match[1]) <= 0:
         raise ConfigError(f"--link {arguments.link}: the factor must be above 0.")
+    _say("measuring compute alone, to choose the link's rate")
+    result = _launch(replace(base, variants=("compute",)), None, arguments)
+    seconds = statistics.median(report.step_seconds(result.variants[0], base.steps))
+    least: float = least_bytes(base.op, base.shape, base.world_size, base.passes, "vanilla")
     if base.op == "llama":
-        _say("counting what dtensor sends, to choose the link's rate")
+        _say("counting what dtensor sends")
         result = _launch(replace(base, variants=("dtensor",), rounds=1), None, arguments)
-        summary = report.summarize(result, steps=base.steps, link_bytes_per_s=None)["variants"]["dtensor"]
-        seconds, least = summary["notes"]["slept_ms"] / 1e3, summary["bytes_per_step"]
-    else:
-        _say("measuring compute alone, to choose the link's rate")
-        result = _launch(replace(base, variants=("compute",)), None, arguments)
-        seconds = statistics.median(report.step_seconds(result.variants[0], base.steps))
-        least = least_bytes(base.op, base.shape, base.world_size, base.passes, "vanilla")
+        least = report.summarize(result, steps=base.steps, link_bytes_per_s=None)["variants"]["dtensor"]["bytes_per_step"]
     return f"{round(8 * least / (float(match[1]) * seconds))}bit"
 
 
@@ -128,12 +126,16 @@ def _measure(case: TpCase, rate: str | None, arguments: argparse.Namespace) -> d
             if reference in times:
                 pairs = zip(times[name], times[reference], strict=True)
                 row[f"step_over_{reference}"] = report.spread([own / other for own, other in pairs])
-        if case.op == "llama" and case.sleep_gflops:
-            row["step_over_compute"] = report.spread([1e3 * own / row["notes"]["slept_ms"] for own in times[name]])
     return {"link": {"rate_gbit": (world.rate or 0) / 1e9} if world is not None else None, "summary": summary}
 
 
 def _launch(case: TpCase, world: netns.ShapedWorld | None, arguments: argparse.Namespace) -> CaseResult:
+    if case.op == "llama" and "compute" in case.variants and len(case.variants) > 1:
+        # DTensor finds a mesh's groups by its ranks and names: in one process the fake ones would serve the others, too.
+        apart = [tuple(name for name in case.variants if (name == "compute") is alone) for alone in (True, False)]
+        alone, others = (_launch(replace(case, variants=names), world, arguments) for names in apart)
+        others.variants[:0] = alone.variants
+        return others
     program = python_module("benchmarks.tp.worker")
     return run_case(case, world, timeout_s=arguments.timeout, say=_say, program=program)  # type: ignore[arg-type]
 
@@ -274,8 +276,6 @@ def _check_llama(arguments: argparse.Namespace) -> None:
             f"--op llama: half of --heads {arguments.heads} (keys and values), --hidden {arguments.hidden} and --vocabulary "
             f"{arguments.vocabulary} must be divisible by the {n // dp} tensor-parallel ranks."
         )
-    if arguments.link.endswith("x") and arguments.sleep_gflops is None:
-        raise ConfigError(f"--link {arguments.link}: of op llama compute is known only with --sleep; give a rate, or --sleep.")
 
 
 def _say(text: str) -> None:

@@ -2,6 +2,7 @@
 
 | variant | |
 | --- | --- |
+| compute | dtensor over torch's backend "fake", whose collectives do nothing; in processes of its own |
 | dtensor | parallelize_module on "tp", fully_shard on "dp": collectives of gloo |
 | commfuse | the same, then commfuse_dp.apply |
 | dtensor-keep, commfuse-keep | `reshard_after_forward=False`: one all-gather of the parameters a step, and their memory |
@@ -13,9 +14,10 @@ import contextlib
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -29,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 import commfuse_dp
 from benchmarks.models_llama import rotary_table, rotate
 
-VARIANTS = ("dtensor", "dtensor-keep", "commfuse", "commfuse-keep")
+VARIANTS = ("compute", "dtensor", "dtensor-keep", "commfuse", "commfuse-keep")
 
 
 class LlamaShape(NamedTuple):
@@ -92,10 +94,24 @@ class _Llama(nn.Module):
         return self.head(self.norm(x))
 
 
-def _build(shape: LlamaShape, tp: int, dp: int, seed: int, *, keep: bool) -> nn.Module:
+def _mesh(tp: int, dp: int, *, fake: bool) -> DeviceMesh:
+    names = ("dp", "tp")
+    if not fake:
+        return init_device_mesh("cpu", (dp, tp), mesh_dim_names=names)
+    import torch.testing._internal.distributed.fake_pg  # registers the backend
+
+    ranks = torch.arange(dp * tp).view(dp, tp)
+    groups = []
+    for lines in (ranks.t(), ranks):
+        made = [(line, dist.new_group(line, backend="fake")) for line in lines.tolist()]
+        groups += [group for line, group in made if dist.get_rank() in line]
+    return DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=names)
+
+
+def _build(shape: LlamaShape, mesh: DeviceMesh, seed: int, *, keep: bool) -> nn.Module:
     torch.manual_seed(seed)
     model = _Llama(shape)
-    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    dp = mesh["dp"].size()
     sequence, whole = Shard(1), Replicate()
     gather = PrepareModuleInput(input_layouts=(sequence,), desired_input_layouts=(whole,))
     row = RowwiseParallel(output_layouts=sequence)
@@ -124,10 +140,12 @@ class LlamaVariant:
         self.notes: dict[str, Any] = {}
         self.losses: list[torch.Tensor] = []
         shape = LlamaShape(case.width, case.hidden, case.heads, case.heads // 2, case.layers, case.vocabulary)
-        self._model = _build(shape, case.world_size // case.dp, case.dp, case.seed, keep=name.endswith("-keep"))
-        generator = torch.Generator().manual_seed(case.seed + rank // (case.world_size // case.dp))
+        tp = case.world_size // case.dp
+        mesh = _mesh(tp, case.dp, fake=name == "compute")
+        self._model = _build(shape, mesh, case.seed, keep=name.endswith("-keep"))
+        generator = torch.Generator().manual_seed(case.seed + rank // tp)
         self._tokens = torch.randint(shape.vocabulary, (1, case.tokens + 1), generator=generator)
-        self._report = None
+        self._report: Any = None
         if name.startswith("commfuse"):
             config = commfuse_dp.CommFuseConfig(
                 transport=case.transport, slices_per_rank=case.slices_per_rank, deadline_s=case.deadline_s
@@ -148,7 +166,7 @@ class LlamaVariant:
         yield
 
     def exposed_ns(self) -> int | None:
-        return None
+        return 0 if self.name == "compute" else self._report.probe.counters.exposed_ns if self._report is not None else None
 
     def end(self) -> None:
         return None

@@ -41,7 +41,7 @@ def test_a_step_of_tensor_and_data_parallelism(tmp_path: Path) -> None:
     assert tensor_parallel.main([*SMALL, *grid]) == 0
     (case,) = json.loads(target.read_text())["cases"]
     rows = case["summary"]["variants"]
-    assert list(rows) == ["dtensor", "dtensor-keep", "commfuse", "commfuse-keep"]
+    assert list(rows) == ["compute", "dtensor", "dtensor-keep", "commfuse", "commfuse-keep"]
     assert {"column", "row"} <= set(rows["commfuse"]["notes"]["paths"])
     assert rows["commfuse"]["first_loss"] > rows["commfuse"]["last_loss"] > 0
 
@@ -64,7 +64,6 @@ def test_a_step_of_tensor_and_data_parallelism(tmp_path: Path) -> None:
         (["--dp", "2"], "llama"),
         (["--op", "llama", "--dp", "2"], "two or more"),
         (["--op", "llama", "--vocabulary", "33"], "vocabulary"),
-        (["--op", "llama", "--link", "1.0x"], "--sleep"),
         (["--sleep", "0"], "above 0"),
     ],
 )
