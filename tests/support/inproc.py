@@ -241,6 +241,9 @@ class _InprocMemory(Memory):
     def __init__(self, rank: int, world: InprocWorld) -> None:
         self._rank = rank
         self._world = world
+        self.segments = dict(enumerate(world.segments))
+        self.outgoing = {owner: ring for (owner, src), ring in world.rings.items() if src == rank}
+        self.incoming = {src: ring for (owner, src), ring in world.rings.items() if owner == rank}
 
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
         exchange = self._world.exchange_for(self._rank)
@@ -250,20 +253,8 @@ class _InprocMemory(Memory):
         for row in sizes:
             mine.append(whole.narrow(0, start, row[self._rank]))
             start += align(row[self._rank])
-        self._world.segments[self._rank] = mine
+        self._world.segments[self._rank][:] = mine
         exchange(None)
-
-    def segment(self, owner: int, key: int) -> torch.Tensor:
-        return self._world.segments[owner][key]
-
-    def outgoing(self, dst: int) -> torch.Tensor:
-        return self._world.rings[dst, self._rank]
-
-    def incoming(self, src: int) -> torch.Tensor:
-        return self._world.rings[self._rank, src]
-
-    def close(self) -> None:
-        pass
 
 
 class InprocTransport(OneSidedTransport):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -75,29 +75,26 @@ class Channel(ABC):
 
 
 class Memory(ABC):
-    """The bytes behind windows and inboxes. All tensors are uint8, 1-D, contiguous and start 64-byte aligned."""
+    """The bytes behind windows and inboxes. All tensors are uint8, 1-D, contiguous and start 64-byte aligned.
+
+    Attributes:
+        segments: whole, by owner and key, once exposed; peers' only if in_place.
+        outgoing: by peer, the ring that this rank fills for it: the inbox itself if in_place, else its staging.
+        incoming: by peer, the inbox ring of this rank that it fills.
+    """
 
     in_place: ClassVar[bool]
+    segments: Mapping[int, Sequence[torch.Tensor]]
+    outgoing: Mapping[int, torch.Tensor]
+    incoming: Mapping[int, torch.Tensor]
 
     @abstractmethod
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
         """Collective: make the segments. sizes[key][rank] in bytes. Raises TransportError on all ranks if one cannot."""
 
-    @abstractmethod
-    def segment(self, owner: int, key: int) -> torch.Tensor:
-        """The whole segment. Peers' only if in_place. Cheap: called for every pull."""
-
-    @abstractmethod
-    def outgoing(self, dst: int) -> torch.Tensor:
-        """The ring that this rank fills for `dst`: the inbox itself if in_place, else its staging."""
-
-    @abstractmethod
-    def incoming(self, src: int) -> torch.Tensor:
-        """The inbox ring of this rank that `src` fills."""
-
-    @abstractmethod
     def close(self) -> None:
         """Let go of everything; what tensors still alias stays mapped until they die. Safe to call twice."""
+        self.outgoing = self.incoming = self.segments = Closed()  # type: ignore[assignment]
 
 
 class Closed(Sequence[Any]):

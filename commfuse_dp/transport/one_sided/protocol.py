@@ -91,8 +91,8 @@ class OneSidedTransport(Peers):
         self._published: list[dict[int, int]] = [{} for _ in range(world_size)]  # [owner][key] -> epoch
         self._finished = dict.fromkeys(self._peers, 0)
         self._own_finished = 0
-        self._outbox = {dst: Ring(memory.outgoing(dst).numel()) for dst in self._peers}
-        self._outgoing_address = {dst: memory.outgoing(dst).data_ptr() for dst in self._peers}
+        self._outbox = {dst: Ring(memory.outgoing[dst].numel()) for dst in self._peers}
+        self._outgoing_address = {dst: memory.outgoing[dst].data_ptr() for dst in self._peers}
         self._inbox: dict[tuple[int, Tag], tuple[int, int]] = {}
         self._pulls_waiting: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}  # (key, epoch) -> requests
         self._fetches: dict[int, Fetch] = {}
@@ -116,7 +116,7 @@ class OneSidedTransport(Peers):
         table = check_sizes(sizes, self.sizes, self.world_size)
         self._memory.expose(table)
         self.sizes = table
-        self.segments = [self._memory.segment(self.rank, key) for key in range(len(table))]
+        self.segments = self._memory.segments[self.rank]
 
     def publish(self, keys: Sequence[int], epoch: int, *, last: bool = False) -> None:
         self._check_open()
@@ -185,7 +185,7 @@ class OneSidedTransport(Peers):
         name = owner, key, start, nbytes
         here = self._views.get(name)
         if here is None:
-            here = self._views[name] = Here(self._memory.segment(owner, key).narrow(0, start, nbytes))
+            here = self._views[name] = Here(self._memory.segments[owner][key].narrow(0, start, nbytes))
         return here
 
     def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
@@ -235,7 +235,7 @@ class OneSidedTransport(Peers):
                 break
             view = self._slots.get((dst, offset, nbytes))
             if view is None:
-                view = self._keep(self._slots, self._memory.outgoing(dst), dst, offset, nbytes)
+                view = self._keep(self._slots, self._memory.outgoing[dst], dst, offset, nbytes)
             found.append(view)
         return found
 
@@ -263,7 +263,7 @@ class OneSidedTransport(Peers):
                 count_message(self.probe.counters, tag.channel, nbytes, sent=True)
                 # Before it leaves: if an exception comes in between, peers must not go on too early.
                 self._rounds.sent[dst] += 1
-                payload = None if self._memory.in_place else self._memory.outgoing(dst).narrow(0, offset, nbytes)
+                payload = None if self._memory.in_place else self._memory.outgoing[dst].narrow(0, offset, nbytes)
                 self._channel.post(dst, header, payload, hold=more and payload is None)
 
     def receive(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE, *, wait: bool = True) -> list[torch.Tensor]:
@@ -277,7 +277,7 @@ class OneSidedTransport(Peers):
                     return []
             view = self._arrivals.get((src, *entry))
             if view is None:
-                view = self._keep(self._arrivals, self._memory.incoming(src), src, *entry)
+                view = self._keep(self._arrivals, self._memory.incoming[src], src, *entry)
             found.append(view)
         return found
 
@@ -377,7 +377,7 @@ class OneSidedTransport(Peers):
     def landing(self, src: int, header: bytes) -> torch.Tensor | None:
         kind, _, _, request, _, x, y = msg.HEADER.unpack_from(header)
         if kind == msg.DEPOSIT:
-            return self._memory.incoming(src).narrow(0, x, y)
+            return self._memory.incoming[src].narrow(0, x, y)
         with self._lock:
             fetch = self._fetches.get(request)
         return None if fetch is None else fetch.out
@@ -424,7 +424,7 @@ class OneSidedTransport(Peers):
                 fetch.then()
 
     def _answer(self, src: int, key: int, request: int, start: int, nbytes: int) -> None:
-        payload = self._memory.segment(self.rank, key).narrow(0, start, nbytes)
+        payload = self._memory.segments[self.rank][key].narrow(0, start, nbytes)
         self.probe.counters.param_bytes_sent += nbytes
         self._channel.post(src, msg.pack(msg.DATA, c=request, y=nbytes), payload)
 
