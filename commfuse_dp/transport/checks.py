@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from commfuse_dp.errors import TransportError
+from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.probe import Counters
 from commfuse_dp.transport.base import CHANNEL_PARAM, Part, PullRequest, Tag
 
@@ -110,6 +110,21 @@ def expected_twice(rank: int, src: int, tag: Tag) -> TransportError:
 
 def is_closed(name: str, rank: int) -> TransportError:
     return TransportError(f"transport {name} of rank {rank} is closed")
+
+
+def too_late(rank: int, deadline_s: float, who: str, suspect: str, where: Where, name: str) -> str:
+    """who: "rank 1: to send ...", what was waited for; suspect: who may be at fault; name: of the transport."""
+    return (
+        f"rank {rank} waited {deadline_s:g} s for {who} ({where}; transport {name}). Either {suspect} is stuck or much slower, "
+        "or it runs another program: look at its log first. If the step is really that slow, raise deadline_s."
+    )
+
+
+def raise_failures(answers: Sequence[str | None]) -> None:
+    """answers: of all ranks; None: no failure. Raises TransportError on all ranks alike."""
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(answers) if text]
+    if failures:
+        raise TransportError("; ".join(failures) + ". Use more ranks, or lower inbox_bytes or prefetch_bytes.")
 
 
 def count_message(counters: Counters, channel: int, nbytes: int, *, sent: bool) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from commfuse_dp.device.base import Batch, Event, Word
 from commfuse_dp.errors import MismatchError, PeerLostError, TransportError, Where
+from commfuse_dp.transport import closing
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, CHANNEL_GRAD, PullRequest, Tag
 from commfuse_dp.transport.symmetric import transport as symmetric
 from commfuse_dp.transport.symmetric import watch as symmetric_watch
@@ -38,7 +39,7 @@ Body = Callable[[SymmetricTransport, ExchangeFn], Any]
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symmetric, "CLOSE_S", 0.3)
     monkeypatch.setattr(symmetric_watch, "SUSPECT_S", 0.05)
-    symmetric._never_freed.clear()  # of a test that broke the transport
+    closing.never_freed.clear()  # of a test that broke the transport
 
 
 def run(world: FakeWorld, body: Body, *, inbox_bytes: int = 1024, deadline_s: float = 20.0, sizes: Any = None) -> list[Any]:
@@ -509,7 +510,7 @@ def test_nothing_is_left_behind() -> None:
     assert [memory.closed for memory in memories] == [1] * 3
     names = [thread.name for thread in threading.enumerate() if thread.ident not in before]
     assert not [name for name in names if name.startswith("commfuse-watchdog")]
-    assert not symmetric._never_freed
+    assert not closing.never_freed
 
 
 # ---- places ------------------------------------------------------------------------------------------------------------

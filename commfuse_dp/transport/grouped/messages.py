@@ -16,8 +16,9 @@ from commfuse_dp.transport.checks import (
     expected_twice,
     not_here,
     not_reserved,
+    raise_failures,
 )
-from commfuse_dp.transport.grouped.core import NOTHING, Core, raise_failures
+from commfuse_dp.transport.grouped.core import NOTHING, Core
 from commfuse_dp.transport.grouped.watch import Step
 from commfuse_dp.transport.one_sided.ring import ALIGNMENT, align
 from commfuse_dp.transport.symmetric.ring import PlaceRing, StagingRing

@@ -28,7 +28,6 @@ Pulls have no arrival word: a persistent kernel that waits for one would hold th
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -59,19 +58,17 @@ from commfuse_dp.transport.checks import (
     check_publications,
     check_pull,
     check_sizes,
+    raise_failures,
     window_bytes,
 )
-from commfuse_dp.transport.closing import CLOSE_S, close_at_exit, forget
+from commfuse_dp.transport.closing import CLOSE_S, close_at_exit, forget, never_free
 from commfuse_dp.transport.exchange import exchange_of
-from commfuse_dp.transport.grouped.core import Core, raise_failures
+from commfuse_dp.transport.grouped.core import Core
 from commfuse_dp.transport.grouped.exchange import GroupedExchange, open_grouped
 from commfuse_dp.transport.grouped.messages import Messages
 from commfuse_dp.transport.grouped.watch import Ballot, Step, TorchBallot
 from commfuse_dp.transport.one_sided.parts import check_same_sizes
 from commfuse_dp.transport.one_sided.ring import align
-
-_log = logging.getLogger("commfuse_dp")
-_never_freed: list[object] = []  # memory under exchanges that did not end
 
 
 class Brought(Transfer):
@@ -258,10 +255,7 @@ class NcclTransport(Transport):
 
     # ---- progress and end --------------------------------------------------------------------------------------------
     def progress(self, timeout_s: float = 0.0) -> None:
-        self._core.check()
-        if timeout_s > 0:
-            self._core.watch.news.wait(min(timeout_s, 0.05))
-            self._core.check()
+        self._core.progress(timeout_s)
 
     def close(self, reason: str = "") -> None:
         """Also waits, within the deadline, for slower peers to take the last steps: they need this rank for them."""
@@ -276,20 +270,11 @@ class NcclTransport(Transport):
         forget(self)
         if os.getpid() != self._pid:  # a copy made by fork: neither the thread nor the device is its own
             return
-        idle = False
-        try:
-            streams = (self._gather, self.device.side_stream("scatter"), self.device.current_stream())
-            idle = core.settle(streams, patience_s)
-        finally:
-            if not core.watch.stop() or not idle:
-                core.grouped.abort()  # communicators with something left open are not used again
-            core.grouped.close()
-            if idle:
-                self.segments = ()
-                self._messages.forget()
-            else:
-                _never_freed.append((self.segments, self._messages.memory()))
-                _log.warning("rank %d: transport %s: an exchange did not end; its memory is kept", self.rank, self.name)
+        if core.end((self._gather, self.device.side_stream("scatter"), self.device.current_stream()), patience_s):
+            self.segments = ()
+            self._messages.forget()
+        else:
+            never_free(self, "an exchange did not end; its memory is kept", self.segments, self._messages.memory())
 
 
 def open_nccl(

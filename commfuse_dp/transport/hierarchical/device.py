@@ -31,7 +31,6 @@ kernels_may_wait=False, and the stream waits before the kernel.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -55,15 +54,12 @@ from commfuse_dp.transport.base import (
     Transfer,
     Transport,
 )
-from commfuse_dp.transport.closing import CLOSE_S, close_at_exit
+from commfuse_dp.transport.closing import CLOSE_S, close_at_exit, never_free
 from commfuse_dp.transport.grouped.core import Core
 from commfuse_dp.transport.grouped.exchange import GroupedExchange
 from commfuse_dp.transport.grouped.watch import Ballot
 from commfuse_dp.transport.hierarchical.transport import AcrossProbe, inside_sizes, relay_key
 from commfuse_dp.transport.symmetric.transport import SymmetricTransport
-
-_log = logging.getLogger("commfuse_dp")
-_never_freed: list[object] = []  # buffers under exchanges that did not end
 
 
 class StreamHierarchicalTransport(Transport):
@@ -250,17 +246,9 @@ class StreamHierarchicalTransport(Transport):
             return
         rail.closed = True
         if os.getpid() == self._pid:  # a copy made by fork has no right to any of it
-            idle = False
-            try:
-                patience_s = self.deadline_s if rail.watch.failure is None else CLOSE_S
-                idle = rail.settle((self._relay, self._across), patience_s)
-            finally:
-                if not rail.watch.stop() or not idle:
-                    rail.grouped.abort()  # communicators with something left open are not used again
-                rail.grouped.close()
-                if not idle:
-                    _never_freed.append(self._inner)
-                    _log.warning("rank %d: transport %s: an exchange between hosts did not end", self.rank, self.name)
+            patience_s = self.deadline_s if rail.watch.failure is None else CLOSE_S
+            if not rail.end((self._relay, self._across), patience_s):
+                never_free(self, "an exchange between hosts did not end", self._inner)
         self._inner.close(reason)
 
     # ---- helpers -----------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from commfuse_dp.errors import TransportError
 from commfuse_dp.transport.base import ExchangeFn
+from commfuse_dp.transport.checks import raise_failures
 from commfuse_dp.transport.one_sided.parts import Memory, check_same_sizes
 from commfuse_dp.transport.one_sided.ring import align
 
@@ -35,12 +35,10 @@ class FetchedMemory(Memory):
         try:
             published = self._take(sum(map(align, mine)))
         except RuntimeError as error:  # of torch, or a TransportError
-            failure = f"rank {self._rank}: no memory for {sum(mine)} published bytes ({error})"
+            failure = f"no memory for {sum(mine)} published bytes ({error})"
         answers = self._exchange(([tuple(row) for row in sizes], failure))
         check_same_sizes(sizes, [theirs for theirs, _ in answers])
-        failures = [text for _, text in answers if text]
-        if failures:
-            raise TransportError("; ".join(failures) + ". Use more ranks, or lower inbox_bytes or prefetch_bytes.")
+        raise_failures([text for _, text in answers])
         starts = accumulate(map(align, mine), initial=0)
         own = [published.narrow(0, start, nbytes) for start, nbytes in zip(starts, mine, strict=False)]
         self.segments = {self._rank: own}
