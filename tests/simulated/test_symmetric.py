@@ -17,11 +17,12 @@ from commfuse_dp.device.base import Batch, Event, Word
 from commfuse_dp.errors import MismatchError, PeerLostError, TransportError, Where
 from commfuse_dp.transport import closing
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, CHANNEL_GRAD, PullRequest, Tag
+from commfuse_dp.transport.streams.staging import PlaceRing, StagingRing
 from commfuse_dp.transport.symmetric import transport as symmetric
 from commfuse_dp.transport.symmetric import watch as symmetric_watch
 from commfuse_dp.transport.symmetric.core import Core
 from commfuse_dp.transport.symmetric.messages import Messages
-from commfuse_dp.transport.symmetric.ring import Outbox, PlaceRing, StagingRing
+from commfuse_dp.transport.symmetric.ring import Outbox
 from commfuse_dp.transport.symmetric.transport import SymmetricTransport
 from commfuse_dp.transport.symmetric.windows import Pull, Windows
 from tests.support import single
@@ -274,7 +275,7 @@ def _direct_reads(patch: pytest.MonkeyPatch) -> None:
 
 def _staging(patch: pytest.MonkeyPatch) -> None:
     reserve = StagingRing.reserve
-    patch.setattr(StagingRing, "reserve", lambda self, nbytes: (reserve(self, nbytes)[0], None))
+    patch.setattr(StagingRing, "reserve", lambda self, *wanted: (reserve(self, *wanted)[0], None))
 
 
 def _credit(patch: pytest.MonkeyPatch) -> None:
@@ -539,7 +540,7 @@ def test_places_never_overlap_what_is_not_known_to_be_gone(seed: int) -> None:
 
 def test_what_a_ring_that_begins_anew_skips_is_forgotten() -> None:
     """Else the oldest message of the ring would hide the one that lies where the next one goes."""
-    ring = PlaceRing(256)
+    ring = PlaceRing(256, words=256)
     assert [ring.place(64)[1:] for _ in range(5)] == [(0, 0), (64, 0), (128, 0), (192, 0), (0, 1)]
     ring.rewind()
     ring.rewind()

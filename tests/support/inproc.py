@@ -30,7 +30,7 @@ from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import ExchangeFn
 from commfuse_dp.transport.one_sided import messages as msg
-from commfuse_dp.transport.one_sided.parts import Channel, Memory, Receiver, check_same_sizes
+from commfuse_dp.transport.one_sided.parts import Channel, Memory, Receiver, check_same_sizes, cut
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
 from commfuse_dp.transport.one_sided.ring import align
 
@@ -249,11 +249,7 @@ class _InprocMemory(Memory):
         exchange = self._world.exchange_for(self._rank)
         check_same_sizes(sizes, exchange(sizes))
         whole = torch.zeros(sum(align(row[self._rank]) for row in sizes), dtype=torch.uint8)
-        start, mine = 0, []
-        for row in sizes:
-            mine.append(whole.narrow(0, start, row[self._rank]))
-            start += align(row[self._rank])
-        self._world.segments[self._rank][:] = mine
+        self._world.segments[self._rank][:] = cut(whole, [row[self._rank] for row in sizes])
         exchange(None)
 
 

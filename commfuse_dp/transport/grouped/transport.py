@@ -58,7 +58,6 @@ from commfuse_dp.transport.checks import (
     check_publications,
     check_pull,
     check_sizes,
-    raise_failures,
     window_bytes,
 )
 from commfuse_dp.transport.closing import CLOSE_S, close_at_exit, forget, never_free
@@ -67,8 +66,7 @@ from commfuse_dp.transport.grouped.core import Core
 from commfuse_dp.transport.grouped.exchange import GroupedExchange, open_grouped
 from commfuse_dp.transport.grouped.messages import Messages
 from commfuse_dp.transport.grouped.watch import Ballot, Step, TorchBallot
-from commfuse_dp.transport.one_sided.parts import check_same_sizes
-from commfuse_dp.transport.one_sided.ring import align
+from commfuse_dp.transport.one_sided.parts import own_segments
 
 
 class Brought(Transfer):
@@ -145,19 +143,13 @@ class NcclTransport(Transport):
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
         self._core.enter()
         table = check_sizes(sizes, self.sizes, self.world_size)
-        own, failure = [row[self.rank] for row in table], None
-        try:
-            block = torch.zeros(sum(map(align, own)), dtype=torch.uint8, device=self.device.torch_device)
-        except RuntimeError as error:
-            failure = f"no memory on {self.device.torch_device} for {sum(own)} published bytes ({error})"
-        answers = self._exchange((table, failure))
-        check_same_sizes(table, [theirs for theirs, _ in answers])
-        raise_failures([text for _, text in answers])
-        start, segments = 0, []
-        for size in own:
-            segments.append(block.narrow(0, start, size))
-            start += align(size)
-        self.sizes, self.segments = table, segments
+        device = self.device.torch_device
+
+        def take(nbytes: int) -> torch.Tensor:
+            return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+        self.segments = own_segments(table, self.rank, self._exchange, take, f" on {device}")
+        self.sizes = table
 
     def publish(self, keys: Sequence[int], epoch: int, *, last: bool = False) -> None:
         stream = self._core.enter()
@@ -231,7 +223,7 @@ class NcclTransport(Transport):
     # ---- messages ----------------------------------------------------------------------------------------------------
     def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[torch.Tensor]:
         """What one call reserves for one peer before it sends must fit into inbox_bytes."""
-        return [self._messages.reserve(dst, nbytes) for dst, nbytes in zip(dsts, sizes, strict=True)]
+        return self._messages.staging.reserve(dsts, sizes, room)
 
     def send(self, sendings: Sequence[Sending], *, more: bool = False) -> None:
         """`when`: written by kernels that are in the current stream already, once the buffers are complete."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import ClassVar
 
 import torch
 
 from commfuse_dp.transport.base import ExchangeFn
-from commfuse_dp.transport.checks import raise_failures
-from commfuse_dp.transport.one_sided.parts import Memory, check_same_sizes
+from commfuse_dp.transport.one_sided.parts import Memory, own_segments
 from commfuse_dp.transport.one_sided.ring import align
 
 
@@ -31,14 +29,4 @@ class FetchedMemory(Memory):
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
-        failure, mine = None, [row[self._rank] for row in sizes]
-        try:
-            published = self._take(sum(map(align, mine)))
-        except RuntimeError as error:  # of torch, or a TransportError
-            failure = f"no memory for {sum(mine)} published bytes ({error})"
-        answers = self._exchange(([tuple(row) for row in sizes], failure))
-        check_same_sizes(sizes, [theirs for theirs, _ in answers])
-        raise_failures([text for _, text in answers])
-        starts = accumulate(map(align, mine), initial=0)
-        own = [published.narrow(0, start, nbytes) for start, nbytes in zip(starts, mine, strict=False)]
-        self.segments = {self._rank: own}
+        self.segments = {self._rank: own_segments(sizes, self._rank, self._exchange, self._take)}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
 
 from commfuse_dp.errors import MismatchError, TransportError
+from commfuse_dp.transport.base import ExchangeFn
+from commfuse_dp.transport.checks import raise_failures
+from commfuse_dp.transport.one_sided.ring import align
 
 
 class Receiver(ABC):
@@ -108,6 +112,29 @@ class Closed(Sequence[Any]):
 
     def clear(self) -> None:
         return
+
+
+def cut(block: torch.Tensor, sizes: Sequence[int], start: int = 0) -> list[torch.Tensor]:
+    """Segments that lie one behind the other from byte `start` of a block on, each aligned."""
+    starts = accumulate(map(align, sizes), initial=start)
+    return [block.narrow(0, at, nbytes) for at, nbytes in zip(starts, sizes, strict=False)]
+
+
+def own_segments(
+    sizes: Sequence[Sequence[int]], rank: int, exchange: ExchangeFn, take: Callable[[int], torch.Tensor], place: str = ""
+) -> list[torch.Tensor]:
+    """Collective: what a rank publishes, by key, in one block that `take` gives. place: where that is, for errors.
+
+    Raises TransportError on all ranks if one of them has no memory, MismatchError if they do not expose the same."""
+    mine, failure = [row[rank] for row in sizes], None
+    try:
+        block = take(sum(map(align, mine)))
+    except RuntimeError as error:  # of torch, or a TransportError
+        failure = f"no memory{place} for {sum(mine)} published bytes ({error})"
+    answers = exchange(([tuple(row) for row in sizes], failure))
+    check_same_sizes(sizes, [theirs for theirs, _ in answers])
+    raise_failures([text for _, text in answers])
+    return cut(block, mine)
 
 
 def check_same_sizes(sizes: Sequence[Sequence[int]], everyone: Sequence[Sequence[Sequence[int]]]) -> None:

@@ -35,7 +35,7 @@ import torch
 from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import ExchangeFn
-from commfuse_dp.transport.one_sided.parts import Memory, check_same_sizes
+from commfuse_dp.transport.one_sided.parts import Memory, check_same_sizes, cut
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
 from commfuse_dp.transport.one_sided.ring import align
 from commfuse_dp.transport.shm.sockets import SocketChannel, agree, connect_mesh, pass_descriptor
@@ -179,14 +179,11 @@ class SharedMemory(Memory):
         check_same_sizes(sizes, blocks.exchange(sizes))
         totals = {owner: sum(align(row[owner]) for row in sizes) for owner in blocks.members}
         fds = blocks.make(totals[blocks.rank], f"the published shards ({len(sizes)} windows)")
-        segments: dict[int, list[torch.Tensor]] = {owner: [] for owner in fds}
+        segments: dict[int, list[torch.Tensor]] = {}
         try:
             for owner, fd in fds.items():
                 whole = _map(fd, 0, totals[owner]) if totals[owner] else _NOTHING
-                start = 0
-                for row in sizes:
-                    segments[owner].append(whole.narrow(0, start, row[owner]) if row[owner] else _NOTHING)
-                    start += align(row[owner])
+                segments[owner] = cut(whole, [row[owner] for row in sizes])
         finally:
             for fd in fds.values():
                 os.close(fd)

@@ -160,7 +160,7 @@ class SymmetricTransport(Transport):
 
     def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
         self._windows.finish(epoch)
-        self._messages.rewind()
+        self._messages.staging.rewind()
 
     def wait_finished(self, epoch: int, where: Where = NOWHERE, *, meanwhile: Callable[[], object] | None = None) -> None:
         self._windows.wait_finished(epoch, where)
@@ -168,7 +168,7 @@ class SymmetricTransport(Transport):
     # ---- messages ----------------------------------------------------------------------------------------------------
     def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[torch.Tensor]:
         """What one call reserves for one peer before it sends must fit into inbox_bytes."""
-        return self._messages.reserve(dsts, sizes, room or max(sizes, default=0))
+        return self._messages.staging.reserve(dsts, sizes, room)
 
     def send(self, sendings: Sequence[Sending], *, more: bool = False) -> None:
         """`when`: written by kernels that are in the current stream already, once the buffers are complete."""

@@ -19,7 +19,7 @@ from commfuse_dp.transport.checks import (
     check_sizes,
     window_bytes,
 )
-from commfuse_dp.transport.one_sided.parts import check_same_sizes
+from commfuse_dp.transport.one_sided.parts import check_same_sizes, cut
 from commfuse_dp.transport.one_sided.ring import align
 from commfuse_dp.transport.symmetric.core import Core
 from commfuse_dp.transport.symmetric.watch import Condition, Wait
@@ -112,12 +112,8 @@ class Windows:
         blocks = core.memory.allocate(words + totals[core.rank], f"the published shards ({len(table)} windows)")
         for owner, block in enumerate(blocks):
             self._pads.append(block.narrow(0, 0, words).view(torch.int32))
-            start, segments = words, []
-            for row in table:
-                segments.append(block.narrow(0, start, row[owner]))
-                start += align(row[owner])
-            self._segments.append(segments)
-            self._shards.append(block.narrow(0, words, start - words))
+            self._segments.append(cut(block, [row[owner] for row in table], words))
+            self._shards.append(block.narrow(0, words, totals[owner]))
         self.sizes = table
 
     def segments(self, owner: int) -> list[torch.Tensor]:
