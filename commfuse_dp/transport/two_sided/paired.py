@@ -39,14 +39,14 @@ import torch.distributed as dist
 
 from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import RECEIVE, SEND, Probe, now_ns
-from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, PARAM_LANE, ExchangeFn, Handle, TwoSidedTransport
+from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, PARAM_LANE, ExchangeFn
 from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.memory import FetchedMemory
 from commfuse_dp.transport.one_sided.news import News
 from commfuse_dp.transport.one_sided.parts import Channel, Receiver
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
-from commfuse_dp.transport.two_sided.p2p import TorchP2PTransport, open_lanes
+from commfuse_dp.transport.two_sided.p2p import Handle, TwoSided, open_lanes
 
 FOREVER_S = 30 * 24 * 3600.0  # patience of the threads that wait for peers; finite, for timeouts are added to a clock
 LINGER_S = 5.0  # longest wait of close() for the peers' goodbyes
@@ -77,7 +77,7 @@ class TwoSidedChannel(Channel):
 
     awaits_goodbyes: ClassVar[bool] = True
 
-    def __init__(self, two_sided: TwoSidedTransport) -> None:
+    def __init__(self, two_sided: TwoSided) -> None:
         self._two_sided = two_sided
         self._peers = [peer for peer in range(two_sided.world_size) if peer != two_sided.rank]
         self._probe = two_sided.probe
@@ -239,25 +239,26 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 
 class PairedTransport(OneSidedTransport):
-    """A `TwoSidedTransport` as a one-sided one: see the module.
+    """`TwoSided` as a one-sided transport: see the module.
 
     Args:
-        two_sided: owned from now on. Its handles must be patient (deadline FOREVER_S): they are waited for by threads.
+        two_sided: owned from now on. They must be patient (deadline FOREVER_S): they are waited for by threads.
         exchange: the group's collective object exchange, used in `expose`.
         inbox_bytes: room for unreleased messages, per pair and direction; the same amount again is used for staging.
         deadline_s: longest single wait of the user's thread, in seconds.
     """
 
+    name: ClassVar[str] = "p2p"
+
     def __init__(
         self,
-        two_sided: TwoSidedTransport,
+        two_sided: TwoSided,
         exchange: ExchangeFn,
         *,
         inbox_bytes: int,
         deadline_s: float,
         probe: Probe | None = None,
     ) -> None:
-        self.name = two_sided.name  # type: ignore[misc]
         rank, world_size = two_sided.rank, two_sided.world_size
         super().__init__(
             rank,
@@ -279,5 +280,5 @@ def open_p2p(
     """
     probe = probe if probe is not None else Probe()
     lanes = open_lanes(group, setup_s=deadline_s)
-    two_sided = TorchP2PTransport(lanes.groups, deadline_s=FOREVER_S, probe=probe, keep=lanes.keep)
+    two_sided = TwoSided(lanes.groups, deadline_s=FOREVER_S, probe=probe, keep=lanes.keep)
     return PairedTransport(two_sided, exchange_of(group), inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe)
