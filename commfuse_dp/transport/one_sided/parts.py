@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 import torch
 
 from commfuse_dp.errors import MismatchError, TransportError
+from commfuse_dp.probe import Probe, now_ns
 from commfuse_dp.transport.base import ExchangeFn
 from commfuse_dp.transport.checks import raise_failures
+from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.ring import align
 
 
@@ -30,6 +32,11 @@ class Receiver(ABC):
     @abstractmethod
     def landing(self, src: int, header: bytes) -> torch.Tensor | None:
         """Where the payload that follows `header` must be written, before `handle`; None: read it and throw it away."""
+
+    def room_for(self, src: int, header: bytes) -> torch.Tensor:
+        """`landing`, or memory that is thrown away, for channels in which every send must find its receive."""
+        landing = self.landing(src, header)
+        return landing if landing is not None else torch.empty(msg.payload_bytes(header), dtype=torch.uint8)
 
     @abstractmethod
     def lost(self, src: int, reason: str) -> None:
@@ -76,6 +83,14 @@ class Channel(ABC):
     def describe(self, peer: int) -> str:
         """How to find the peer, for errors: a process id or an address."""
         return f"rank {peer}"
+
+
+def payload_span(probe: Probe, track: str, message: bytes, peer: int, start_ns: int) -> None:
+    """The payload that follows a message has moved, from start_ns until now: recorded while somebody watches."""
+    if probe.sink is not None:
+        kind, _, key, seq, part, _, nbytes = msg.HEADER.unpack_from(message)
+        name, place = ("message", {"key": key, "seq": seq, "part": part}) if kind == msg.DEPOSIT else ("slice", {})
+        probe.span(track, name, start_ns, now_ns(), nbytes=nbytes, peer=peer, **place)
 
 
 class Memory(ABC):

@@ -44,7 +44,7 @@ from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.memory import FetchedMemory
 from commfuse_dp.transport.one_sided.news import News
-from commfuse_dp.transport.one_sided.parts import Channel, Receiver
+from commfuse_dp.transport.one_sided.parts import Channel, Receiver, payload_span
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
 from commfuse_dp.transport.two_sided.p2p import Handle, TwoSided, open_lanes
 
@@ -166,7 +166,7 @@ class TwoSidedChannel(Channel):
             try:
                 item.handle.wait()
                 if item.message is not None:
-                    self._span(SEND, item.message, item.dst, item.start_ns)
+                    payload_span(self._probe, SEND, item.message, item.dst, item.start_ns)
             except TransportError:
                 pass  # the reader of that peer meets the same loss and reports it
             self._sends_done += 1
@@ -174,10 +174,8 @@ class TwoSidedChannel(Channel):
     # ---- receiving ---------------------------------------------------------------------------------------------------
     def _irecv(self, src: int, lane: int, tag: int, message: bytes) -> _Due:
         assert self._receiver is not None
-        landing = self._receiver.landing(src, message)
-        if landing is None:  # nobody wants it any more, but the send must find its receive
-            landing = torch.empty(msg.payload_bytes(message), dtype=torch.uint8)
-        return _Due(self._two_sided.irecv(landing, src, lane=lane, tag=tag), now_ns())
+        room = self._receiver.room_for(src, message)
+        return _Due(self._two_sided.irecv(room, src, lane=lane, tag=tag), now_ns())
 
     def _read(self, src: int) -> None:
         """Messages of one peer, until its goodbye or its end."""
@@ -200,7 +198,7 @@ class TwoSidedChannel(Channel):
                 self._receiver.handle(src, message)
                 self._news.ring()
                 if payload is not None:
-                    self._span(RECEIVE, message, src, payload.start_ns)
+                    payload_span(self._probe, RECEIVE, message, src, payload.start_ns)
         except TransportError as error:
             if src not in self._parted and not self._closed:
                 self._receiver.lost(src, str(error))
@@ -214,12 +212,6 @@ class TwoSidedChannel(Channel):
             return self._asked.pop((src, msg.HEADER.unpack_from(message)[3]))
         number = self._deposits_due[src] = (self._deposits_due[src] + 1) & _TAG_MASK
         return self._irecv(src, GRAD_LANE, number, message)
-
-    def _span(self, lane: str, message: bytes, peer: int, start_ns: int) -> None:
-        if self._probe.sink is not None:
-            kind, _, key, seq, part, _, nbytes = msg.HEADER.unpack(message)
-            name, place = ("message", {"key": key, "seq": seq, "part": part}) if kind == msg.DEPOSIT else ("slice", {})
-            self._probe.span(lane, name, start_ns, now_ns(), nbytes=nbytes, peer=peer, **place)
 
 
 class _Due(NamedTuple):
