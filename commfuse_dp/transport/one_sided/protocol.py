@@ -35,7 +35,7 @@ import torch
 
 from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.probe import Probe
-from commfuse_dp.transport.base import NOWHERE, WHOLE, Outcome, PullRequest, Sending, Tag, Transfer
+from commfuse_dp.transport.base import NOWHERE, WHOLE, Outcome, PullRequest, Sending, Tag, Transfer, Transport
 from commfuse_dp.transport.checks import (
     check_finish,
     check_message,
@@ -198,16 +198,7 @@ class OneSidedTransport(Peers):
         self._check_open()
         if epoch <= 0:
             return
-        for peer in self._peers:
-            if not self.has_finished(peer, epoch):
-                doing = f"to finish reading epoch {epoch}"
-
-                def finished(peer: int = peer) -> bool:
-                    if meanwhile is not None:
-                        meanwhile()
-                    return self.has_finished(peer, epoch)
-
-                wait_until(self, finished, peer=peer, where=where, doing=doing)
+        wait_for_readers(self, (self,), epoch, where, meanwhile)
 
     def has_finished(self, peer: int, epoch: int) -> bool:
         """The peer reads nothing of `epoch` any more."""
@@ -440,3 +431,23 @@ class OneSidedTransport(Peers):
             check_peer(peer, self.rank, self._peers, self.world_size)
             raise AssertionError(peer)
         return ring
+
+
+def wait_for_readers(
+    transport: Transport,
+    sides: Sequence[OneSidedTransport],
+    epoch: int,
+    where: Where,
+    meanwhile: Callable[[], object] | None,
+) -> None:
+    """`wait_finished` of a transport that has several sides: a wait on one side hears of a loss on another."""
+    for side in sides:
+        for peer in side._peers:
+            if not side.has_finished(peer, epoch):
+
+                def finished(side: OneSidedTransport = side, peer: int = peer) -> bool:
+                    if meanwhile is not None:
+                        meanwhile()
+                    return side.has_finished(peer, epoch)
+
+                wait_until(transport, finished, peer=peer, where=where, doing=f"to finish reading epoch {epoch}")
