@@ -22,6 +22,7 @@ from commfuse_dp.probe import Probe
 from commfuse_dp.program.hosts import Hosts, check_hosts
 from commfuse_dp.transport.base import ExchangeFn, Transport
 from commfuse_dp.transport.budget import Room
+from commfuse_dp.transport.checks import raise_failures
 from commfuse_dp.transport.exchange import exchange_of
 
 Kind = Literal["auto", "shm", "tcp", "symmetric", "p2p", "mpi"]
@@ -232,9 +233,7 @@ def _open_nccl(wanted: Wanted) -> Transport:
         own = cuda.CudaDevice(wanted.device)
     except TransportError as error:
         problem = problem or str(error)
-    found = [f"rank {rank}: {text}" for rank, text in enumerate(wanted.exchange(problem)) if text]
-    if found:
-        raise TransportError(f"transport 'p2p' on cuda is ordered by streams, which cannot be had: {'; '.join(found)}")
+    raise_failures(wanted.exchange(problem), "transport 'p2p' on cuda is ordered by streams, which cannot be had: ")
     return nccl.open_nccl(wanted.group, device=own, **wanted.settings("p2p"))
 
 

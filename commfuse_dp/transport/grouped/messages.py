@@ -10,6 +10,7 @@ from commfuse_dp.device.base import Device, Event, Word
 from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.transport.base import CHANNEL_GRAD, GRAD_LANE, NOWHERE, ExchangeFn, Tag
 from commfuse_dp.transport.checks import (
+    NO_MEMORY,
     check_message,
     check_tag,
     count_message,
@@ -103,7 +104,7 @@ class Messages:
                     rings[peer] = [torch.zeros(ring, dtype=torch.uint8, device=device.torch_device) for _ in range(2)]
         except RuntimeError as error:  # what torch raises when an allocation fails
             failure = f"no memory on {device.torch_device} for inbox_bytes = {limit}, twice for each peer ({error})"
-        raise_failures(exchange(failure))
+        raise_failures(exchange(failure), end=NO_MEMORY)
         self.staging = Staging(core, {peer: both[0] for peer, both in rings.items()}, limit)
         self._inboxes = Inboxes(device, ring, {peer: both[1] for peer, both in rings.items()})
         # Announced, not yet paired with a send of ours: bytes. Steps that were broken off leave theirs.

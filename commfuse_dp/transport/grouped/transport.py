@@ -58,7 +58,6 @@ from commfuse_dp.transport.checks import (
     check_publications,
     check_pull,
     check_sizes,
-    window_bytes,
 )
 from commfuse_dp.transport.closing import CLOSE_S, close_at_exit, forget, never_free
 from commfuse_dp.transport.exchange import exchange_of
@@ -153,14 +152,10 @@ class NcclTransport(Transport):
 
     def publish(self, keys: Sequence[int], epoch: int, *, last: bool = False) -> None:
         stream = self._core.enter()
-        for key in keys:
-            window_bytes(self.sizes, self.rank, key, self.world_size)
-        check_publications(keys, epoch, self._published)
-        if keys and self._core.peers and self._free_to_write < epoch - 1:
-            raise TransportError(
-                f"publish(key {keys[0]}, epoch {epoch}): exchanges of epoch {epoch - 1} may still read the segment; "
-                f"call wait_finished({epoch - 1}) before writing it"
-            )
+        readers = "exchanges" if self._core.peers and self._free_to_write < epoch - 1 else ""
+        check_publications(
+            keys, epoch, self._published, self.sizes, rank=self.rank, world_size=self.world_size, readers=readers
+        )
         self._published.update(dict.fromkeys(keys, epoch))
         if keys:
             self._packed.update(dict.fromkeys(keys, self.device.record(stream)))

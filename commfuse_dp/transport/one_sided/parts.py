@@ -12,7 +12,7 @@ import torch
 from commfuse_dp.errors import MismatchError, TransportError
 from commfuse_dp.probe import Probe, now_ns
 from commfuse_dp.transport.base import ExchangeFn
-from commfuse_dp.transport.checks import raise_failures
+from commfuse_dp.transport.checks import NO_MEMORY, raise_failures
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.ring import align
 
@@ -148,7 +148,7 @@ def own_segments(
         failure = f"no memory{place} for {sum(mine)} published bytes ({error})"
     answers = exchange(([tuple(row) for row in sizes], failure))
     check_same_sizes(sizes, [theirs for theirs, _ in answers])
-    raise_failures([text for _, text in answers])
+    raise_failures((text for _, text in answers), end=NO_MEMORY)
     return cut(block, mine)
 
 

@@ -33,7 +33,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from commfuse_dp.errors import TransportError, Where
+from commfuse_dp.errors import Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import NOWHERE, WHOLE, Outcome, PullRequest, Sending, Tag, Transfer, Transport
 from commfuse_dp.transport.checks import (
@@ -47,7 +47,6 @@ from commfuse_dp.transport.checks import (
     count_message,
     not_here,
     not_reserved,
-    window_bytes,
 )
 from commfuse_dp.transport.closing import close_at_exit
 from commfuse_dp.transport.one_sided import messages as msg
@@ -124,15 +123,9 @@ class OneSidedTransport(Peers):
             return
         published = self._published[self.rank]
         with self._lock:
-            for key in keys:
-                window_bytes(self.sizes, self.rank, key, self.world_size)
-            check_publications(keys, epoch, published)
             reading = [p for p in self._peers if self._finished[p] < epoch - 1 and p not in self._departed]
-            if reading:
-                raise TransportError(
-                    f"publish(key {keys[0]}, epoch {epoch}): ranks {reading} may still read epoch {epoch - 1}; "
-                    f"call wait_finished({epoch - 1}) before writing the segment"
-                )
+            readers = f"ranks {reading}" if reading else ""
+            check_publications(keys, epoch, published, self.sizes, rank=self.rank, world_size=self.world_size, readers=readers)
             published.update(dict.fromkeys(keys, epoch))
             for key in keys if self._pulls_waiting else ():
                 for src, request, start, nbytes in self._pulls_waiting.pop((key, epoch), ()):

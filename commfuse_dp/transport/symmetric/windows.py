@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from commfuse_dp.device.base import Event, Span, Word
-from commfuse_dp.errors import TransportError, Where
+from commfuse_dp.errors import Where
 from commfuse_dp.probe import RECEIVE
 from commfuse_dp.transport.base import NOWHERE, Part, PullRequest, Transfer
 from commfuse_dp.transport.checks import (
@@ -124,14 +124,10 @@ class Windows:
         """last: one word more, for all of this rank's keys that are published in `epoch`."""
         core = self.core
         stream = core.enter(flush=False)
-        for key in keys:
-            window_bytes(self.sizes, core.rank, key, core.world_size)
-        check_publications(keys, epoch, self._published)
-        if keys and core.peers and self._free_to_write < epoch - 1:
-            raise TransportError(
-                f"publish(key {keys[0]}, epoch {epoch}): ranks {sorted(core.peers)} may still read epoch {epoch - 1}; "
-                f"call wait_finished({epoch - 1}) before writing the segment"
-            )
+        readers = f"ranks {sorted(core.peers)}" if core.peers and self._free_to_write < epoch - 1 else ""
+        check_publications(
+            keys, epoch, self._published, self.sizes, rank=core.rank, world_size=core.world_size, readers=readers
+        )
         self._published.update(dict.fromkeys(keys, epoch))
         if last:
             self._complete = epoch

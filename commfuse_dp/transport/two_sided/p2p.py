@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from commfuse_dp.errors import DeadlineError, PeerLostError, TransportError, Where
-from commfuse_dp.probe import Probe
+from commfuse_dp.probe import Probe, now_ns
 from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, NOWHERE, PARAM_LANE
-from commfuse_dp.transport.checks import is_closed
+from commfuse_dp.transport.checks import is_closed, raise_failures
 from commfuse_dp.transport.exchange import exchange_of
 
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
@@ -123,12 +123,13 @@ def transfer_error(
 class Handle:
     """A send or receive under way."""
 
-    __slots__ = ("_buffer", "_peer", "_two_sided", "_work")
+    __slots__ = ("_buffer", "_two_sided", "_work", "peer", "start_ns")
 
     def __init__(self, two_sided: TwoSided, work: dist.Work, peer: int, buffer: torch.Tensor) -> None:
         self._two_sided = two_sided
         self._work: dist.Work | None = work  # None: it is over
-        self._peer = peer
+        self.peer = peer
+        self.start_ns = now_ns()
         self._buffer: torch.Tensor | None = buffer  # gloo reads or writes it until the end
 
     def wait(self) -> None:
@@ -138,7 +139,7 @@ class Handle:
         try:
             self._work.wait(datetime.timedelta(seconds=self._two_sided.deadline_s))
         except RuntimeError as error:
-            raise self._two_sided.error(error, self._peer) from error
+            raise self._two_sided.error(error, self.peer) from error
         self._two_sided.settled()
         self._work = self._buffer = None
 
@@ -209,9 +210,7 @@ def open_lanes(group: dist.ProcessGroup | None, *, setup_s: float, device: torch
         except (RuntimeError, ValueError) as failure:
             error = f"cannot make a {backend} communicator of ranks {ranks}, lane {lane}: {failure}"
             break
-    failures = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(error)) if text]
-    if failures:
-        raise TransportError("; ".join(failures))
+    raise_failures(exchange(error))
     _made[key] += 1
     assert dist.group.WORLD is not None
     return Lanes(groups, weakref.ref(dist.group.WORLD), key, _made[key])

@@ -32,13 +32,13 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 from commfuse_dp.errors import TransportError
-from commfuse_dp.probe import RECEIVE, SEND, Probe, now_ns
+from commfuse_dp.probe import RECEIVE, SEND, Probe
 from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, PARAM_LANE, ExchangeFn
 from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.one_sided import messages as msg
@@ -85,8 +85,8 @@ class TwoSidedChannel(Channel):
         self._news = News()
         self._deposits_sent: dict[int, int] = defaultdict(int)
         self._deposits_due: dict[int, int] = defaultdict(int)
-        self._asked: dict[tuple[int, int], _Due] = {}  # (owner, request) -> the receive of its answer
-        self._sends: queue.SimpleQueue[_Sent | None] = queue.SimpleQueue()
+        self._asked: dict[tuple[int, int], Handle] = {}  # (owner, request) -> the receive of its answer
+        self._sends: queue.SimpleQueue[tuple[Handle, bytes | None] | None] = queue.SimpleQueue()
         self._sends_queued = self._sends_done = 0
         self._threads: list[threading.Thread] = []
         self._reaper = threading.Thread(target=self._reap, name="commfuse-p2p-sends", daemon=True)
@@ -159,23 +159,23 @@ class TwoSidedChannel(Channel):
     def _isend(self, buffer: torch.Tensor, dst: int, lane: int, tag: int, message: bytes | None = None) -> None:
         handle = self._two_sided.isend(buffer, dst, lane=lane, tag=tag)
         self._sends_queued += 1  # only ever changed under the transport's lock, which `post` is called with
-        self._sends.put(_Sent(handle, dst, message, now_ns()))
+        self._sends.put((handle, message))
 
     def _reap(self) -> None:
         while (item := self._sends.get()) is not None:
+            handle, message = item  # None: of control
             try:
-                item.handle.wait()
-                if item.message is not None:
-                    payload_span(self._probe, SEND, item.message, item.dst, item.start_ns)
+                handle.wait()
+                if message is not None:
+                    payload_span(self._probe, SEND, message, handle.peer, handle.start_ns)
             except TransportError:
                 pass  # the reader of that peer meets the same loss and reports it
             self._sends_done += 1
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
-    def _irecv(self, src: int, lane: int, tag: int, message: bytes) -> _Due:
+    def _irecv(self, src: int, lane: int, tag: int, message: bytes) -> Handle:
         assert self._receiver is not None
-        room = self._receiver.room_for(src, message)
-        return _Due(self._two_sided.irecv(room, src, lane=lane, tag=tag), now_ns())
+        return self._two_sided.irecv(self._receiver.room_for(src, message), src, lane=lane, tag=tag)
 
     def _read(self, src: int) -> None:
         """Messages of one peer, until its goodbye or its end."""
@@ -188,7 +188,7 @@ class TwoSidedChannel(Channel):
                 kind = msg.kind_of(message)
                 payload = self._payload(src, kind, message)
                 if payload is not None:
-                    payload.handle.wait()
+                    payload.wait()
                 if text_bytes := msg.text_bytes(message):
                     text = torch.empty(text_bytes, dtype=torch.uint8)
                     self._two_sided.irecv(text, src, lane=CONTROL_LANE, tag=_TEXT_TAG).wait()
@@ -204,7 +204,7 @@ class TwoSidedChannel(Channel):
                 self._receiver.lost(src, str(error))
                 self._news.ring()
 
-    def _payload(self, src: int, kind: int, message: bytes) -> _Due | None:
+    def _payload(self, src: int, kind: int, message: bytes) -> Handle | None:
         """The receive of what a message announces, if anything."""
         if kind not in (msg.DATA, msg.DEPOSIT) or not msg.payload_bytes(message):
             return None
@@ -212,18 +212,6 @@ class TwoSidedChannel(Channel):
             return self._asked.pop((src, msg.HEADER.unpack_from(message)[3]))
         number = self._deposits_due[src] = (self._deposits_due[src] + 1) & _TAG_MASK
         return self._irecv(src, GRAD_LANE, number, message)
-
-
-class _Due(NamedTuple):
-    handle: Handle
-    start_ns: int
-
-
-class _Sent(NamedTuple):
-    handle: Handle
-    dst: int
-    message: bytes | None  # None: control
-    start_ns: int
 
 
 def _tensor(data: bytes) -> torch.Tensor:
