@@ -257,11 +257,15 @@ class NcclTransport(Transport):
         forget(self)
         if os.getpid() != self._pid:  # a copy made by fork: neither the thread nor the device is its own
             return
-        if core.end((self._gather, self.device.side_stream("scatter"), self.device.current_stream()), patience_s):
-            self.segments = ()
-            self._messages.forget()
-        else:
-            never_free(self, "an exchange did not end; its memory is kept", self.segments, self._messages.memory())
+        idle = False
+        try:
+            idle = core.end((self._gather, self.device.side_stream("scatter"), self.device.current_stream()), patience_s)
+        finally:
+            if idle:
+                self.segments = ()
+                self._messages.forget()
+            else:
+                never_free(self, "an exchange did not end; its memory is kept", self.segments, self._messages.memory())
 
 
 def open_nccl(

@@ -242,8 +242,12 @@ class StreamHierarchicalTransport(Transport):
         rail.closed = True
         if os.getpid() == self._pid:  # a copy made by fork has no right to any of it
             patience_s = self.deadline_s if rail.watch.failure is None else CLOSE_S
-            if not rail.end((self._relay, self._across), patience_s):
-                never_free(self, "an exchange between hosts did not end", self._inner)
+            idle = False
+            try:
+                idle = rail.end((self._relay, self._across), patience_s)
+            finally:
+                if not idle:
+                    never_free(self, "an exchange between hosts did not end", self._inner)
         self._inner.close(reason)
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
