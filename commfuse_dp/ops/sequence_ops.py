@@ -10,7 +10,6 @@ The module is imported while a graph is traced, and not before: what it decorate
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,21 +17,19 @@ import torch
 import torch.distributed as dist
 
 from commfuse_dp.ops.column_parallel import Column, Save, column_backward, column_forward
-from commfuse_dp.ops.compat import prepare_compiler
+from commfuse_dp.ops.operands import call_number
 from commfuse_dp.ops.row_parallel import Row, row_backward, row_forward
 from commfuse_dp.ops.sequence import Place, Tokens, agree_on, place_of, shape_with
 
 _SAVES: tuple[Save, ...] = ("shard", "gathered")
 _places: dict[int, Place] = {}
-_numbers = itertools.count(1)
 
 
 # ---- while a graph is traced -----------------------------------------------------------------------------------------
 @torch.compiler.assume_constant_result
 def place_number(group: dist.ProcessGroup | None, order: str, slices_per_rank: int | None, name: str) -> int:
     """Of one call in a graph. The place stays for the life of the process, as compiled graphs do."""
-    prepare_compiler()
-    number = next(_numbers)
+    number = call_number()
     _places[number] = place_of(group, None, order, slices_per_rank, name)
     return number
 
