@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from commfuse_dp.integrations.deepspeed.compat import see_reductions
+from commfuse_dp.integrations.deepspeed import compat
 from torch import nn
 
 
@@ -61,7 +61,7 @@ def reduce_waiting(optimizer: Any, params: Iterable[nn.Parameter]) -> None:
     what is reduced already can be added to them afterwards only."""
     if any(param.grad is not None or getattr(param, "grad_accum", None) is not None for param in params):
         optimizer.reduce_ipg_grads()
-        see_reductions(optimizer)
+        compat.see_reductions(optimizer)
 
 
 def replicated_grad_dtype(optimizer: Any, param: nn.Parameter, place: FlatPlace) -> torch.dtype:
