@@ -82,10 +82,7 @@ class TorchBallot(Ballot):
 class Step(Watched):
     """One exchange under way."""
 
-    __slots__ = ("exchanged", "into", "label", "peers", "start", "where")
-
     def __init__(self, start: Event, peers: tuple[int, ...], where: Where, into: torch.Tensor) -> None:
-        super().__init__()
         self.start, self.peers, self.where = start, peers, where
         self.into = into  # what it fills
         self.exchanged: Exchanged | None = None  # posted

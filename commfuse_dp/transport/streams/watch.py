@@ -48,11 +48,8 @@ class Failure(NamedTuple):
 class Watched:
     """A wait in a stream, noted before it is put there: a device whose calls wait is inside it."""
 
-    __slots__ = ("end", "since")
-
-    def __init__(self) -> None:
-        self.end: Event | None = None  # behind it; None: it is just being put into the stream
-        self.since: float | None = None  # when it was first seen to be waited for
+    end: Event | None = None  # behind it; None: it is just being put into the stream
+    since: float | None = None  # when it was first seen to be waited for
 
     def begun(self) -> bool:
         """Its stream has come to it."""

@@ -49,10 +49,7 @@ class Wait(Watched):
     ...", with what it is `about`, if anything, behind it.
     """
 
-    __slots__ = ("_about", "_doing", "conditions", "places")
-
     def __init__(self, conditions: Sequence[Condition], places: Sequence[Place], doing: str, about: object = None) -> None:
-        super().__init__()
         self.conditions = conditions  # may grow until there is an event
         self.places = list(places)
         self._doing = doing
