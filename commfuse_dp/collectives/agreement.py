@@ -57,11 +57,12 @@ def agree(
         return sizes if sizes is not None else ()
     text = "\n".join([what, *(f"{name}={value}" for name, value in description.items())]).encode()
     brief = BRIEF.pack(0 if own is None else own, hashlib.blake2b(text, digest_size=16).digest())
-    said = [BRIEF.unpack(one) for one in _exchange(transport, what, description, brief)]
+    said = [BRIEF.unpack(one) for one in _exchange(transport, what, description, brief, BRIEF.size)]
     found = () if own is None else tuple(number for number, _ in said)
     problem = None
     if any(digest != said[0][1] for _, digest in said):
-        texts = [line.rstrip(b"\0").decode(errors="replace") for line in _exchange(transport, what, description, text)]
+        lines = _exchange(transport, what, description, text, _LINE)
+        texts = [line.rstrip(b"\0").decode(errors="replace") for line in lines]
         problem = _difference(what, transport.rank, [text.split("\n") for text in texts], found)
     elif sizes is not None and found != sizes:
         problem = f"{what}: sizes={list(sizes)} were given, but the ranks have {list(found)}. No data has moved."
@@ -75,9 +76,8 @@ def agree(
     return found
 
 
-def _exchange(transport: Transport, what: str, description: Mapping[str, object], own: bytes) -> list[bytes]:
-    """What every rank gives, in BRIEF.size or _LINE bytes."""
-    width = BRIEF.size if len(own) == BRIEF.size else _LINE
+def _exchange(transport: Transport, what: str, description: Mapping[str, object], own: bytes, width: int) -> list[bytes]:
+    """What every rank gives, cut or filled up to `width` bytes, which are as many on all ranks."""
     line = torch.frombuffer(bytearray(own[:width].ljust(width, b"\0")), dtype=torch.uint8)
     try:
         found = all_gather(line[None], sizes=(1,) * transport.world_size, transport=transport)

@@ -30,7 +30,7 @@ from commfuse_dp.collectives.summation import wide_dtype
 from commfuse_dp.ops.attention import Attended, Gradients, add_gradients, default_scale
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.operands import call_number
-from commfuse_dp.ops.places import Lines, refuse
+from commfuse_dp.ops.places import ATTENTION_CALL, AttentionCall, Lines, refuse
 from commfuse_dp.ops.ulysses import LAYOUTS, describe, heads_first, laid_out, prepare, rows_first
 from commfuse_dp.program.layout import slices_of_sizes
 from commfuse_dp.program.orders import gather_owners
@@ -84,24 +84,16 @@ def _keys_values(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return k, v
 
 
-@torch.library.custom_op("commfuse::ring_attention", mutates_args=())
-def ring_attention_op(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    scale: float,
-    layout: str,
-    sizes: Sequence[int],
-    slices_per_rank: int,
-    order: str,
-    place: int,
-    keep: bool,
-    call: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+_FORWARD = f"(Tensor q, Tensor k, Tensor v, {ATTENTION_CALL}) -> (Tensor, Tensor)"
+_BACKWARD = f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {ATTENTION_CALL}) -> (Tensor, Tensor, Tensor)"
+
+
+@torch.library.custom_op("commfuse::ring_attention", mutates_args=(), schema=_FORWARD)
+def ring_attention_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(o; log-sum-exp [B, H, s])"""
-    lines = Lines(tuple(sizes), slices_per_rank, order, place)
-    lines.agree(NAME, q.device, describe(q, k, causal, scale, layout, keep))
+    call = AttentionCall(*how)
+    causal, scale, layout, lines = *call[:3], call.lines
+    lines.agree(NAME, q.device, describe(q, k, causal, scale, layout, call.keep))
     queries = heads_first(rows_first(q, layout))
     attended = Attended(queries, q_start=lines.start(lines.rank), causal=causal, scale=scale)
     all_gather(
@@ -115,43 +107,18 @@ def ring_attention_op(
 
 
 @ring_attention_op.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    scale: float,
-    layout: str,
-    sizes: Sequence[int],
-    slices_per_rank: int,
-    order: str,
-    place: int,
-    keep: bool,
-    call: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    positions, batch, heads, _ = (q.shape[dim] for dim in LAYOUTS[layout])
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    positions, batch, heads, _ = (q.shape[dim] for dim in LAYOUTS[AttentionCall(*how).layout])
     return q.new_empty(q.shape), q.new_empty((batch, heads, positions), dtype=wide_dtype(q.dtype))
 
 
-@torch.library.custom_op("commfuse::ring_attention_backward", mutates_args=())
+@torch.library.custom_op("commfuse::ring_attention_backward", mutates_args=(), schema=_BACKWARD)
 def ring_attention_backward_op(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-    scale: float,
-    layout: str,
-    sizes: Sequence[int],
-    slices_per_rank: int,
-    order: str,
-    place: int,
-    call: int,
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv"""
-    lines = Lines(tuple(sizes), slices_per_rank, order, place)
+    call = AttentionCall(*how)
+    causal, scale, layout, lines = *call[:3], call.lines
     packed, wide = _packed(k, v, layout), wide_dtype(q.dtype)
     d_out, queries, o = (heads_first(rows_first(tensor, layout)) for tensor in (grad, q, out))
     everything = packed.new_empty(lines.length, *packed.shape[1:])
@@ -198,27 +165,13 @@ def _early(lines: Lines) -> set[int]:
 
 @ring_attention_backward_op.register_fake
 def _(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-    scale: float,
-    layout: str,
-    sizes: Sequence[int],
-    slices_per_rank: int,
-    order: str,
-    place: int,
-    call: int,
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), q.new_empty(k.shape), q.new_empty(v.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, causal, scale, layout, *lines, _, call = inputs
-    ctx.how = (causal, scale, layout, *lines, call)
+    q, k, v, *ctx.how = inputs
     ctx.save_for_backward(q, k, v, *output)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)

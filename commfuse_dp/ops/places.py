@@ -95,6 +95,30 @@ class Lines(NamedTuple):
         agree(sessions.transport_for(*_find(self.place), device), what, {**description, **how})
 
 
+LINES = "SymInt[] sizes, SymInt slices_per_rank, str order, SymInt place"  # of `Lines`, in the schema of an op
+
+
+class AttentionCall(NamedTuple):
+    """What attention over ranks is told beside its tensors, as ops take it, forward and backward."""
+
+    causal: bool
+    scale: float
+    layout: str
+    sizes: Sequence[int]
+    slices_per_rank: int
+    order: str
+    place: int
+    keep: bool  # what a backward needs
+    number: int  # see [Note: Calls in graphs] in operands.py
+
+    @property
+    def lines(self) -> Lines:
+        return Lines(tuple(self.sizes), *self[4:7])
+
+
+ATTENTION_CALL = f"bool causal, float scale, str layout, {LINES}, bool keep, SymInt call"  # its schema
+
+
 def sizes_of(sizes: Sequence[int] | None, default: Sequence[int], place: int) -> tuple[int, ...]:
     return check_sizes(sizes if sizes is not None else default, world_size_at(place))
 

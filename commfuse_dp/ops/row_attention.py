@@ -24,7 +24,7 @@ none with four.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from commfuse_dp.collectives.summation import wide_dtype
 from commfuse_dp.ops.attention import Attended, Gradients, add_gradients, default_scale
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.operands import call_number
-from commfuse_dp.ops.places import Lines, check_heads, place_of, rank_at, refuse, sizes_of, world_size_at
+from commfuse_dp.ops.places import LINES, Lines, check_heads, place_of, rank_at, refuse, sizes_of, world_size_at
 from commfuse_dp.program.orders import check_order
 from commfuse_dp.transport.base import Transport
 
@@ -135,25 +135,38 @@ def prepare(
 
 
 # ---- the registered ops ----------------------------------------------------------------------------------------------
-@torch.library.custom_op("commfuse::row_attention", mutates_args=())
+class _Call(NamedTuple):
+    """What the ops are told beside their tensors."""
+
+    causal: bool
+    scale: float
+    dim: int
+    partial_dtype: torch.dtype
+    sizes: Sequence[int]
+    slices_per_rank: int
+    order: str
+    place: int
+    keep: bool  # what a backward needs
+    number: int  # see [Note: Calls in graphs] in operands.py
+
+    @property
+    def lines(self) -> Lines:
+        return Lines(tuple(self.sizes), *self[5:8])
+
+
+_CALL = f"bool causal, float scale, SymInt dim, ScalarType partial_dtype, {LINES}, bool keep, SymInt call"
+_FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor weight, {_CALL}) -> (Tensor, Tensor, Tensor)"
+_SAVED = "Tensor q, Tensor k, Tensor v, Tensor weight, Tensor saved, Tensor lse"
+_BACKWARD = f"(Tensor grad, {_SAVED}, bool trained, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)"
+
+
+@torch.library.custom_op("commfuse::row_attention", mutates_args=(), schema=_FORWARD)
 def row_attention_op(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    weight: torch.Tensor,
-    causal: bool,
-    scale: float,
-    dim: int,
-    partial_dtype: torch.dtype,
-    sizes: Sequence[int],
-    slices_per_rank: int,
-    order: str,
-    place: int,
-    keep: bool,
-    call: int,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(own rows of the result; if `keep`: O [S, B, h, d] and the log-sum-exp [B, h, S])"""
-    lines = Lines(tuple(sizes), slices_per_rank, order, place)
+    call = _Call(*how)
+    causal, scale, dim, partial_dtype, lines, keep = *call[:4], call.lines, call.keep
     batch, heads, length, width = q.shape
     features = weight.shape[0]
     lines.agree(
@@ -205,27 +218,15 @@ def _result(y: torch.Tensor, dim: int) -> torch.Tensor:
 
 @row_attention_op.register_fake
 def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    weight: torch.Tensor,
-    causal: bool,
-    scale: float,
-    dim: int,
-    partial_dtype: torch.dtype,
-    sizes: Sequence[int],
-    slices_per_rank: int,
-    order: str,
-    place: int,
-    keep: bool,
-    call: int,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    own = sizes[rank_at(place)]
-    y = q.new_empty((own, q.shape[0], weight.shape[0]) if dim == 0 else (q.shape[0], own, weight.shape[0]))
-    return y, *_saved(q, keep)
+    call = _Call(*how)
+    own = call.sizes[rank_at(call.place)]
+    y = q.new_empty((own, q.shape[0], weight.shape[0]) if call.dim == 0 else (q.shape[0], own, weight.shape[0]))
+    return y, *_saved(q, call.keep)
 
 
-@torch.library.custom_op("commfuse::row_attention_backward", mutates_args=())
+@torch.library.custom_op("commfuse::row_attention_backward", mutates_args=(), schema=_BACKWARD)
 def row_attention_backward_op(
     grad: torch.Tensor,
     q: torch.Tensor,
@@ -234,18 +235,12 @@ def row_attention_backward_op(
     weight: torch.Tensor,
     saved: torch.Tensor,
     lse: torch.Tensor,
-    causal: bool,
-    scale: float,
-    dim: int,
-    sizes: Sequence[int],
-    slices_per_rank: int,
-    order: str,
-    place: int,
     trained: bool,
-    call: int,
+    *how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv; dW, if `trained`)"""
-    lines = Lines(tuple(sizes), slices_per_rank, order, place)
+    call = _Call(*how)
+    causal, scale, dim, lines = *call[:3], call.lines
     batch, heads, length, width = q.shape
     features, wide = weight.shape[0], wide_dtype(q.dtype)
     grads = Gradients(*(torch.zeros(tensor.shape, dtype=wide, device=q.device) for tensor in (q, k, v)))
@@ -290,23 +285,15 @@ def _(
     weight: torch.Tensor,
     saved: torch.Tensor,
     lse: torch.Tensor,
-    causal: bool,
-    scale: float,
-    dim: int,
-    sizes: Sequence[int],
-    slices_per_rank: int,
-    order: str,
-    place: int,
     trained: bool,
-    call: int,
+    *how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dq, dk, dv = (q.new_empty(tensor.shape) for tensor in (q, k, v))
     return dq, dk, dv, q.new_empty(weight.shape if trained else 0)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, weight, causal, scale, dim, _, *lines, _, call = inputs
-    ctx.how, ctx.call = (causal, scale, dim, *lines), call
+    q, k, v, weight, *ctx.how = inputs
     ctx.save_for_backward(q, k, v, weight, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -314,7 +301,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 def _backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     trained = ctx.needs_input_grad[3]
-    dq, dk, dv, dw = torch.ops.commfuse.row_attention_backward(grad, *ctx.saved_tensors, *ctx.how, trained, ctx.call)
+    dq, dk, dv, dw = torch.ops.commfuse.row_attention_backward(grad, *ctx.saved_tensors, trained, *ctx.how)
     return dq, dk, dv, dw if trained else None, *(None,) * 10
 
 

@@ -10,29 +10,26 @@ The module is imported while a graph is traced, and not before: what it decorate
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from commfuse_dp.ops.column_parallel import Column, Save, column_backward, column_forward
-from commfuse_dp.ops.compat import prepare_compiler
+from commfuse_dp.ops.operands import call_number
 from commfuse_dp.ops.row_parallel import Row, row_backward, row_forward
 from commfuse_dp.ops.sequence import Place, Tokens, agree_on, place_of, shape_with
 
 _SAVES: tuple[Save, ...] = ("shard", "gathered")
 _places: dict[int, Place] = {}
-_numbers = itertools.count(1)
 
 
 # ---- while a graph is traced -----------------------------------------------------------------------------------------
 @torch.compiler.assume_constant_result
 def place_number(group: dist.ProcessGroup | None, order: str, slices_per_rank: int | None, name: str) -> int:
     """Of one call in a graph. The place stays for the life of the process, as compiled graphs do."""
-    prepare_compiler()
-    number = next(_numbers)
+    number = call_number()
     _places[number] = place_of(group, None, order, slices_per_rank, name)
     return number
 
@@ -51,6 +48,11 @@ def bits_of(flags: Sequence[bool]) -> int:
 
 def _flags(bits: int, count: int) -> tuple[bool, ...]:
     return tuple(bool(bits >> at & 1) for at in range(count))
+
+
+def _tokens(shard: torch.Tensor, dim: int, sizes: Sequence[int]) -> Tokens:
+    outer, inner = torch.Size(shard.shape[:dim]).numel(), torch.Size(shard.shape[dim + 1 : -1]).numel()
+    return Tokens(int(outer), int(inner), tuple(sizes))
 
 
 # ---- columns ---------------------------------------------------------------------------------------------------------
@@ -74,95 +76,86 @@ def column_in_graph(
     return tuple(outputs[: len(weights)])
 
 
-def _split(params: Sequence[torch.Tensor], count: int, has_bias: int) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    left = iter(params[count:])
-    return list(params[:count]), [next(left) if flag else None for flag in _flags(has_bias, count)]
+class _Columns(NamedTuple):
+    """What the ops are told beside their tensors."""
+
+    weights: int  # how many
+    has_bias: int  # which of them, in bits
+    dim: int
+    sizes: Sequence[int]
+    save: int  # in _SAVES
+    wanted: int  # gradients of x, weights, biases, in bits
+    number: int  # of the place
+
+    @property
+    def place(self) -> Place:
+        return _places[self.number]
+
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        return _flags(self.wanted, 1 + 2 * self.weights)
+
+    @property
+    def keeps(self) -> bool:
+        """The gathered input is kept for backward."""
+        return _SAVES[self.save] == "gathered" and any(self.flags[1 : 1 + self.weights])
+
+    @property
+    def present(self) -> list[bool]:
+        """Which gradients are wanted of x, of the weights, and of those biases that exist."""
+        of_biases = zip(self.flags[1 + self.weights :], _flags(self.has_bias, self.weights), strict=True)
+        return [*self.flags[: 1 + self.weights], *(flag for flag, exists in of_biases if exists)]
+
+    def split(self, params: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """(weights, biases)"""
+        left = iter(params[self.weights :])
+        return list(params[: self.weights]), [next(left) if flag else None for flag in _flags(self.has_bias, self.weights)]
+
+    def call(self, tokens: Tokens) -> Column:
+        return Column(self.place, tokens, self.dim, _SAVES[self.save], self.flags)
 
 
-def _column(
-    x: torch.Tensor, outer: int, inner: int, count: int, dim: int, sizes: Sequence[int], save: int, wanted: int, number: int
-) -> Column:
-    return Column(_places[number], Tokens(outer, inner, tuple(sizes)), dim, _SAVES[save], _flags(wanted, 1 + 2 * count))
+_COLUMNS = "SymInt count, SymInt has_bias, SymInt dim, SymInt[] sizes, SymInt save, SymInt wanted, SymInt number"
+_COLUMN_FORWARD = f"(Tensor x, Tensor[] params, {_COLUMNS}) -> Tensor[]"
+_COLUMN_BACKWARD = f"(Tensor[] grads, Tensor saved, Tensor[] params, {_COLUMNS}) -> Tensor[]"
 
 
-@torch.library.custom_op("commfuse::column_parallel", mutates_args=())
-def column_op(
-    x: torch.Tensor,
-    params: Sequence[torch.Tensor],
-    count: int,
-    has_bias: int,
-    dim: int,
-    sizes: Sequence[int],
-    save: int,
-    wanted: int,
-    number: int,
-) -> list[torch.Tensor]:
+@torch.library.custom_op("commfuse::column_parallel", mutates_args=(), schema=_COLUMN_FORWARD)
+def column_op(x: torch.Tensor, params: Sequence[torch.Tensor], *how: Any) -> list[torch.Tensor]:
     """The outputs, then the gathered input or an empty tensor."""
-    weights, biases = _split(params, count, has_bias)
-    place = _places[number]
-    how = {"features": x.shape[-1], "save": _SAVES[save]}
-    tokens = agree_on(place, x, dim, _flags(wanted, 1 + 2 * count), sizes, int(x.shape[dim]), **how)
-    call = _column(x, tokens.outer, tokens.inner, count, dim, sizes, save, wanted, number)
-    ys, kept = column_forward(x.contiguous(), weights, biases, call)
+    told = _Columns(*how)
+    weights, biases = told.split(params)
+    own, more = int(x.shape[told.dim]), {"features": x.shape[-1], "save": _SAVES[told.save]}
+    tokens = agree_on(told.place, x, told.dim, told.flags, told.sizes, own, **more)
+    ys, kept = column_forward(x.contiguous(), weights, biases, told.call(tokens))
     return [*ys, kept if kept is not None else x.new_empty(0)]
 
 
 @column_op.register_fake
-def _(
-    x: torch.Tensor,
-    params: Sequence[torch.Tensor],
-    count: int,
-    has_bias: int,
-    dim: int,
-    sizes: Sequence[int],
-    save: int,
-    wanted: int,
-    number: int,
-) -> list[torch.Tensor]:
-    length = sum(sizes)
-    ys = [x.new_empty(shape_with(x, dim, length, weight.shape[0])) for weight in params[:count]]
-    keeps = _SAVES[save] == "gathered" and any(_flags(wanted, 1 + count)[1:])
-    return [*ys, x.new_empty(shape_with(x, dim, length, x.shape[-1])) if keeps else x.new_empty(0)]
+def _(x: torch.Tensor, params: Sequence[torch.Tensor], *how: Any) -> list[torch.Tensor]:
+    told = _Columns(*how)
+    length = sum(told.sizes)
+    ys = [x.new_empty(shape_with(x, told.dim, length, weight.shape[0])) for weight in params[: told.weights]]
+    return [*ys, x.new_empty(shape_with(x, told.dim, length, x.shape[-1])) if told.keeps else x.new_empty(0)]
 
 
-@torch.library.custom_op("commfuse::column_parallel_backward", mutates_args=())
+@torch.library.custom_op("commfuse::column_parallel_backward", mutates_args=(), schema=_COLUMN_BACKWARD)
 def column_backward_op(
-    grads: Sequence[torch.Tensor],
-    saved: torch.Tensor,
-    params: Sequence[torch.Tensor],
-    count: int,
-    has_bias: int,
-    dim: int,
-    sizes: Sequence[int],
-    save: int,
-    wanted: int,
-    number: int,
+    grads: Sequence[torch.Tensor], saved: torch.Tensor, params: Sequence[torch.Tensor], *how: Any
 ) -> list[torch.Tensor]:
     """dx, dW_i, db_i; empty tensors where not wanted."""
-    weights, biases = _split(params, count, has_bias)
-    outer = int(torch.Size(saved.shape[:dim]).numel())
-    inner = int(torch.Size(saved.shape[dim + 1 : -1]).numel())
-    call = _column(saved, outer, inner, count, dim, sizes, save, wanted, number)
-    dx, dws, dbs = column_backward(grads, saved.contiguous(), weights, call)
+    told = _Columns(*how)
+    weights, biases = told.split(params)
+    dx, dws, dbs = column_backward(grads, saved.contiguous(), weights, told.call(_tokens(saved, told.dim, told.sizes)))
     found = [dx, *dws, *(db for db, bias in zip(dbs, biases, strict=True) if bias is not None)]
     return [grad if grad is not None else saved.new_empty(0) for grad in found]
 
 
 @column_backward_op.register_fake
-def _(
-    grads: Sequence[torch.Tensor],
-    saved: torch.Tensor,
-    params: Sequence[torch.Tensor],
-    count: int,
-    has_bias: int,
-    dim: int,
-    sizes: Sequence[int],
-    save: int,
-    wanted: int,
-    number: int,
-) -> list[torch.Tensor]:
-    want_x, *want_params = _present(wanted, count, has_bias)
-    own = shape_with(saved, dim, sizes[_places[number].rank], saved.shape[-1])
+def _(grads: Sequence[torch.Tensor], saved: torch.Tensor, params: Sequence[torch.Tensor], *how: Any) -> list[torch.Tensor]:
+    told = _Columns(*how)
+    want_x, *want_params = told.present
+    own = shape_with(saved, told.dim, told.sizes[told.place.rank], saved.shape[-1])
     dx = saved.new_empty(own) if want_x else saved.new_empty(0)
     return [
         dx,
@@ -170,31 +163,21 @@ def _(
     ]
 
 
-def _present(wanted: int, count: int, has_bias: int) -> list[bool]:
-    """Which gradients are wanted of x, of the weights, and of those biases that exist."""
-    flags = _flags(wanted, 1 + 2 * count)
-    exists = _flags(has_bias, count)
-    return [*flags[: 1 + count], *(flag for flag, bias in zip(flags[1 + count :], exists, strict=True) if bias)]
-
-
 def _column_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    x, params, count, has_bias, dim, sizes, save, wanted, number = inputs
-    ctx.how = count, has_bias, dim, tuple(sizes), save, wanted, number
-    keeps = _SAVES[save] == "gathered" and any(_flags(wanted, 1 + count)[1:])
-    ctx.shapes = [y.shape for y in output[:count]]
-    ctx.save_for_backward(output[count] if keeps else x, *params)
+    x, params, *ctx.how = inputs
+    told = _Columns(*ctx.how)
+    ctx.shapes = [y.shape for y in output[: told.weights]]
+    ctx.save_for_backward(output[told.weights] if told.keeps else x, *params)
 
 
 def _column_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     saved, *params = ctx.saved_tensors
-    count, has_bias, dim, sizes, save, wanted, number = ctx.how
-    dense = [saved.new_zeros(shape) if g is None else g for g, shape in zip(grads[:count], ctx.shapes, strict=True)]
-    found = torch.ops.commfuse.column_parallel_backward(
-        dense, saved, params, count, has_bias, dim, list(sizes), save, wanted, number
-    )
-    want_x, *want_params = _present(wanted, count, has_bias)
+    told = _Columns(*ctx.how)
+    dense = [saved.new_zeros(shape) if g is None else g for g, shape in zip(grads[: told.weights], ctx.shapes, strict=True)]
+    found = torch.ops.commfuse.column_parallel_backward(dense, saved, params, *told)
+    want_x, *want_params = told.present
     of_params = [grad if flag else None for grad, flag in zip(found[1:], want_params, strict=True)]
-    return (found[0] if want_x else None, of_params, *(None,) * 7)
+    return (found[0] if want_x else None, of_params, *(None,) * len(told))
 
 
 column_op.register_autograd(_column_backward, setup_context=_column_context)
@@ -215,72 +198,56 @@ def row_in_graph(
     return torch.ops.commfuse.row_parallel(x, weight, bias, dim, list(sizes), partial_dtype, wanted, number)
 
 
-def _row(x: torch.Tensor, dim: int, sizes: Sequence[int], partial_dtype: torch.dtype, wanted: int, number: int) -> Row:
-    outer, inner = int(torch.Size(x.shape[:dim]).numel()), int(torch.Size(x.shape[dim + 1 : -1]).numel())
-    return Row(_places[number], Tokens(outer, inner, tuple(sizes)), dim, partial_dtype, _flags(wanted, 3))
+class _Rows(NamedTuple):
+    """What the ops are told beside their tensors."""
+
+    dim: int
+    sizes: Sequence[int]
+    partial_dtype: torch.dtype
+    wanted: int  # gradients of x, weight, bias, in bits
+    number: int  # of the place
+
+    @property
+    def place(self) -> Place:
+        return _places[self.number]
+
+    def call(self, x: torch.Tensor) -> Row:
+        tokens = _tokens(x, self.dim, self.sizes)
+        return Row(self.place, tokens, self.dim, self.partial_dtype, _flags(self.wanted, 3))
 
 
-@torch.library.custom_op("commfuse::row_parallel", mutates_args=())
-def row_op(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    dim: int,
-    sizes: Sequence[int],
-    partial_dtype: torch.dtype,
-    wanted: int,
-    number: int,
-) -> torch.Tensor:
-    place = _places[number]
-    how = {"out_features": weight.shape[0], "reduce_dtype": partial_dtype}
-    agree_on(place, x, dim, _flags(wanted, 3), sizes, sizes[place.rank], **how)
-    return row_forward(x.contiguous(), weight, bias, _row(x, dim, sizes, partial_dtype, wanted, number))
+_ROWS = "SymInt dim, SymInt[] sizes, ScalarType partial_dtype, SymInt wanted, SymInt number"
+_ROW_FORWARD = f"(Tensor x, Tensor weight, Tensor? bias, {_ROWS}) -> Tensor"
+_ROW_BACKWARD = f"(Tensor grad, Tensor x, Tensor weight, {_ROWS}) -> (Tensor, Tensor, Tensor)"
+
+
+@torch.library.custom_op("commfuse::row_parallel", mutates_args=(), schema=_ROW_FORWARD)
+def row_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> torch.Tensor:
+    told = _Rows(*how)
+    own, more = told.sizes[told.place.rank], {"out_features": weight.shape[0], "reduce_dtype": told.partial_dtype}
+    agree_on(told.place, x, told.dim, _flags(told.wanted, 3), told.sizes, own, **more)
+    return row_forward(x.contiguous(), weight, bias, told.call(x))
 
 
 @row_op.register_fake
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    dim: int,
-    sizes: Sequence[int],
-    partial_dtype: torch.dtype,
-    wanted: int,
-    number: int,
-) -> torch.Tensor:
-    return x.new_empty(shape_with(x, dim, sizes[_places[number].rank], weight.shape[0]))
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> torch.Tensor:
+    told = _Rows(*how)
+    return x.new_empty(shape_with(x, told.dim, told.sizes[told.place.rank], weight.shape[0]))
 
 
-@torch.library.custom_op("commfuse::row_parallel_backward", mutates_args=())
+@torch.library.custom_op("commfuse::row_parallel_backward", mutates_args=(), schema=_ROW_BACKWARD)
 def row_backward_op(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    dim: int,
-    sizes: Sequence[int],
-    partial_dtype: torch.dtype,
-    wanted: int,
-    number: int,
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dx, dW, db; empty tensors where not wanted."""
-    call = _row(x, dim, sizes, partial_dtype, wanted, number)
-    found = row_backward(grad, x.contiguous(), weight, x.dtype, call)
+    found = row_backward(grad, x.contiguous(), weight, x.dtype, _Rows(*how).call(x))
     dx, dw, db = (part if part is not None else x.new_empty(0) for part in found)
     return dx, dw, db
 
 
 @row_backward_op.register_fake
-def _(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    dim: int,
-    sizes: Sequence[int],
-    partial_dtype: torch.dtype,
-    wanted: int,
-    number: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    want_x, want_weight, want_bias = _flags(wanted, 3)
+def _(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    want_x, want_weight, want_bias = _flags(_Rows(*how).wanted, 3)
     return (
         x.new_empty(x.shape) if want_x else x.new_empty(0),
         weight.new_empty(weight.shape) if want_weight else x.new_empty(0),
@@ -289,17 +256,16 @@ def _(
 
 
 def _row_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, _, dim, sizes, partial_dtype, wanted, number = inputs
-    ctx.how = dim, tuple(sizes), partial_dtype, wanted, number
+    x, weight, _, *ctx.how = inputs
     ctx.save_for_backward(x, weight)
 
 
 def _row_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
-    dim, sizes, partial_dtype, wanted, number = ctx.how
-    found = torch.ops.commfuse.row_parallel_backward(grad, x, weight, dim, list(sizes), partial_dtype, wanted, number)
-    flags = _flags(wanted, 3)
-    return (*(part if flag else None for part, flag in zip(found, flags, strict=True)), *(None,) * 5)
+    told = _Rows(*ctx.how)
+    found = torch.ops.commfuse.row_parallel_backward(grad, x, weight, *told)
+    flags = _flags(told.wanted, 3)
+    return (*(part if flag else None for part, flag in zip(found, flags, strict=True)), *(None,) * len(told))
 
 
 row_op.register_autograd(_row_backward, setup_context=_row_context)

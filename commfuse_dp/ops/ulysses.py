@@ -33,7 +33,17 @@ from commfuse_dp.ops.attention import Attended, Gradients, add_gradients, defaul
 from commfuse_dp.ops.blocks import BackwardBlocks, ForwardBlocks, Span, arrivals
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.operands import call_number
-from commfuse_dp.ops.places import Lines, check_heads, place_of, rank_at, refuse, sizes_of, world_size_at
+from commfuse_dp.ops.places import (
+    ATTENTION_CALL,
+    AttentionCall,
+    Lines,
+    check_heads,
+    place_of,
+    rank_at,
+    refuse,
+    sizes_of,
+    world_size_at,
+)
 from commfuse_dp.program.layout import cut
 from commfuse_dp.program.orders import check_order
 from commfuse_dp.transport.base import Transport
@@ -232,23 +242,19 @@ def describe(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, layou
 
 
 # ---- the registered ops ----------------------------------------------------------------------------------------------
-@torch.library.custom_op("commfuse::ulysses", mutates_args=())
+_FORWARD = f"(Tensor q, Tensor k, Tensor v, {ATTENTION_CALL}) -> (Tensor, Tensor, Tensor, Tensor)"
+_BACKWARD = (
+    f"(Tensor grad, Tensor packed, Tensor out, Tensor lse, SymInt key_heads, {ATTENTION_CALL}) -> (Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.custom_op("commfuse::ulysses", mutates_args=(), schema=_FORWARD)
 def ulysses_op(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    scale: float,
-    layout: str,
-    sizes: Sequence[int],
-    slices_per_rank: int,
-    order: str,
-    place: int,
-    keep: bool,
-    call: int,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(o; if `keep`: q, k, v [S, B, heads, d] and o [S, B, heads, d] of the own heads, log-sum-exp [B, heads, S])"""
-    lines = Lines(tuple(sizes), slices_per_rank, order, place)
+    call = AttentionCall(*how)
+    causal, scale, layout, lines, keep = *call[:3], call.lines, call.keep
     lines.agree(NAME, q.device, describe(q, k, causal, scale, layout, keep))
     q_rows, k_rows, v_rows = (rows_first(tensor, layout) for tensor in (q, k, v))
     batch, heads = q_rows.shape[1], Heads(q_rows.shape[2], k_rows.shape[2], len(lines.sizes))
@@ -256,7 +262,7 @@ def ulysses_op(
     exchange = _Exchange(lines, heads, q, batch)
     packed = q.new_empty(lines.length, batch, mine + 2 * shared, q.shape[3])
     queries, keys, values = (heads_first(rows) for rows in packed.split([mine, shared, shared], dim=2))
-    order_of_arrival = arrivals(lines.sizes, slices_per_rank, lines.rank)
+    order_of_arrival = arrivals(lines.sizes, lines.slices_per_rank, lines.rank)
     attended = {
         span: Attended(queries[:, :, span.start : span.stop], q_start=span.start, causal=causal, scale=scale)
         for span in order_of_arrival
@@ -306,44 +312,23 @@ def _saved(q: torch.Tensor, batch: int, length: int, heads: int) -> tuple[torch.
 
 @ulysses_op.register_fake
 def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    scale: float,
-    layout: str,
-    sizes: Sequence[int],
-    slices_per_rank: int,
-    order: str,
-    place: int,
-    keep: bool,
-    call: int,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    _, batch_dim, head_dim, _ = LAYOUTS[layout]
-    heads, batch = Heads(q.shape[head_dim], k.shape[head_dim], len(sizes)), q.shape[batch_dim]
-    length = sum(sizes) if keep else 0
+    call = AttentionCall(*how)
+    _, batch_dim, head_dim, _ = LAYOUTS[call.layout]
+    heads, batch = Heads(q.shape[head_dim], k.shape[head_dim], len(call.sizes)), q.shape[batch_dim]
+    length = sum(call.sizes) if call.keep else 0
     packed = q.new_empty(length, batch, heads.own_queries + 2 * heads.own_keys, q.shape[3])
     return q.new_empty(q.shape), packed, *_saved(q, batch, length, heads.own_queries)
 
 
-@torch.library.custom_op("commfuse::ulysses_backward", mutates_args=())
+@torch.library.custom_op("commfuse::ulysses_backward", mutates_args=(), schema=_BACKWARD)
 def ulysses_backward_op(
-    grad: torch.Tensor,
-    packed: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    key_heads: int,
-    causal: bool,
-    scale: float,
-    layout: str,
-    sizes: Sequence[int],
-    slices_per_rank: int,
-    order: str,
-    place: int,
-    call: int,
+    grad: torch.Tensor, packed: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, key_heads: int, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv"""
-    lines = Lines(tuple(sizes), slices_per_rank, order, place)
+    call = AttentionCall(*how)
+    causal, scale, layout, lines = *call[:3], call.lines
     d_rows = rows_first(grad, layout)
     batch, heads = d_rows.shape[1], Heads(d_rows.shape[2], key_heads, len(lines.sizes))
     mine, shared, wide = heads.own_queries, heads.own_keys, wide_dtype(out.dtype)
@@ -364,8 +349,8 @@ def ulysses_backward_op(
             scale=scale,
         )
 
-    own = len(cut(0, 0, lines.own, slices_per_rank))
-    blocks = BackwardBlocks(arrivals(lines.sizes, slices_per_rank, lines.rank), own, compute)
+    own = len(cut(0, 0, lines.own, lines.slices_per_rank))
+    blocks = BackwardBlocks(arrivals(lines.sizes, lines.slices_per_rank, lines.rank), own, compute)
 
     def pack(to: Owner, message: torch.Tensor) -> None:
         message.copy_(d_rows[_own_part(to), :, heads.queries_of(to)])
@@ -410,28 +395,16 @@ def _in_rank_order(shares: torch.Tensor) -> torch.Tensor:
 
 @ulysses_backward_op.register_fake
 def _(
-    grad: torch.Tensor,
-    packed: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    key_heads: int,
-    causal: bool,
-    scale: float,
-    layout: str,
-    sizes: Sequence[int],
-    slices_per_rank: int,
-    order: str,
-    place: int,
-    call: int,
+    grad: torch.Tensor, packed: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, key_heads: int, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     shape = list(grad.shape)
-    shape[LAYOUTS[layout][2]] = key_heads
+    shape[LAYOUTS[AttentionCall(*how).layout][2]] = key_heads
     return grad.new_empty(grad.shape), grad.new_empty(shape), grad.new_empty(shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    _, k, _, causal, scale, layout, *lines, _, call = inputs
-    ctx.how = (k.shape[LAYOUTS[layout][2]], causal, scale, layout, *lines, call)
+    _, k, _, *how = inputs
+    ctx.how = k.shape[LAYOUTS[AttentionCall(*how).layout][2]], *how
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)

@@ -110,11 +110,6 @@ class RowLayout:
         """Rows of the largest shard: what FSDP2 pads all shards to."""
         return self._bounds[0][1] - self._bounds[0][0]
 
-    @property
-    def max_slice_rows(self) -> int:
-        """Rows of the largest slice."""
-        return -(-self.max_rows // self.slices_per_rank)
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RowLayout):
             return NotImplemented

@@ -4,8 +4,8 @@ Two families stand behind one interface, so that engine and collectives are writ
 
 * one-sided (`inproc`, `shm`, `tcp`): *publish once, pull at will*. A rank publishes its shards under an epoch; peers pull
   slices whenever they need them, in any order, without the owner's compute taking part.
-* two-sided (`p2p` over torch.distributed, `mpi`): `TwoSidedTransport` below, made to look one-sided by
-  `paired.PairedTransport`, which has every pull answered by a send of its owner.
+* two-sided (`p2p` over torch.distributed, `mpi`): sends and receives, made to look one-sided by channels that have every pull
+  answered by a send of its owner.
 
 `p2p` on GPUs is neither: there a pull is half of an exchange ([Note: Lockstep transports]).
 
@@ -342,38 +342,4 @@ def _where(owner: int, key: int, epoch: int, start: int, nbytes: int) -> Where:
     return Where(f"(window {key})", epoch, f"bytes {start} to {start + nbytes}", nbytes)
 
 
-class Handle(ABC):
-    """A two-sided send or receive under way."""
-
-    @abstractmethod
-    def done(self) -> bool: ...
-
-    @abstractmethod
-    def wait(self, where: Where = NOWHERE) -> None: ...
-
-
-PARAM_LANE, GRAD_LANE, CONTROL_LANE = 0, 1, 2
-
-
-class TwoSidedTransport(ABC):
-    """Plain asynchronous sends and receives on lanes (communicators of their own): parameters, gradients, control.
-
-    The control lane carries small CPU tensors only, whatever the device of the others.
-    """
-
-    name: ClassVar[str]
-
-    def __init__(self, rank: int, world_size: int, *, deadline_s: float, probe: Probe | None = None) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.deadline_s = deadline_s
-        self.probe = probe if probe is not None else Probe()
-
-    @abstractmethod
-    def isend(self, buffer: torch.Tensor, dst: int, *, lane: int, tag: int) -> Handle: ...
-
-    @abstractmethod
-    def irecv(self, buffer: torch.Tensor, src: int, *, lane: int, tag: int) -> Handle: ...
-
-    @abstractmethod
-    def close(self) -> None: ...
+PARAM_LANE, GRAD_LANE, CONTROL_LANE = 0, 1, 2  # communicators of their own; control: small CPU tensors only

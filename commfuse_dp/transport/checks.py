@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from commfuse_dp.errors import TransportError
+from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.probe import Counters
 from commfuse_dp.transport.base import CHANNEL_PARAM, Part, PullRequest, Tag
 
@@ -26,12 +26,29 @@ def check_sizes(sizes: Sequence[Sequence[int]], before: object, world_size: int)
     return table
 
 
-def check_publications(keys: Sequence[int], epoch: int, published: Mapping[int, int]) -> None:
-    """published: key -> its epoch so far. Raises ValueError if this one is not the next."""
+def check_publications(
+    keys: Sequence[int],
+    epoch: int,
+    published: Mapping[int, int],
+    sizes: Sequence[Sequence[int]] | None,
+    *,
+    rank: int,
+    world_size: int,
+    readers: str,
+) -> None:
+    """published: key -> its epoch so far. sizes: as in `window_bytes`. readers: who may still read the epoch before.
+
+    Raises ValueError if this one is not the next, TransportError if somebody may read, and what `window_bytes` does."""
     for key in keys:
+        window_bytes(sizes, rank, key, world_size)
         before = published.get(key, 0)
         if epoch != before + 1:
             raise ValueError(f"publish(key {key}, epoch {epoch}): epochs rise by one and {before} was the last")
+    if keys and readers:
+        raise TransportError(
+            f"publish(key {keys[0]}, epoch {epoch}): {readers} may still read epoch {epoch - 1}; call "
+            f"wait_finished({epoch - 1}) before writing the segment"
+        )
 
 
 def window_bytes(sizes: Sequence[Sequence[int]] | None, owner: int, key: int, world_size: int) -> int:
@@ -110,6 +127,24 @@ def expected_twice(rank: int, src: int, tag: Tag) -> TransportError:
 
 def is_closed(name: str, rank: int) -> TransportError:
     return TransportError(f"transport {name} of rank {rank} is closed")
+
+
+def too_late(rank: int, deadline_s: float, who: str, suspect: str, where: Where, name: str) -> str:
+    """who: "rank 1: to send ...", what was waited for; suspect: who may be at fault; name: of the transport."""
+    return (
+        f"rank {rank} waited {deadline_s:g} s for {who} ({where}; transport {name}). Either {suspect} is stuck or much slower, "
+        "or it runs another program: look at its log first. If the step is really that slow, raise deadline_s."
+    )
+
+
+NO_MEMORY = ". Use more ranks, or lower inbox_bytes or prefetch_bytes."
+
+
+def raise_failures(answers: Iterable[str | None], start: str = "", end: str = "") -> None:
+    """answers: of all ranks; None: no failure. Raises TransportError on all ranks alike."""
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(answers) if text]
+    if failures:
+        raise TransportError(f"{start}{'; '.join(failures)}{end}")
 
 
 def count_message(counters: Counters, channel: int, nbytes: int, *, sent: bool) -> None:

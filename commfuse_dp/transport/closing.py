@@ -17,6 +17,7 @@ from commfuse_dp.transport.base import Transport
 CLOSE_S = 5.0  # longest time that close() waits for a transport's streams, and again after releasing them
 
 _log = logging.getLogger("commfuse_dp")
+never_freed: list[object] = []  # memory that streams may still touch: see `never_free`
 _open: weakref.WeakKeyDictionary[Transport, Callable[[Transport], object]] = weakref.WeakKeyDictionary()
 
 
@@ -44,6 +45,12 @@ def _close_all() -> None:
             close(transport)
         except Exception as error:  # the process ends, and others are still to be closed
             _log.debug("transport %s of rank %d at exit: %s", transport.name, transport.rank, error)
+
+
+def never_free(transport: Transport, why: str, *memory: object) -> None:
+    """The end of a transport whose streams cannot be freed: what they may still touch is kept until the process ends."""
+    never_freed.append(memory)
+    _log.warning("rank %d: transport %s: %s", transport.rank, transport.name, why)
 
 
 def done_within(events: Sequence[Event], seconds: float, meanwhile: Callable[[], object] = lambda: None) -> bool:

@@ -12,7 +12,7 @@ import importlib
 import logging
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from commfuse_dp.probe import Probe
 from commfuse_dp.program.hosts import Hosts, check_hosts
 from commfuse_dp.transport.base import ExchangeFn, Transport
 from commfuse_dp.transport.budget import Room
+from commfuse_dp.transport.checks import raise_failures
 from commfuse_dp.transport.exchange import exchange_of
 
 Kind = Literal["auto", "shm", "tcp", "symmetric", "p2p", "mpi"]
@@ -101,115 +102,92 @@ def open_transport(
             raise MismatchError(
                 f"ranks ask for different {what} (in rank order): {asked}; all ranks need the same configuration"
             )
-    room = Room(inbox_bytes, len(wishes), least_ring)
-    transport, reason = _open(
-        kind,
-        [wish[0] for wish in wishes],
-        group,
-        exchange,
-        room,
-        deadline_s=deadline_s,
-        probe=probe,
-        device=device,
-        stream_ordered=stream_ordered,
-        order=order,
-        published_bytes=published_bytes,
-    )
+    hosts, rank = [wish[0] for wish in wishes], dist.get_rank(group) if dist.is_initialized() else 0
+    room = Room(inbox_bytes, len(hosts), least_ring)
+    wanted = Wanted(kind, order, group, rank, hosts, exchange, room, deadline_s, probe, device, stream_ordered, published_bytes)
+    transport, reason = _open(wanted)
     transport.share = room.share
     return transport, reason
 
 
-def _open(
-    kind: Kind,
-    hosts: list[str],
-    group: dist.ProcessGroup | None,
-    exchange: ExchangeFn,
-    room: Room,
-    *,
-    deadline_s: float,
-    probe: Probe | None,
-    device: torch.device,
-    stream_ordered: bool,
-    order: str,
-    published_bytes: int,
-) -> tuple[Transport, str]:
-    chosen, reason = choose(kind, hosts, device)
-    world_size = len(hosts)
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
-    together = _together(order, kind, hosts, device, stream_ordered=stream_ordered)
+class Wanted(NamedTuple):
+    """What a transport is opened for, and with. All but the rank is the same on all ranks."""
+
+    kind: Kind
+    order: str
+    group: dist.ProcessGroup | None
+    rank: int
+    hosts: list[str]  # identities, in rank order
+    exchange: ExchangeFn
+    room: Room
+    deadline_s: float
+    probe: Probe | None
+    device: torch.device
+    stream_ordered: bool
+    published_bytes: int
+
+    def settings(self, name: str, hosts: Hosts | None = None) -> dict[str, Any]:
+        """Of a transport that is about to be opened; says how much memory it takes."""
+        return {"inbox_bytes": self.room.ring(name, hosts), "deadline_s": self.deadline_s, "probe": self.probe}
+
+
+_ON_CPUS = {
+    "shm": ("shm.transport", "ShmTransport"),
+    "tcp": ("tcp.transport", "TcpTransport"),
+    "mpi": ("two_sided.mpi", "MpiTransport"),
+}
+
+
+def _open(wanted: Wanted) -> tuple[Transport, str]:
+    kind, device = wanted.kind, wanted.device
+    chosen, reason = choose(kind, wanted.hosts, device)
+    together = _together(wanted)
     if together is not None:
-        found = _open_hierarchical(
-            together,
-            order,
-            group,
-            rank,
-            exchange,
-            published_bytes,
-            device=device,
-            room=room,
-            deadline_s=deadline_s,
-            probe=probe,
-        )
+        found = _open_hierarchical(together, wanted)
         if found is not None:
             return found
-    if chosen == "symmetric" and not stream_ordered:
+    if chosen == "symmetric" and not wanted.stream_ordered:
         raise TransportError(
             "transport 'symmetric' orders work by CUDA streams, as layers of FSDP2 and DeepSpeed do; this caller waits on the "
             "host: use 'auto'"
         )
-    if device.type == "cuda" and stream_ordered and kind in ("auto", "symmetric"):
-        opened = _open_symmetric(
-            kind, group, rank, hosts, exchange, device=device, room=room, deadline_s=deadline_s, probe=probe
-        )
-        if isinstance(opened, str):
-            reason = f"auto: 'symmetric' is not possible: {opened}"
-            _log.warning("transport 'p2p' (NCCL, uses multiprocessors) instead of 'symmetric': %s", opened)
-        else:
+    if device.type == "cuda" and wanted.stream_ordered and kind in ("auto", "symmetric"):
+        opened = _open_symmetric(wanted)
+        if not isinstance(opened, str):
             return opened
-    if chosen == "shm":
-        from commfuse_dp.transport.shm.transport import ShmTransport
-
-        return ShmTransport(
-            rank, world_size, exchange, inbox_bytes=room.ring("shm"), deadline_s=deadline_s, probe=probe
-        ), reason
-    if chosen == "tcp":
-        tcp = importlib.import_module("commfuse_dp.transport.tcp.transport")
-        ring = room.ring("tcp")
-        transport = tcp.TcpTransport(rank, world_size, exchange, inbox_bytes=ring, deadline_s=deadline_s, probe=probe)
-        return transport, reason
-    if chosen == "mpi":
-        mpi = importlib.import_module("commfuse_dp.transport.two_sided.mpi")
-        ring = room.ring("mpi")
-        transport = mpi.MpiTransport(rank, world_size, exchange, inbox_bytes=ring, deadline_s=deadline_s, probe=probe)
-        return transport, reason
+        reason = f"auto: 'symmetric' is not possible: {opened}"
+        _log.warning("transport 'p2p' (NCCL, uses multiprocessors) instead of 'symmetric': %s", opened)
+    if chosen in _ON_CPUS:
+        module, name = _ON_CPUS[chosen]
+        made = getattr(importlib.import_module(f"commfuse_dp.transport.{module}"), name)
+        return made(wanted.rank, len(wanted.hosts), wanted.exchange, **wanted.settings(chosen)), reason
     if not dist.is_initialized():
         raise TransportError("transport 'p2p' needs torch.distributed: call init_process_group first, or start with torchrun")
     if device.type != "cpu":
-        if device.type != "cuda" or not stream_ordered:
+        if device.type != "cuda" or not wanted.stream_ordered:
             raise TransportError(
                 f"parameters are on {device}, where this caller would have to wait for every transfer on the host: "
                 "torch.distributed's own collectives are better there. Layers of FSDP2 and DeepSpeed on CUDA are ordered by "
                 "streams instead"
             )
-        nccl = _open_nccl(group, exchange, device=device, room=room, deadline_s=deadline_s, probe=probe)
-        return nccl, f"{reason}; NCCL in grouped exchanges, ordered by streams"
+        return _open_nccl(wanted), f"{reason}; NCCL in grouped exchanges, ordered by streams"
     paired = importlib.import_module("commfuse_dp.transport.two_sided.paired")
-    transport = paired.open_p2p(group, inbox_bytes=room.ring("p2p"), deadline_s=deadline_s, probe=probe)
-    return transport, reason
+    return paired.open_p2p(wanted.group, **wanted.settings("p2p")), reason
 
 
-def _together(order: str, kind: str, hosts: list[str], device: torch.device, *, stream_ordered: bool) -> Hosts | None:
+def _together(wanted: Wanted) -> Hosts | None:
     """The hosts of a hierarchical order; None: it is not wanted, or left out. Raises TransportError if it was asked for and
     cannot be had."""
+    order, hosts, device = wanted.order, wanted.hosts, wanted.device
     if order not in ("auto", "hierarchical"):
         return None
     try:
-        if kind != "auto":
+        if wanted.kind != "auto":
             raise TransportError(
-                f"order 'hierarchical' joins one transport inside a host and one between hosts, but transport={kind!r} was "
-                "asked for; use transport='auto'"
+                f"order 'hierarchical' joins one transport inside a host and one between hosts, but "
+                f"transport={wanted.kind!r} was asked for; use transport='auto'"
             )
-        if device.type != "cpu" and not stream_ordered:
+        if device.type != "cpu" and not wanted.stream_ordered:
             raise TransportError(f"order 'hierarchical' on {device} is ordered by streams, which this caller is not")
         return check_hosts(hosts)
     except TransportError as error:
@@ -220,32 +198,20 @@ def _together(order: str, kind: str, hosts: list[str], device: torch.device, *, 
         return None
 
 
-def _open_hierarchical(
-    hosts: Hosts,
-    order: str,
-    group: dist.ProcessGroup | None,
-    rank: int,
-    exchange: ExchangeFn,
-    published_bytes: int,
-    *,
-    device: torch.device,
-    room: Room,
-    deadline_s: float,
-    probe: Probe | None,
-) -> tuple[Transport, str] | None:
+def _open_hierarchical(hosts: Hosts, wanted: Wanted) -> tuple[Transport, str] | None:
     """The transport and why; None: it cannot be had, or costs much, and was not asked for."""
     opening = importlib.import_module("commfuse_dp.transport.hierarchical.open")
-    dear = opening.too_dear(hosts, published_bytes, device, exchange) if order == "auto" else None
+    order, device, exchange = wanted.order, wanted.device, wanted.exchange
+    dear = opening.too_dear(hosts, wanted.published_bytes, device, exchange) if order == "auto" else None
     if dear is not None:
         _log.warning("order 'pairwise' instead of 'hierarchical': %s", dear)
         return None
-    probe = probe if probe is not None else Probe()
-    settings = {"inbox_bytes": room.ring(device.type, hosts), "deadline_s": deadline_s, "probe": probe}
+    settings = wanted._replace(probe=wanted.probe or Probe()).settings(device.type, hosts)
     if device.type == "cpu":
-        transport, ways = opening.open_on_cpus(hosts, rank, exchange, **settings)
+        transport, ways = opening.open_on_cpus(hosts, wanted.rank, exchange, **settings)
     else:
         try:
-            transport, ways = opening.open_on_gpus(group, hosts, rank, exchange, device=device, **settings)
+            transport, ways = opening.open_on_gpus(wanted.group, hosts, wanted.rank, exchange, device=device, **settings)
         except TransportError as error:
             if order == "hierarchical":
                 raise TransportError(f"order 'hierarchical' was asked for, but cannot be had: {error}") from error
@@ -257,44 +223,24 @@ def _open_hierarchical(
     )
 
 
-def _open_nccl(
-    group: dist.ProcessGroup | None,
-    exchange: ExchangeFn,
-    *,
-    device: torch.device,
-    room: Room,
-    deadline_s: float,
-    probe: Probe | None,
-) -> Transport:
+def _open_nccl(wanted: Wanted) -> Transport:
     """The stream-ordered transport. Raises TransportError on all ranks alike if some rank cannot have it."""
     cuda = importlib.import_module("commfuse_dp.device.cuda")
     grouped = importlib.import_module("commfuse_dp.transport.grouped.exchange")
     nccl = importlib.import_module("commfuse_dp.transport.grouped.transport")
-    own, problem = None, grouped.wrong_device(device)
+    own, problem = None, grouped.wrong_device(wanted.device)
     try:
-        own = cuda.CudaDevice(device)
+        own = cuda.CudaDevice(wanted.device)
     except TransportError as error:
         problem = problem or str(error)
-    found = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(problem)) if text]
-    if found:
-        raise TransportError(f"transport 'p2p' on {device.type} is ordered by streams, which cannot be had: {'; '.join(found)}")
-    return nccl.open_nccl(group, device=own, inbox_bytes=room.ring("p2p"), deadline_s=deadline_s, probe=probe)
+    raise_failures(wanted.exchange(problem), "transport 'p2p' on cuda is ordered by streams, which cannot be had: ")
+    return nccl.open_nccl(wanted.group, device=own, **wanted.settings("p2p"))
 
 
-def _open_symmetric(
-    kind: Kind,
-    group: dist.ProcessGroup | None,
-    rank: int,
-    hosts: list[str],
-    exchange: ExchangeFn,
-    *,
-    device: torch.device,
-    room: Room,
-    deadline_s: float,
-    probe: Probe | None,
-) -> tuple[Transport, str] | str:
+def _open_symmetric(wanted: Wanted) -> tuple[Transport, str] | str:
     """The transport and why; or why not, if it was not asked for by name. Raises TransportError if it was."""
     symmetric = importlib.import_module("commfuse_dp.transport.symmetric.open")
+    kind, hosts, exchange, device = wanted.kind, wanted.hosts, wanted.exchange, wanted.device
     asked = "asked for by the configuration" if kind == "symmetric" else "auto"
     verdict, cards = symmetric.survey(device, hosts, exchange)
     try:
@@ -302,16 +248,9 @@ def _open_symmetric(
             raise TransportError(verdict.reason)
         if not dist.is_initialized():
             raise TransportError("torch.distributed is not initialised: call init_process_group first, or start with torchrun")
+        settings = wanted.settings("symmetric")
         transport, how = symmetric.open_symmetric(
-            group,
-            rank,
-            len(hosts),
-            exchange,
-            cards,
-            device=device,
-            inbox_bytes=room.ring("symmetric"),
-            deadline_s=deadline_s,
-            probe=probe,
+            wanted.group, wanted.rank, len(hosts), exchange, cards, device=device, **settings
         )
     except TransportError as error:  # raised on all ranks alike
         if kind == "symmetric":

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from commfuse_dp.errors import DeadlineError, PeerLostError, Where
 from commfuse_dp.transport.base import Transport
+from commfuse_dp.transport.checks import too_late
 
 
 def wait_until(transport: Transport, ready: Callable[[], bool], *, peer: int, where: Where, doing: str) -> None:
@@ -28,14 +29,8 @@ def wait_until(transport: Transport, ready: Callable[[], bool], *, peer: int, wh
                 continue
             left = limit - time.monotonic()
             if left <= 0:
-                raise DeadlineError(
-                    f"rank {transport.rank} waited {transport.deadline_s:g} s for {who}: {doing} ({where}; transport "
-                    f"{transport.name}). Either {who} is stuck or much slower, or it runs another program: look at its log "
-                    "first. If the step is really that slow, raise deadline_s.",
-                    rank=transport.rank,
-                    peer=peer,
-                    where=where,
-                )
+                text = too_late(transport.rank, transport.deadline_s, f"{who}: {doing}", who, where, transport.name)
+                raise DeadlineError(text, rank=transport.rank, peer=peer, where=where)
             transport.progress(min(left, transport.sleep_s))
     except PeerLostError as error:
         if error.where is not None:

@@ -18,7 +18,7 @@ from commfuse_dp.integrations.attach.ranks import Ranks
 from commfuse_dp.integrations.attach.report import ParameterRow, Path, Report
 from commfuse_dp.integrations.attach.root import hook_root
 from commfuse_dp.integrations.attach.rules import check_exclude, original_type
-from commfuse_dp.integrations.deepspeed import backend, compat
+from commfuse_dp.integrations.deepspeed import backend, compat, flat_compat
 from commfuse_dp.integrations.deepspeed.deferred import DeferredGather, FlatGroup, unwatch, watch
 from commfuse_dp.integrations.deepspeed.select import Layer, Selection, numel, select
 from commfuse_dp.integrations.deepspeed.weights import PartitionedWeight, ReplicatedWeight, ZeroGradients, ZeroPolicy
@@ -165,7 +165,7 @@ def _open_gather(attachment: Attachment, zero: Any, config: CommFuseConfig, grou
         stream_ordered=symmetric,
     )
     transaction.on_undo(transport.close)
-    gather = DeferredGather(transport, [FlatGroup(*entry) for entry in compat.flat_groups(zero.optimizer, group.size())])
+    gather = DeferredGather(transport, [FlatGroup(*entry) for entry in flat_compat.flat_groups(zero.optimizer, group.size())])
     transaction.on_undo(gather.close)
     transaction.on_undo(weakref.finalize(zero, gather.close).detach)
     return gather
@@ -193,7 +193,7 @@ def _install(
     if gather is not None:
         for module in zero.module.modules():
             transaction.on_undo(functools.partial(unwatch, module))
-        watch(zero.module, gather, compat.flat_ranges(zero.optimizer))
+        watch(zero.module, gather, flat_compat.flat_ranges(zero.optimizer))
     _hook_gradients(attachment, zero)
     _hook_destroy(attachment, zero)
     stage = int(zero.zero_optimization_stage())
@@ -324,11 +324,11 @@ def collect(engine: Engine, optimizer: Any, stage: int, replicated: list[Replica
     replicated, whole: slots and parameters of fused layers under ZeRO-1/2."""
     engine.settle()
     waiting = not compat.coalescing(optimizer) and (replicated or engine.has_accumulated)
-    if waiting and (stage == 3 or compat.reduces_every_backward(optimizer)):
+    if waiting and (stage == 3 or flat_compat.reduces_every_backward(optimizer)):
         engine.reduce_accumulated()
-        compat.reduce_waiting(optimizer, whole)
+        flat_compat.reduce_waiting(optimizer, whole)
     if replicated:
-        compat.expect_gradients(optimizer)
+        flat_compat.expect_gradients(optimizer)
     for slot in replicated:
         slot.hand_over()
     compat.after_current(optimizer)

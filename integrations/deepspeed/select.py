@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.attach.linears import LinearForm
 from commfuse_dp.integrations.attach.rules import form_of, module_obstacle, tensor_obstacle
-from commfuse_dp.integrations.deepspeed import compat
+from commfuse_dp.integrations.deepspeed import compat, flat_compat
 from torch import nn
 
 from commfuse_dp.config import CommFuseConfig
@@ -22,7 +22,7 @@ class Layer(NamedTuple):
     module: nn.Module
     param: nn.Parameter  # its weight
     form: LinearForm | None  # which linear it computes; None: none, the weight is gathered whole
-    place: compat.FlatPlace | None  # ZeRO-1/2
+    place: flat_compat.FlatPlace | None  # ZeRO-1/2
 
 
 class Selection(NamedTuple):
@@ -42,7 +42,7 @@ def select(engine: Any, config: CommFuseConfig, group: dist.ProcessGroup, device
     layers: list[Layer] = []
     left: dict[str, tuple[nn.Parameter, str]] = {}
     owners = Counter(id(param) for module in model.modules() for param in module._parameters.values() if param is not None)
-    places = compat.flat_places(engine.optimizer, group.size()) if why is None and stage != 3 else {}
+    places = flat_compat.flat_places(engine.optimizer, group.size()) if why is None and stage != 3 else {}
     parents = {id(child): module for module in model.modules() for child in module.children()}
     external = compat.external_parameters(model)
     served: set[int] = set()
@@ -76,7 +76,7 @@ def _obstacle(
     parent: nn.Module | None,
     param: nn.Parameter,
     stage: int,
-    places: dict[int, compat.FlatPlace],
+    places: dict[int, flat_compat.FlatPlace],
     owners: Counter[int],
     config: CommFuseConfig,
     group: dist.ProcessGroup,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from commfuse_dp.integrations.attach.slots import ModuleSlot
-from commfuse_dp.integrations.deepspeed import compat
+from commfuse_dp.integrations.deepspeed import compat, flat_compat
 from torch import nn
 
 from commfuse_dp.engine.broken import Gradients
@@ -73,7 +73,7 @@ class ReplicatedWeight(_ZeroSlot):
     keeps_delivered = True  # until `hand_over`
 
     def __init__(
-        self, name: str, module: nn.Module, param: nn.Parameter, optimizer: Any, place: compat.FlatPlace, rank: int
+        self, name: str, module: nn.Module, param: nn.Parameter, optimizer: Any, place: flat_compat.FlatPlace, rank: int
     ) -> None:
         self._place = place
         self._ready: list[torch.Tensor] = []
@@ -85,7 +85,7 @@ class ReplicatedWeight(_ZeroSlot):
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        return compat.replicated_grad_dtype(self.optimizer, self.parameter, self._place)
+        return flat_compat.replicated_grad_dtype(self.optimizer, self.parameter, self._place)
 
     def deliver_to(self, param: torch.Tensor, grad: torch.Tensor) -> None:
         self._ready.append(grad)
@@ -98,7 +98,7 @@ class ReplicatedWeight(_ZeroSlot):
         self._ready = []
         with torch.no_grad():
             total = sum(more, start=first)
-            compat.accumulate_range(self.optimizer, self.parameter, self._place, self._rank, total)
+            flat_compat.accumulate_range(self.optimizer, self.parameter, self._place, self._rank, total)
 
     def forget(self) -> None:
         """Drop what was delivered in a backward that was broken off before the optimizer collected its gradients."""
@@ -151,7 +151,7 @@ class ZeroPolicy:
         optimizer = referent(self._optimizer)
         if compat.coalescing(optimizer):
             return False
-        return self._stage == 3 or compat.reduces_every_backward(optimizer)
+        return self._stage == 3 or flat_compat.reduces_every_backward(optimizer)
 
     @property
     def divide_factor(self) -> float | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from commfuse_dp.engine.plan import Unit
 from commfuse_dp.ops.linear import fused_linear
 from commfuse_dp.probe import Counters
 from commfuse_dp.transport.base import ExchangeFn, Transport
+from commfuse_dp.transport.hierarchical.relays import Relays
 from commfuse_dp.transport.hierarchical.transport import HierarchicalTransport
 from tests.simulated.test_engine import Policy, Slot, Step, base_case, cases, data, run_program, weights
 from tests.support.cells import slow
@@ -137,22 +137,15 @@ def test_a_shard_that_comes_late_is_waited_for_by_all_ranks_of_the_host(monkeypa
     run_program(case, opener(case))
 
 
-@contextmanager
-def broken(name: str, change: Callable[..., Any]):
-    original = getattr(HierarchicalTransport, name)
-    setattr(HierarchicalTransport, name, change)
-    try:
-        yield
-    finally:
-        setattr(HierarchicalTransport, name, original)
-
-
-def test_the_programs_would_find_a_relay_of_the_wrong_host():
+def test_the_programs_would_find_a_relay_of_the_wrong_host(monkeypatch):
     """Planted: shards of hosts at distance 1 and 2 are mixed up."""
     case = base_case(world_size=6, per_host=2, deadline_s=1.0)
+    right = Relays.at
 
-    def mixed_up(self: HierarchicalTransport, key: int, distance: int) -> int:
-        return key * 3 + ((0, 2, 1)[distance] if self.rank == 0 else distance)
+    def mixed_up(self: Relays, owner: int, key: int) -> tuple[int, int]:
+        source, found = right(self, owner, key)
+        return source, key * 3 + (0, 2, 1)[found - key * 3]
 
-    with broken("_key", mixed_up), pytest.raises(Exception):  # noqa: B017  (wrong numbers, or wrong sizes)
+    monkeypatch.setattr(Relays, "at", mixed_up)
+    with pytest.raises(Exception):  # noqa: B017  (wrong numbers, or wrong sizes)
         run_program(case, opener(case))

@@ -27,7 +27,7 @@ from commfuse_dp.ops.linear import fused_linear
 from commfuse_dp.transport.base import GRAD_LANE, PARAM_LANE, ExchangeFn, Transport
 from commfuse_dp.transport.grouped.messages import Inboxes, Messages
 from commfuse_dp.transport.grouped.transport import Brought, NcclTransport
-from commfuse_dp.transport.symmetric.ring import StagingRing
+from commfuse_dp.transport.streams.staging import StagingRing
 from tests.simulated.test_engine import Policy, Slot, Step, base_case, cases, data, expected, run_program, weights
 from tests.support.cells import slow
 from tests.support.fake_device import FakeWorld, Race, Stuck, Watched
@@ -186,7 +186,7 @@ def _crowded_inbox(monkeypatch: pytest.MonkeyPatch) -> None:
 def _crowded_staging(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GEMM writes where an exchange still reads."""
     reserve = StagingRing.reserve
-    monkeypatch.setattr(StagingRing, "reserve", lambda self, nbytes: (reserve(self, nbytes)[0], None))
+    monkeypatch.setattr(StagingRing, "reserve", lambda self, *wanted: (reserve(self, *wanted)[0], None))
 
 
 def _not_computed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,32 +1,32 @@
-"""Transport 'symmetric' in streams: whole steps in many legal orders, what a missing wait looks like, and how it fails.
+"""Transport 'symmetric' in streams: whole steps in many legal orders, and what a missing wait looks like.
 
 A program is enqueued on all ranks before anything runs; then the streams run in an order drawn from a seed (fake_device.py).
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from commfuse_dp.device.base import Batch, Event, Word
-from commfuse_dp.errors import MismatchError, PeerLostError, TransportError, Where
+from commfuse_dp.device.base import Batch, Event
+from commfuse_dp.errors import Where
+from commfuse_dp.transport import closing
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, CHANNEL_GRAD, PullRequest, Tag
+from commfuse_dp.transport.streams.staging import StagingRing
 from commfuse_dp.transport.symmetric import transport as symmetric
 from commfuse_dp.transport.symmetric import watch as symmetric_watch
 from commfuse_dp.transport.symmetric.core import Core
 from commfuse_dp.transport.symmetric.messages import Messages
-from commfuse_dp.transport.symmetric.ring import Outbox, PlaceRing, StagingRing
+from commfuse_dp.transport.symmetric.ring import Outbox
 from commfuse_dp.transport.symmetric.transport import SymmetricTransport
 from commfuse_dp.transport.symmetric.windows import Pull, Windows
 from tests.support import single
 from tests.support.cells import slow
 from tests.support.fake_device import FakeBatch, FakeEvent, FakeWorld, Race, Stuck
-from tests.support.fake_symmetric import die, open_fake
+from tests.support.fake_symmetric import open_fake
 from tests.support.threads import ExchangeFn, run_ranks
 from tests.support.transports import pattern
 
@@ -38,7 +38,7 @@ Body = Callable[[SymmetricTransport, ExchangeFn], Any]
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symmetric, "CLOSE_S", 0.3)
     monkeypatch.setattr(symmetric_watch, "SUSPECT_S", 0.05)
-    symmetric._never_freed.clear()  # of a test that broke the transport
+    closing.never_freed.clear()  # of a test that broke the transport
 
 
 def run(world: FakeWorld, body: Body, *, inbox_bytes: int = 1024, deadline_s: float = 20.0, sizes: Any = None) -> list[Any]:
@@ -273,7 +273,7 @@ def _direct_reads(patch: pytest.MonkeyPatch) -> None:
 
 def _staging(patch: pytest.MonkeyPatch) -> None:
     reserve = StagingRing.reserve
-    patch.setattr(StagingRing, "reserve", lambda self, nbytes: (reserve(self, nbytes)[0], None))
+    patch.setattr(StagingRing, "reserve", lambda self, *wanted: (reserve(self, *wanted)[0], None))
 
 
 def _credit(patch: pytest.MonkeyPatch) -> None:
@@ -374,175 +374,6 @@ def test_pull_before_publish_and_credit_in_streams() -> None:
         exchange("end")
 
     run(world, body, sizes=[[64, 64]], inbox_bytes=256)
-
-
-# ---- failures ----------------------------------------------------------------------------------------------------------
-def test_ranks_in_another_order_are_an_error_and_never_wrong_data() -> None:
-    world = FakeWorld(2, seed=2)
-    tags = [Tag(CHANNEL_GRAD, key, 1) for key in range(2)]
-
-    def body(transport: SymmetricTransport, exchange: ExchangeFn) -> str:
-        other = 1 - transport.rank
-        for tag in tags if transport.rank else reversed(tags):
-            single.send(transport, other, tag, single.reserve(transport, other, 64))
-        for tag in tags:
-            single.expect(transport, other, tag, 64)
-            single.receive(transport, other, tag, WHERE)
-        exchange("enqueued")
-        if transport.rank == 0:
-            world.run(patience_s=10)  # the watchdog frees the streams
-        exchange("has run")
-        with pytest.raises((MismatchError, PeerLostError)) as caught:
-            transport.progress()
-        return f"{type(caught.value).__name__}: {caught.value}"
-
-    texts = run(world, body)
-    assert any(text.startswith("MismatchError") for text in texts)
-    for text in texts:
-        for part in ("another message than expected", "'blocks.3.fc'", "step 12", "4711 bytes", "same order"):
-            assert part in text
-
-
-def test_a_dead_peer_frees_the_streams_and_is_named_by_every_later_call() -> None:
-    world = FakeWorld(2, seed=2)
-
-    def body(transport: SymmetricTransport, exchange: ExchangeFn) -> None:
-        if transport.rank == 1:
-            exchange("enqueued")
-            die(transport)
-            exchange("end")
-            return
-        transport.wait_finished(1, WHERE)
-        out = torch.zeros(8, dtype=torch.uint8)
-        single.pull(transport, 1, 0, 1, out=out).wait(WHERE)
-        single.expect(transport, 1, Tag(CHANNEL_GRAD), 8)
-        single.receive(transport, 1, Tag(CHANNEL_GRAD), WHERE)
-        exchange("enqueued")
-        start = time.monotonic()
-        world.run(patience_s=60)
-        assert time.monotonic() - start < 90, "at once, not after the deadline"
-        for call in (
-            transport.progress,
-            lambda: single.reserve(transport, 1, 8),
-            lambda: single.arrived(transport, 1, Tag(CHANNEL_GRAD)),
-        ):
-            with pytest.raises(PeerLostError, match=r"rank 1 .*pid.*blocks\.3\.fc.*step 12") as caught:
-                call()
-            assert caught.value.peer == 1 and caught.value.where == WHERE
-        exchange("end")
-
-    run(world, body, sizes=[[8, 8]], deadline_s=120.0)
-
-
-def test_a_busy_device_is_not_a_late_peer() -> None:
-    """The stream stands behind this rank's own work for longer than the deadline; the peer's word is there."""
-    world = FakeWorld(2, deferred=False)
-
-    def body(transport: SymmetricTransport, exchange: ExchangeFn) -> None:
-        transport.segments[0].fill_(transport.rank)
-        transport.publish((0,), 1)
-        exchange("published")
-        if transport.rank == 0:
-            device, busy = transport.device, torch.zeros(1, dtype=torch.int32)
-            device.wait_value(device.side_stream("gather"), busy, 0, 1)
-            pull = single.pull(transport, 1, 0, 1, out=torch.zeros(8, dtype=torch.uint8))
-            time.sleep(1.0)  # five deadlines
-            device.poke([Word(busy, 0, 1)])
-            assert pull.wait(WHERE).tolist() == [1] * 8
-        exchange("end")
-
-    run(world, body, sizes=[[8, 8]], deadline_s=0.2)
-
-
-def test_capture_is_refused() -> None:
-    def body(transport: SymmetricTransport, exchange: ExchangeFn) -> None:
-        transport.device.captures = True  # type: ignore[attr-defined]
-        other = 1 - transport.rank
-        calls: list[Callable[[], object]] = [
-            lambda: transport.publish((0,), 1),
-            lambda: single.pull(transport, other, 0, 1, out=torch.zeros(8, dtype=torch.uint8)),
-            lambda: single.reserve(transport, other, 8),
-            lambda: single.receive(transport, other, Tag(CHANNEL_GRAD)),
-            lambda: transport.finish(1),
-        ]
-        for call in calls:
-            with pytest.raises(TransportError, match="cannot be captured into a CUDA graph"):
-                call()
-        transport.device.captures = False  # type: ignore[attr-defined]
-        exchange("end")
-
-    run(FakeWorld(2, deferred=False), body, sizes=[[8, 8]])
-
-
-def test_misuse_of_messages() -> None:
-    def body(transport: SymmetricTransport, exchange: ExchangeFn) -> None:
-        other, tag = 1 - transport.rank, Tag(CHANNEL_GRAD)
-        with pytest.raises(ValueError, match=r"not announced by expect"):
-            single.receive(transport, other, tag)
-        single.expect(transport, other, tag, 8)
-        with pytest.raises(TransportError, match="two messages Tag"):
-            single.expect(transport, other, tag, 8)
-        with pytest.raises(ValueError, match="not yet received"):
-            single.release(transport, other, tag)
-        with pytest.raises(ValueError, match="rings for the channels"):
-            single.expect(transport, other, Tag(99), 8)
-        for _ in range(4):
-            single.reserve(transport, other, 256)
-        with pytest.raises(TransportError, match=r"1024 bytes are too few.*inbox_bytes"):
-            single.reserve(transport, other, 256)
-        exchange("end")
-
-    run(FakeWorld(2, deferred=False), body)
-
-
-def test_nothing_is_left_behind() -> None:
-    before = {thread.ident for thread in threading.enumerate()}
-    memories: list[Any] = []
-
-    def body(transport: SymmetricTransport, exchange: ExchangeFn) -> None:
-        memories.append(transport._core.memory)
-        exchange("open")
-        transport.close()
-        transport.close()
-
-    run(FakeWorld(3, deferred=False), body, sizes=[[8, 8, 8]])
-    assert [memory.closed for memory in memories] == [1] * 3
-    names = [thread.name for thread in threading.enumerate() if thread.ident not in before]
-    assert not [name for name in names if name.startswith("commfuse-watchdog")]
-    assert not symmetric._never_freed
-
-
-# ---- places ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("seed", range(20))
-def test_places_never_overlap_what_is_not_known_to_be_gone(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    capacity = 64 * int(torch.randint(1, 20, (), generator=generator))
-    sender, receiver = PlaceRing(capacity, words=7), PlaceRing(capacity, words=7)
-    sizes: list[int] = []
-    spans: list[tuple[int, int]] = []
-    gone = 0
-    for _ in range(200):
-        if seed % 2 and int(torch.randint(0, 10, (), generator=generator)) == 0:  # as a step that begins does
-            sender.rewind()
-            receiver.rewind()
-        sizes.append(int(torch.randint(0, capacity + 1, (), generator=generator)))
-        place = sender.place(sizes[-1])
-        assert receiver.place(sizes[-1]) == place and place.number == len(sizes) and place.behind < place.number
-        gone = max(gone, place.behind, place.number - 7)
-        start, stop = place.offset, place.offset + max(sizes[-1], 1)
-        assert start % 64 == 0 and stop <= capacity
-        for earlier in range(gone, len(spans)):
-            assert spans[earlier][1] <= start or stop <= spans[earlier][0]
-        spans.append((start, stop))
-
-
-def test_what_a_ring_that_begins_anew_skips_is_forgotten() -> None:
-    """Else the oldest message of the ring would hide the one that lies where the next one goes."""
-    ring = PlaceRing(256)
-    assert [ring.place(64)[1:] for _ in range(5)] == [(0, 0), (64, 0), (128, 0), (192, 0), (0, 1)]
-    ring.rewind()
-    ring.rewind()
-    assert [ring.place(64)[1:] for _ in range(3)] == [(0, 5), (64, 0), (128, 0)]
 
 
 def test_channels_have_rings_of_their_own() -> None:

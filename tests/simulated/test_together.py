@@ -13,8 +13,9 @@ from commfuse_dp.engine.window import GROUP_BYTES, MOST_GROUPS, group
 from commfuse_dp.errors import Where
 from commfuse_dp.transport.base import CHANNEL_GRAD, Part, PullRequest, Sending, Tag
 from commfuse_dp.transport.one_sided.ring import align
+from commfuse_dp.transport.streams.staging import Lanes, StagingRing
 from commfuse_dp.transport.symmetric import transport as symmetric
-from commfuse_dp.transport.symmetric.ring import Inbox, Lanes, Outbox, StagingRing
+from commfuse_dp.transport.symmetric.ring import Inbox, Outbox
 from commfuse_dp.transport.symmetric.transport import SymmetricTransport
 from tests.support import single
 from tests.support.fake_device import FakeWorld

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from commfuse_dp.integrations.attach.transaction import Transaction
-from commfuse_dp.integrations.deepspeed import compat
+from commfuse_dp.integrations.deepspeed import compat, flat_compat
 from commfuse_dp.integrations.deepspeed.apply import collect
 from commfuse_dp.integrations.deepspeed.deferred import DeferredGather, FlatGroup
 from commfuse_dp.integrations.deepspeed.weights import PartitionedWeight, ReplicatedWeight, ZeroPolicy
@@ -309,7 +309,7 @@ def replicated_rank(transport: Transport, config: CommFuseConfig, *, windows: in
         else list(itertools.pairwise([0, 7, *[size] * (n - 1)]))
         for layer in range(LAYERS)
     ]
-    places = [compat.FlatPlace(0, tuple(bounds)) for bounds in per_layer]
+    places = [flat_compat.FlatPlace(0, tuple(bounds)) for bounds in per_layer]
     holders = [Named(_parameters={"weight": param}) for param in params]
     slots = [
         ReplicatedWeight(f"layer{i}", holder, param, optimizer, places[i], rank)

@@ -81,7 +81,7 @@ class AskingTransport(SymmetricTransport):
 
     def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[Any]:
         for dst, nbytes in zip(dsts, sizes, strict=True):
-            ring = self._messages._reserved.get(dst)
+            ring = self._messages.staging.rings.get(dst)
             if ring is not None and 0 <= nbytes <= self.message_limit:
                 self.advance()
                 behind = copy.deepcopy(ring._places).place(nbytes).behind

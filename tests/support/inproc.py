@@ -30,7 +30,7 @@ from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import ExchangeFn
 from commfuse_dp.transport.one_sided import messages as msg
-from commfuse_dp.transport.one_sided.parts import Channel, Memory, Receiver, check_same_sizes
+from commfuse_dp.transport.one_sided.parts import Channel, Memory, Receiver, check_same_sizes, cut
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
 from commfuse_dp.transport.one_sided.ring import align
 
@@ -241,29 +241,16 @@ class _InprocMemory(Memory):
     def __init__(self, rank: int, world: InprocWorld) -> None:
         self._rank = rank
         self._world = world
+        self.segments = dict(enumerate(world.segments))
+        self.outgoing = {owner: ring for (owner, src), ring in world.rings.items() if src == rank}
+        self.incoming = {src: ring for (owner, src), ring in world.rings.items() if owner == rank}
 
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
         exchange = self._world.exchange_for(self._rank)
         check_same_sizes(sizes, exchange(sizes))
         whole = torch.zeros(sum(align(row[self._rank]) for row in sizes), dtype=torch.uint8)
-        start, mine = 0, []
-        for row in sizes:
-            mine.append(whole.narrow(0, start, row[self._rank]))
-            start += align(row[self._rank])
-        self._world.segments[self._rank] = mine
+        self._world.segments[self._rank][:] = cut(whole, [row[self._rank] for row in sizes])
         exchange(None)
-
-    def segment(self, owner: int, key: int) -> torch.Tensor:
-        return self._world.segments[owner][key]
-
-    def outgoing(self, dst: int) -> torch.Tensor:
-        return self._world.rings[dst, self._rank]
-
-    def incoming(self, src: int) -> torch.Tensor:
-        return self._world.rings[self._rank, src]
-
-    def close(self) -> None:
-        pass
 
 
 class InprocTransport(OneSidedTransport):

@@ -129,7 +129,7 @@ class P2PCluster(Cluster):
     def opener(self, world_size: int, inbox_bytes: int, deadline_s: float) -> Opener:
         import torch.distributed as dist
 
-        from commfuse_dp.transport.two_sided.p2p import TorchP2PTransport
+        from commfuse_dp.transport.two_sided.p2p import TwoSided
         from commfuse_dp.transport.two_sided.paired import FOREVER_S, PairedTransport
 
         store = dist.HashStore()
@@ -140,7 +140,7 @@ class P2PCluster(Cluster):
                 lane: dist.ProcessGroupGloo(dist.PrefixStore(str(lane), store), rank, world_size, timeout) for lane in range(3)
             }
             return PairedTransport(
-                TorchP2PTransport(lanes, deadline_s=FOREVER_S), exchange, inbox_bytes=inbox_bytes, deadline_s=deadline_s
+                TwoSided(lanes, deadline_s=FOREVER_S), exchange, inbox_bytes=inbox_bytes, deadline_s=deadline_s
             )
 
         return open_one

@@ -43,8 +43,8 @@ def test_what_is_taken_is_what_is_said(kind):
 
     def body(transport: Any, exchange: Any) -> int:
         memory = transport._memory
-        own = [memory.incoming(peer) for peer in range(n) if peer != transport.rank]
-        own += [memory.outgoing(peer) for peer in range(n) if peer != transport.rank and not transport.in_place]
+        own = [memory.incoming[peer] for peer in range(n) if peer != transport.rank]
+        own += [memory.outgoing[peer] for peer in range(n) if peer != transport.rank and not transport.in_place]
         assert all(ring.numel() == share.ring == transport.message_limit for ring in own)
         exchange("end")
         return sum(ring.numel() for ring in own)

@@ -31,7 +31,7 @@ def test_row_slices_cover_each_shard_once_in_order(rows: int, world_size: int, m
         assert [s.index for s in slices] == sorted({s.index for s in slices})
         if slices:
             assert max(s.size for s in slices) - min(s.size for s in slices) <= 1
-            assert max(s.size for s in slices) <= layout.max_slice_rows
+            assert max(s.size for s in slices) <= -(-layout.max_rows // m)
             assert len(slices) == min(m, stop - start)
     assert sum(layout.sizes) == rows and max(layout.sizes) == layout.max_rows
 

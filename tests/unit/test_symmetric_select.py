@@ -72,17 +72,18 @@ def test_what_is_missing_is_logged_or_raised(
     cards = [H200, H200 if shared else OTHER]
     verdict = Verdict(False, "no peer access: look at topo")
     monkeypatch.setattr(symmetric_open, "survey", lambda device, hosts, exchange: (verdict, cards))
-    arguments = (kind, None, 0, ["a", "a"], lambda item: [item, item])
-    options: dict[str, Any] = {"device": torch.device("cuda"), "deadline_s": 1.0, "probe": None}
+    options: dict[str, Any] = {"device": torch.device("cuda"), "deadline_s": 1.0, "probe": None, "stream_ordered": True}
+    room = Room(1 << 20, 2, 0)
+    wanted = select.Wanted(kind, "pairwise", None, 0, ["a", "a"], lambda item: [item, item], room, published_bytes=0, **options)
     if kind == "symmetric" or shared:
         with pytest.raises(TransportError, match="no peer access: look at topo") as caught:
-            select._open_symmetric(*arguments, room=Room(1 << 20, 2, 0), **options)
+            select._open_symmetric(wanted)
         assert ("asked for" if kind == "symmetric" else "NCCL refuses") in str(caught.value)
         return
-    assert select._open_symmetric(*arguments, room=Room(1 << 20, 2, 0), **options) == verdict.reason
+    assert select._open_symmetric(wanted) == verdict.reason
     monkeypatch.setattr(select, "exchange_of", lambda group: lambda item: [item, item])
     with pytest.raises(TransportError, match="init_process_group"):  # p2p was tried
-        open_transport(kind, group=None, inbox_bytes=1 << 20, **options, stream_ordered=True)
+        open_transport(kind, group=None, inbox_bytes=1 << 20, **options)
     assert "no peer access: look at topo" in caplog.text and "'p2p'" in caplog.text
 
 

@@ -38,7 +38,7 @@ from commfuse_dp.device.base import Word
 from commfuse_dp.engine.bound import BoundBackward
 from commfuse_dp.engine.memory.buffers import BufferPool
 from commfuse_dp.engine.ordering import Ordering
-from commfuse_dp.engine.plan import UnitSlice
+from commfuse_dp.engine.plan import Geometry, UnitSlice
 from commfuse_dp.engine.routes.outbox import Outbox
 from commfuse_dp.engine.routes.steps import Key, Step, Way
 from commfuse_dp.errors import Where
@@ -89,18 +89,16 @@ class Route:
         seq: int,
         number: int,
         divisor: float | None,
-        hosts: Messages | None = None,
-        onward: Outbox | None = None,
     ) -> None:
-        """hosts: brings what other hosts have summed, onward: takes sums; None: what `means` has."""
         self._means, self._transport, self._pool, self._outbox = means, means.transport, means.pool, means.outbox
         self._rank = self._transport.rank
-        self._hosts: Messages = self._transport if hosts is None else hosts
-        self._onward = self._outbox if onward is None else onward
         self._way, self._unit, self._number = way, bound.unit, number
         self._name = CHANNEL_GRAD, bound.unit.index, seq  # of tags
         self._dtype, self._out_dtype, self._divisor = bound.geometry.dtype, bound.out_dtype, divisor
-        self._wire = wire_dtype(bound, way)
+        # Sums of a chain travel like the partials, those between hosts in the dtype that the user reduces in, if it is wider.
+        self._wire, reduced = self._dtype, bound.unit.policy.reduce_dtype
+        if not way.chained and reduced is not None and reduced.itemsize > self._dtype.itemsize:
+            self._wire = reduced
         self._own_bytes = bound.geometry.segment_bytes[self._rank]
         self._on_streams = self._transport.device is not None
         self._hold_heads = self._on_streams and way.chained  # [Note: Two layers of partials] in stream.py
@@ -109,8 +107,10 @@ class Route:
         self._slots: set[Key] = set()  # partials that are computed where they leave
         self._parts: dict[Key, torch.Tensor] = {}  # of the own gradient: where sums over hosts go, in their dtype
         self._out: torch.Tensor | None = None  # all of it, if it cannot be where the own partial is
-        self._queues = [deque(queue) for queue in way.queues]
+        # In streams nothing is tried.
+        self._queues = [deque(queue) for queue in way.queues] if not self._on_streams else []
         self._inside = self._queues[0] if self._queues and not way.chained else ()
+        self._hosts, self._onward = self._between_hosts(bound.geometry)
         self._tags: dict[Key, Tag] = {}  # of what comes
         for step in way.sums:
             tag = self._tags[step.key] = Tag(*self._name, step.came)
@@ -118,6 +118,10 @@ class Route:
             nbytes = self._bytes(step.item.nbytes) if step.over_hosts else step.item.nbytes
             if step.sources:
                 messages.expect(step.sources, tag, nbytes)
+
+    def _between_hosts(self, geometry: Geometry) -> tuple[Messages, Outbox]:
+        """(what brings the sums of other hosts, what takes this rank's sums for others)."""
+        return self._transport, self._outbox
 
     def _where(self, item: UnitSlice) -> Where:
         return Where(self._unit.name, self._number, str(item), item.nbytes)
@@ -278,9 +282,3 @@ class Route:
     def uncomputed(self) -> Iterator[UnitSlice]:
         """Slices whose own partial has not been computed."""
         return iter(self._uncomputed.values())
-
-
-def wire_dtype(bound: BoundBackward, way: Way) -> torch.dtype:
-    """What sums travel in: a chain's like the partials, between hosts in the dtype that the user reduces in, if it is wider."""
-    dtype, reduced = bound.geometry.dtype, bound.unit.policy.reduce_dtype
-    return reduced if not way.chained and reduced is not None and reduced.itemsize > dtype.itemsize else dtype

@@ -32,10 +32,9 @@ from collections.abc import Sequence
 import torch
 
 from commfuse_dp.device.base import Event
-from commfuse_dp.engine.bound import BoundBackward
+from commfuse_dp.engine.plan import Geometry
 from commfuse_dp.engine.routes.outbox import Outbox
-from commfuse_dp.engine.routes.route import Means, Route, wire_dtype
-from commfuse_dp.engine.routes.steps import Way
+from commfuse_dp.engine.routes.route import Means, Messages, Route
 from commfuse_dp.errors import Where
 from commfuse_dp.transport.base import NOWHERE, Sending, Tag
 from commfuse_dp.transport.hierarchical.device import StreamHierarchicalTransport
@@ -105,26 +104,15 @@ class Crossing:
 class StreamRoute(Route):
     """One unit's gradient on this rank, on a stream-ordered transport. The stream "reduce" makes the sums."""
 
-    def __init__(
-        self,
-        means: Means,
-        bound: BoundBackward,
-        way: Way,
-        *,
-        seq: int,
-        number: int,
-        divisor: float | None,
-    ) -> None:
-        self._crossing, onward = None, None
-        if not way.chained:
-            dtype, wire = bound.geometry.dtype, wire_dtype(bound, way)
-            sizes = [nbytes // dtype.itemsize * wire.itemsize for nbytes in bound.geometry.segment_bytes]
-            self._crossing = Crossing(means, sizes)
-            onward = Outbox(self._crossing, self._crossing, means.pool)
-        super().__init__(means, bound, way, seq=seq, number=number, divisor=divisor, hosts=self._crossing, onward=onward)
-        self._queues = []  # nothing is tried: it is enqueued
-        self._enqueued = False
-        self._may_finish = self._crossing is None
+    _crossing: Crossing | None = None
+    _enqueued = False
+    _may_finish = False
+
+    def _between_hosts(self, geometry: Geometry) -> tuple[Messages, Outbox]:
+        if self._way.chained:
+            return super()._between_hosts(geometry)
+        self._crossing = Crossing(self._means, list(map(self._bytes, geometry.segment_bytes)))
+        return self._crossing, Outbox(self._crossing, self._crossing, self._pool)
 
     def advance(self) -> bool:
         """Enqueue all steps, once all partials are produced."""
@@ -160,7 +148,7 @@ class StreamRoute(Route):
 
     @property
     def done(self) -> bool:
-        return self._enqueued and self._may_finish
+        return self._enqueued and (self._may_finish or self._crossing is None)
 
     def total(self, own: torch.Tensor) -> torch.Tensor:
         """On the stream "reduce"."""

@@ -13,10 +13,10 @@ from commfuse_dp.device.base import Device, Event, Stream, Word, as_int32
 from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.probe import RECEIVE, SEND, Probe
 from commfuse_dp.transport.base import GRAD_LANE, PARAM_LANE
-from commfuse_dp.transport.checks import check_peer, is_closed
 from commfuse_dp.transport.closing import CLOSE_S, done_within
 from commfuse_dp.transport.grouped.exchange import GroupedExchange, Labels, Part
 from commfuse_dp.transport.grouped.watch import Ballot, ExchangeWatch, Label, Step
+from commfuse_dp.transport.streams.core import StreamCore
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
 LABEL_WORDS = 16  # int32: a checksum, and what was exchanged last
@@ -40,16 +40,16 @@ class Account:
             self.latest.append(word)
 
 
-class Core:
-    """State of one rank that both halves use. Every call of the transport begins with `check` or `enter`."""
+class Core(StreamCore):
+    """State of one rank that both halves use."""
+
+    no_graph = "its steps are taken together with the peers"
+    watch: ExchangeWatch
 
     def __init__(
         self, grouped: GroupedExchange, device: Device, *, name: str, deadline_s: float, ballot: Ballot | None, probe: Probe
     ) -> None:
-        self.rank, self.world_size = grouped.rank, grouped.world_size
-        self.name, self.device, self.probe = name, device, probe
-        self.peers = [(self.rank + shift) % self.world_size for shift in range(1, self.world_size)]
-        self.closed = False
+        super().__init__(grouped.rank, grouped.world_size, name=name, device=device, probe=probe)
         self._given = [Account() for _ in range(self.world_size)]  # by peer
         self._taken = [Account() for _ in range(self.world_size)]
         self._labels: Labels | None = None  # out, into: used by one stream, hence one at a time
@@ -59,37 +59,23 @@ class Core:
             self.rank, device, deadline_s=deadline_s, abort=grouped.abort, ballot=ballot, name=name, say=self._say
         )
 
-    def check(self) -> None:
-        if self.closed:
-            raise is_closed(self.name, self.rank)
-        self.watch.check()
-
-    def enter(self) -> Stream:
-        """Raises what is wrong. Returns the current stream."""
-        self.check()
-        if self.device.capturing():
-            raise TransportError(
-                f"transport {self.name} cannot be captured into a CUDA graph: its steps are taken together with the peers. "
-                "Capture without CommFuse's layers, or use them outside the graph."
-            )
-        return self.device.current_stream()
-
-    def settle(self, streams: Sequence[Stream], patience_s: float) -> bool:
-        """At the end: wait until they have done what was enqueued, as slower peers need this rank for that; after patience_s,
-        or a failure, abort the exchanges. True if nothing is left."""
-        events = [self.device.record(stream) for stream in streams]
-        failed = self.watch.failure is not None
-        if done_within(events, patience_s, lambda: not failed and self.watch.failure is not None):
-            return True
-        self.grouped.abort()
-        if done_within(events, CLOSE_S):
-            return True
-        self.grouped.abort()
-        return False
-
-    def check_peer(self, peer: int) -> None:
-        if peer == self.rank or not 0 <= peer < self.world_size:
-            check_peer(peer, self.rank, self.peers, self.world_size)
+    def end(self, streams: Sequence[Stream], patience_s: float) -> bool:
+        """Wait until they have done what was enqueued, as slower peers need this rank for that; after patience_s, or a failure,
+        abort the exchanges. True if nothing is left: memory may be freed. The core is `closed`."""
+        idle = False
+        try:
+            events = [self.device.record(stream) for stream in streams]
+            failed = self.watch.failure is not None
+            idle = done_within(events, patience_s, lambda: not failed and self.watch.failure is not None)
+            if not idle:
+                self.grouped.abort()
+                idle = done_within(events, CLOSE_S)
+        finally:
+            self.watch.stop()
+            if not idle or not self.watch.all_compared:
+                self.grouped.abort()  # communicators with something left open are not used again
+            self.grouped.close()
+        return idle
 
     def layer(self, key: int, otherwise: str) -> str:
         layers = self.layers()
@@ -144,10 +130,6 @@ class Core:
                     timing.span(track, name, step.start, event, {"nbytes": data.nbytes, "peer": peer})
         return event, step
 
-    def record(self, stream: Stream) -> Event:
-        """Behind all that is in the stream now. Keeps the time while somebody watches."""
-        return self.device.record(stream, timing=self.probe.timing is not None)
-
     def tell(self, epoch: int) -> None:
         """Have the ranks compare what they exchanged up to here."""
         given, taken = ([account.checksum for account in accounts] for accounts in (self._given, self._taken))
@@ -175,10 +157,3 @@ class Core:
         kinds = {PARAM_LANE: "parameters", GRAD_LANE: "gradient"}
         found = [divmod(word - 1, 2) for word in words if word > 0]
         return ", ".join(f"{kinds[lane]} of layer {self.layer(key, f'(key {key})')!r}" for key, lane in found) or "nothing"
-
-
-def raise_failures(answers: Sequence[str | None]) -> None:
-    """answers: of all ranks; None: no failure. Raises TransportError on all ranks alike."""
-    failures = [f"rank {rank}: {text}" for rank, text in enumerate(answers) if text]
-    if failures:
-        raise TransportError("; ".join(failures) + ". Use more ranks, or lower inbox_bytes or prefetch_bytes.")

@@ -10,17 +10,19 @@ from commfuse_dp.device.base import Device, Event, Word
 from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.transport.base import CHANNEL_GRAD, GRAD_LANE, NOWHERE, ExchangeFn, Tag
 from commfuse_dp.transport.checks import (
+    NO_MEMORY,
     check_message,
     check_tag,
     count_message,
     expected_twice,
     not_here,
     not_reserved,
+    raise_failures,
 )
-from commfuse_dp.transport.grouped.core import NOTHING, Core, raise_failures
+from commfuse_dp.transport.grouped.core import NOTHING, Core
 from commfuse_dp.transport.grouped.watch import Step
-from commfuse_dp.transport.one_sided.ring import ALIGNMENT, align
-from commfuse_dp.transport.symmetric.ring import PlaceRing, StagingRing
+from commfuse_dp.transport.one_sided.ring import align
+from commfuse_dp.transport.streams.staging import PlaceRing, Staging
 
 
 class Landing:
@@ -41,8 +43,7 @@ class Landing:
 class _Ring:
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
-        # Places are told to nobody: as many messages as there is room for.
-        self.places = PlaceRing(data.numel(), words=data.numel() // ALIGNMENT + 1)
+        self.places = PlaceRing(data.numel())
         self.live: deque[Landing] = deque()
 
 
@@ -103,28 +104,14 @@ class Messages:
                     rings[peer] = [torch.zeros(ring, dtype=torch.uint8, device=device.torch_device) for _ in range(2)]
         except RuntimeError as error:  # what torch raises when an allocation fails
             failure = f"no memory on {device.torch_device} for inbox_bytes = {limit}, twice for each peer ({error})"
-        raise_failures(exchange(failure))
-        device.wait_event(self._scatter, device.record(device.current_stream()))  # they are zeroed there
-        self._staging = {peer: both[0] for peer, both in rings.items()}
-        self._reserved = {peer: StagingRing(ring, peer) for peer in core.peers}
+        raise_failures(exchange(failure), end=NO_MEMORY)
+        self.staging = Staging(core, {peer: both[0] for peer, both in rings.items()}, limit)
         self._inboxes = Inboxes(device, ring, {peer: both[1] for peer, both in rings.items()})
         # Announced, not yet paired with a send of ours: bytes. Steps that were broken off leave theirs.
         self._expected: dict[tuple[int, Tag], int] = {}
         self._landed: dict[tuple[int, Tag], Landing] = {}
 
     # ---- sending -----------------------------------------------------------------------------------------------------
-    def reserve(self, dst: int, nbytes: int) -> torch.Tensor:
-        core = self._core
-        stream = core.enter()
-        core.check_peer(dst)
-        check_message(nbytes, self.limit, f"to rank {dst}")
-        reservation, behind = self._reserved[dst].reserve(nbytes)
-        if behind is not None:
-            if core.probe.timing is not None:
-                core.probe.waited(core.probe.timing.layer, core.probe.mark(), (behind,))
-            core.device.wait_event(stream, behind)
-        return self._staging[dst].narrow(0, reservation.offset, nbytes)
-
     def send(self, dst: int, tag: Tag, buffer: torch.Tensor, when: Word | None) -> None:
         core = self._core
         stream = core.enter()
@@ -133,8 +120,8 @@ class Messages:
         device, scatter, nbytes = core.device, self._scatter, buffer.nbytes
         reservation = None
         if nbytes:
-            staging = self._staging[dst]
-            reservation = self._reserved[dst].find(buffer.data_ptr() - staging.data_ptr(), nbytes)
+            staging, ring = self.staging.memory[dst], self.staging.rings.alone(dst)
+            reservation = ring.find(buffer.data_ptr() - staging.data_ptr(), nbytes)
             if reservation is None:
                 raise not_reserved(dst, tag)
             buffer = staging.narrow(0, reservation.offset, nbytes)
@@ -161,7 +148,7 @@ class Messages:
             taken=(*identity, into.numel()),
         )
         if reservation is not None:
-            self._reserved[dst].sent(reservation, event)
+            ring.sent(reservation, event)
             count_message(core.probe.counters, tag.channel, nbytes, sent=True)
         if landing is not None:
             landing.here, landing.step = event, step
@@ -212,10 +199,10 @@ class Messages:
 
     def memory(self) -> object:
         """All of it, for whoever must keep it."""
-        return self._staging, self._inboxes
+        return self.staging.memory, self._inboxes
 
     def forget(self) -> None:
         """Let go of all memory."""
-        self._staging = {}
+        self.staging.clear()
         self._inboxes.clear()
         self._landed.clear()

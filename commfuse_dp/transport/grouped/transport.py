@@ -28,7 +28,6 @@ Pulls have no arrival word: a persistent kernel that waits for one would hold th
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -59,19 +58,14 @@ from commfuse_dp.transport.checks import (
     check_publications,
     check_pull,
     check_sizes,
-    window_bytes,
 )
-from commfuse_dp.transport.closing import CLOSE_S, close_at_exit, forget
+from commfuse_dp.transport.closing import CLOSE_S, close_at_exit, forget, never_free
 from commfuse_dp.transport.exchange import exchange_of
-from commfuse_dp.transport.grouped.core import Core, raise_failures
+from commfuse_dp.transport.grouped.core import Core
 from commfuse_dp.transport.grouped.exchange import GroupedExchange, open_grouped
 from commfuse_dp.transport.grouped.messages import Messages
 from commfuse_dp.transport.grouped.watch import Ballot, Step, TorchBallot
-from commfuse_dp.transport.one_sided.parts import check_same_sizes
-from commfuse_dp.transport.one_sided.ring import align
-
-_log = logging.getLogger("commfuse_dp")
-_never_freed: list[object] = []  # memory under exchanges that did not end
+from commfuse_dp.transport.one_sided.parts import own_segments
 
 
 class Brought(Transfer):
@@ -148,30 +142,20 @@ class NcclTransport(Transport):
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
         self._core.enter()
         table = check_sizes(sizes, self.sizes, self.world_size)
-        own, failure = [row[self.rank] for row in table], None
-        try:
-            block = torch.zeros(sum(map(align, own)), dtype=torch.uint8, device=self.device.torch_device)
-        except RuntimeError as error:
-            failure = f"no memory on {self.device.torch_device} for {sum(own)} published bytes ({error})"
-        answers = self._exchange((table, failure))
-        check_same_sizes(table, [theirs for theirs, _ in answers])
-        raise_failures([text for _, text in answers])
-        start, segments = 0, []
-        for size in own:
-            segments.append(block.narrow(0, start, size))
-            start += align(size)
-        self.sizes, self.segments = table, segments
+        device = self.device.torch_device
+
+        def take(nbytes: int) -> torch.Tensor:
+            return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+        self.segments = own_segments(table, self.rank, self._exchange, take, f" on {device}")
+        self.sizes = table
 
     def publish(self, keys: Sequence[int], epoch: int, *, last: bool = False) -> None:
         stream = self._core.enter()
-        for key in keys:
-            window_bytes(self.sizes, self.rank, key, self.world_size)
-        check_publications(keys, epoch, self._published)
-        if keys and self._core.peers and self._free_to_write < epoch - 1:
-            raise TransportError(
-                f"publish(key {keys[0]}, epoch {epoch}): exchanges of epoch {epoch - 1} may still read the segment; "
-                f"call wait_finished({epoch - 1}) before writing it"
-            )
+        readers = "exchanges" if self._core.peers and self._free_to_write < epoch - 1 else ""
+        check_publications(
+            keys, epoch, self._published, self.sizes, rank=self.rank, world_size=self.world_size, readers=readers
+        )
         self._published.update(dict.fromkeys(keys, epoch))
         if keys:
             self._packed.update(dict.fromkeys(keys, self.device.record(stream)))
@@ -234,7 +218,7 @@ class NcclTransport(Transport):
     # ---- messages ----------------------------------------------------------------------------------------------------
     def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[torch.Tensor]:
         """What one call reserves for one peer before it sends must fit into inbox_bytes."""
-        return [self._messages.reserve(dst, nbytes) for dst, nbytes in zip(dsts, sizes, strict=True)]
+        return self._messages.staging.reserve(dsts, sizes, room)
 
     def send(self, sendings: Sequence[Sending], *, more: bool = False) -> None:
         """`when`: written by kernels that are in the current stream already, once the buffers are complete."""
@@ -258,10 +242,7 @@ class NcclTransport(Transport):
 
     # ---- progress and end --------------------------------------------------------------------------------------------
     def progress(self, timeout_s: float = 0.0) -> None:
-        self._core.check()
-        if timeout_s > 0:
-            self._core.watch.news.wait(min(timeout_s, 0.05))
-            self._core.check()
+        self._core.progress(timeout_s)
 
     def close(self, reason: str = "") -> None:
         """Also waits, within the deadline, for slower peers to take the last steps: they need this rank for them."""
@@ -278,18 +259,13 @@ class NcclTransport(Transport):
             return
         idle = False
         try:
-            streams = (self._gather, self.device.side_stream("scatter"), self.device.current_stream())
-            idle = core.settle(streams, patience_s)
+            idle = core.end((self._gather, self.device.side_stream("scatter"), self.device.current_stream()), patience_s)
         finally:
-            if not core.watch.stop() or not idle:
-                core.grouped.abort()  # communicators with something left open are not used again
-            core.grouped.close()
             if idle:
                 self.segments = ()
                 self._messages.forget()
             else:
-                _never_freed.append((self.segments, self._messages.memory()))
-                _log.warning("rank %d: transport %s: an exchange did not end; its memory is kept", self.rank, self.name)
+                never_free(self, "an exchange did not end; its memory is kept", self.segments, self._messages.memory())
 
 
 def open_nccl(

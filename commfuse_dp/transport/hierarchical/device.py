@@ -31,7 +31,7 @@ kernels_may_wait=False, and the stream waits before the kernel.
 from __future__ import annotations
 
 import contextlib
-import logging
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -55,15 +55,12 @@ from commfuse_dp.transport.base import (
     Transfer,
     Transport,
 )
-from commfuse_dp.transport.closing import CLOSE_S, close_at_exit
+from commfuse_dp.transport.closing import CLOSE_S, close_at_exit, never_free
 from commfuse_dp.transport.grouped.core import Core
 from commfuse_dp.transport.grouped.exchange import GroupedExchange
 from commfuse_dp.transport.grouped.watch import Ballot
-from commfuse_dp.transport.hierarchical.transport import AcrossProbe, inside_sizes, relay_key
+from commfuse_dp.transport.hierarchical.relays import AcrossProbe, Relays
 from commfuse_dp.transport.symmetric.transport import SymmetricTransport
-
-_log = logging.getLogger("commfuse_dp")
-_never_freed: list[object] = []  # buffers under exchanges that did not end
 
 
 class StreamHierarchicalTransport(Transport):
@@ -106,9 +103,8 @@ class StreamHierarchicalTransport(Transport):
         self._rail.layers = lambda: self.layers
         self._host = hosts.place(rank)[0]
         self._places = {member: place for place, member in enumerate(hosts.siblings(rank))}
-        # owner -> (place of who has its shard on this host, hosts to go to it)
+        self._relays = Relays(hosts, rank)
         self._parts: dict[int, tuple[tuple[Part, ...], tuple[Part, ...]]] = {}  # of a pull -> the same inside the host
-        self._source = [(hosts.place(owner)[1], hosts.distance(rank, owner)) for owner in range(self.world_size)]
         self._relay = inner.device.side_stream("relay")
         self._across = inner.device.side_stream("across")
         inner.describe = self._describe
@@ -122,14 +118,13 @@ class StreamHierarchicalTransport(Transport):
 
     # ---- windows -----------------------------------------------------------------------------------------------------
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
-        inside = inside_sizes(self.hosts, sizes)
-        self._inner.expose([[row[member] for member in self._places] for row in inside])
+        self._inner.expose([[row[member] for member in self._places] for row in self._relays.sizes(sizes)])
         self.sizes = [tuple(row) for row in sizes]
-        self.segments = [self._inner.segments[relay_key(self.hosts, key, 0)] for key in range(len(sizes))]
+        self.segments = [self._inner.segments[self._relays.key(key)] for key in range(len(sizes))]
 
     def publish(self, keys: Sequence[int], epoch: int, *, last: bool = False) -> None:
         self._check()
-        self._inner.publish([relay_key(self.hosts, key, 0) for key in keys], epoch)
+        self._inner.publish([self._relays.key(key) for key in keys], epoch)
         if keys:
             self._relay_all(keys, epoch)
 
@@ -138,26 +133,22 @@ class StreamHierarchicalTransport(Transport):
         device, relay, inner = self.device, self._relay, self._inner
         device.wait_event(relay, device.record(device.current_stream()))
         count, counters = len(self.hosts.members), self.across
-        rail = self.hosts.rail(self.rank)
-        for key in keys:
-            own = self.segments[key]
-            for ahead in range(1, count):
-                taker, giver = (self._host - ahead) % count, (self._host + ahead) % count
-                into = inner.segments[relay_key(self.hosts, key, ahead)]
-                where = self.describe(rail[giver], key, epoch, 0, into.numel())
-                self._rail.trade(
-                    relay,
-                    PARAM_LANE,
-                    (taker, own),
-                    (giver, into),
-                    where,
-                    given=(key, epoch, own.numel()),
-                    taken=(key, epoch, into.numel()),
-                )
-                counters.param_bytes_sent += own.numel()
-                counters.param_bytes_received += into.numel()
+        for key, (ahead, owner) in itertools.product(keys, self._relays.rail):
+            own, into = self.segments[key], inner.segments[self._relays.key(key, ahead)]
+            taker, giver = (self._host - ahead) % count, (self._host + ahead) % count
+            self._rail.trade(
+                relay,
+                PARAM_LANE,
+                (taker, own),
+                (giver, into),
+                self.describe(owner, key, epoch, 0, into.numel()),
+                given=(key, epoch, own.numel()),
+                taken=(key, epoch, into.numel()),
+            )
+            counters.param_bytes_sent += own.numel()
+            counters.param_bytes_received += into.numel()
         with device.on(relay):
-            inner.publish([relay_key(self.hosts, key, ahead) for key in keys for ahead in range(1, count)], epoch)
+            inner.publish([self._relays.key(key, ahead) for key in keys for ahead, _ in self._relays.rail], epoch)
 
     def pull(self, epoch: int, requests: Sequence[PullRequest]) -> Sequence[Transfer]:
         self._check()
@@ -173,8 +164,8 @@ class StreamHierarchicalTransport(Transport):
         return request._replace(owner=owner, key=key, others=others[1])
 
     def _at(self, wanted: PullRequest | Part) -> tuple[int, int]:
-        owner, distance = self._source[wanted.owner]
-        return owner, relay_key(self.hosts, wanted.key, distance)
+        source, key = self._relays.at(wanted.owner, wanted.key)
+        return self._places[source], key
 
     def _describe(self, place: int, relayed: int, epoch: int, start: int, nbytes: int) -> Where:
         """What `inner` pulls."""
@@ -250,17 +241,13 @@ class StreamHierarchicalTransport(Transport):
             return
         rail.closed = True
         if os.getpid() == self._pid:  # a copy made by fork has no right to any of it
+            patience_s = self.deadline_s if rail.watch.failure is None else CLOSE_S
             idle = False
             try:
-                patience_s = self.deadline_s if rail.watch.failure is None else CLOSE_S
-                idle = rail.settle((self._relay, self._across), patience_s)
+                idle = rail.end((self._relay, self._across), patience_s)
             finally:
-                if not rail.watch.stop() or not idle:
-                    rail.grouped.abort()  # communicators with something left open are not used again
-                rail.grouped.close()
                 if not idle:
-                    _never_freed.append(self._inner)
-                    _log.warning("rank %d: transport %s: an exchange between hosts did not end", self.rank, self.name)
+                    never_free(self, "an exchange between hosts did not end", self._inner)
         self._inner.close(reason)
 
     # ---- helpers -----------------------------------------------------------------------------------------------------

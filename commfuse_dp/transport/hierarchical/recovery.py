@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import partial
 
 from commfuse_dp.errors import Where
 from commfuse_dp.transport.base import NOWHERE, Left, Outcome, Recovery, Transport
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
-from commfuse_dp.transport.one_sided.recovery import Rounds
-from commfuse_dp.transport.waiting import wait_until
+from commfuse_dp.transport.one_sided.recovery import Rounds, recover_all
 
 
 class BothRounds(Recovery):
@@ -50,16 +48,4 @@ class BothRounds(Recovery):
         return self._inner.held + self._outer.held
 
     def recover(self, epoch: int, where: Where = NOWHERE) -> None:
-        transport, sides = self._transport, (self._inner, self._outer)
-        pairs = [(side, peer) for side in sides for peer in range(transport.world_size) if peer != transport.rank]
-        pairs = [(side, peer) for side, peer in pairs if side is self._outer or peer in self._siblings]
-        for side in sides:
-            side.end_round(epoch)
-        for side, peer in pairs:
-            doing = "messages that it sent before its step was broken off"
-            wait_until(transport, partial(side.is_quiet, peer), peer=peer, where=where, doing=doing)
-        for side in sides:
-            side.clean(epoch)
-        for side, peer in pairs:
-            doing = "to drop the messages of the step that was broken off"
-            wait_until(transport, partial(side.is_clean, peer), peer=peer, where=where, doing=doing)
+        recover_all(self._transport, (self._inner, self._outer), epoch, where)

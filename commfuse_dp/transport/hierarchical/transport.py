@@ -3,11 +3,10 @@
     published by rank 5 (host 1)      --outer, once-->  segment of rank 1, its gateway on host 0  --inner-->  ranks 0, 2, 3
     messages inside a host: inner; to other hosts: outer (engine/routes/ adds gradients up before they cross)
 
-The order is program/hosts.py's. A rank fetches for its whole host what its *rail* (the ranks at its place on other hosts)
-publishes, and publishes it again inside the host under a key of its own: key * hosts + distance in hosts (0: its own shard).
-So a shard crosses to a host once per step, where each of the L ranks there would fetch it once per forward and once per
-backward: 2 L times fewer bytes. The price is memory: what a host needs of all others stays there until the next step,
-(H - 1) / N of the model in the compute dtype per rank, as with the secondary shards of ZeRO++ (hpZ, arXiv 2306.10209).
+The order is program/hosts.py's; who passes on which shard: relays.py. A shard crosses to a host once per step, where each of
+the L ranks there would fetch it once per forward and once per backward: 2 L times fewer bytes. The price is memory: what a host
+needs of all others stays there until the next step, (H - 1) / N of the model in the compute dtype per rank, as with the
+secondary shards of ZeRO++ (hpZ, arXiv 2306.10209).
 
 [Note: Relays run by themselves]
 `publish` asks the rail for its shards, and the outer transport's I/O thread publishes what has come: no rank's compute waits
@@ -35,52 +34,9 @@ from commfuse_dp.probe import Counters, Probe
 from commfuse_dp.program.hosts import Hosts
 from commfuse_dp.transport.base import NOWHERE, WHOLE, Outcome, PullRequest, Sending, Tag, Transfer, Transport
 from commfuse_dp.transport.hierarchical.recovery import BothRounds
-from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
+from commfuse_dp.transport.hierarchical.relays import Relays
+from commfuse_dp.transport.one_sided.protocol import OneSidedTransport, wait_for_readers
 from commfuse_dp.transport.waiting import wait_until
-
-
-class AcrossProbe(Probe):
-    """Counts what crosses hosts apart from what moves inside them; spans go where the main probe's go."""
-
-    __slots__ = ("_main",)
-
-    def __init__(self, main: Probe) -> None:
-        self._main = main
-        super().__init__()
-
-    @property  # type: ignore[override]
-    def sink(self):  # type: ignore[no-untyped-def]
-        return self._main.sink
-
-    @sink.setter
-    def sink(self, value: object) -> None:
-        """Only the main probe's counts."""
-
-    @property  # type: ignore[override]
-    def timing(self):  # type: ignore[no-untyped-def]
-        return self._main.timing
-
-    @timing.setter
-    def timing(self, value: object) -> None:
-        """Likewise."""
-
-
-def relay_key(hosts: Hosts, key: int, distance: int) -> int:
-    """Key inside a host of what ranks so many hosts further on publish under `key`."""
-    return key * len(hosts.members) + distance
-
-
-def inside_sizes(hosts: Hosts, sizes: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Bytes that every rank publishes inside its host, by `relay_key`: its own shard, and those that it relays."""
-    inside = []
-    for row in sizes:
-        for distance in range(len(hosts.members)):
-            published = [0] * hosts.world_size
-            for host, ranks in enumerate(hosts.members):
-                for rank, owner in zip(ranks, hosts.members[(host + distance) % len(hosts.members)], strict=True):
-                    published[rank] = row[owner]
-            inside.append(published)
-    return inside
 
 
 class HierarchicalTransport(Transport):
@@ -102,12 +58,7 @@ class HierarchicalTransport(Transport):
         self._inner = inner
         self._outer = outer
         self._siblings = frozenset(hosts.siblings(self.rank))
-        host = hosts.place(self.rank)[0]
-        rail = hosts.rail(self.rank)
-        count = len(rail)
-        self._rail = [(ahead, rail[(host + ahead) % count]) for ahead in range(1, count)]
-        # owner -> (who has its shard on this host, hosts to go to it)
-        self._source = [(hosts.gateway(self.rank, owner), hosts.distance(self.rank, owner)) for owner in range(self.world_size)]
+        self._relays = Relays(hosts, self.rank)
         self._inside: dict[PullRequest, PullRequest] = {}  # a pull in place -> the same inside the host
         self._relaying = 0  # shards asked for and not yet here
         self._finish_later = 0  # epoch that the rail is told of when they are
@@ -123,30 +74,27 @@ class HierarchicalTransport(Transport):
         """What crossed hosts, to and from this rank (`probe.across`)."""
         return self._outer.probe.counters
 
-    def _key(self, key: int, distance: int) -> int:
-        return relay_key(self.hosts, key, distance)
-
     def _side(self, peer: int) -> OneSidedTransport:
         return self._inner if peer in self._siblings else self._outer
 
     # ---- windows -----------------------------------------------------------------------------------------------------
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
-        self._inner.expose(inside_sizes(self.hosts, sizes))
+        self._inner.expose(self._relays.sizes(sizes))
         self._outer.expose(sizes)
         self.sizes = [tuple(row) for row in sizes]
-        self.segments = [self._inner.segments[self._key(key, 0)] for key in range(len(sizes))]
+        self.segments = [self._inner.segments[self._relays.key(key)] for key in range(len(sizes))]
 
     def publish(self, keys: Sequence[int], epoch: int, *, last: bool = False) -> None:
         inner, outer = self._inner, self._outer
-        inner.publish([self._key(key, 0) for key in keys], epoch)
+        inner.publish([self._relays.key(key) for key in keys], epoch)
         if self._finish_later:
             wait_until(self, self._all_relayed, peer=-1, where=NOWHERE, doing="shards of other hosts, of the step before")
         for key in keys:
             outer.segments[key].copy_(self.segments[key])
         outer.publish(keys, epoch)
         assert self.sizes is not None
-        for key, (distance, owner) in itertools.product(keys, self._rail):
-            relay = self._key(key, distance)
+        for key, (distance, owner) in itertools.product(keys, self._relays.rail):
+            relay = self._relays.key(key, distance)
             if not self.sizes[key][owner]:
                 inner.publish((relay,), epoch)
                 continue
@@ -177,8 +125,8 @@ class HierarchicalTransport(Transport):
     def _at(self, request: PullRequest) -> PullRequest:
         found = self._inside.get(request) if request.out is None else None
         if found is None:
-            source, distance = self._source[request.owner]
-            found = request._replace(owner=source, key=self._key(request.key, distance))
+            source, key = self._relays.at(request.owner, request.key)
+            found = request._replace(owner=source, key=key)
             if request.out is None:
                 self._inside[request] = found
         return found
@@ -193,21 +141,8 @@ class HierarchicalTransport(Transport):
         self._outer.finish(epoch, outcome)
 
     def wait_finished(self, epoch: int, where: Where = NOWHERE, *, meanwhile: Callable[[], object] | None = None) -> None:
-        if epoch <= 0:
-            return
-        # Here, not in the two: a wait on one level must hear of a loss on the other.
-        for side, peer in itertools.product((self._inner, self._outer), range(self.world_size)):
-            if side is self._inner and peer not in self._siblings:
-                continue
-            if peer != self.rank and not side.has_finished(peer, epoch):
-                doing = f"to finish reading epoch {epoch}"
-
-                def finished(side: OneSidedTransport = side, peer: int = peer) -> bool:
-                    if meanwhile is not None:
-                        meanwhile()
-                    return side.has_finished(peer, epoch)
-
-                wait_until(self, finished, peer=peer, where=where, doing=doing)
+        if epoch > 0:
+            wait_for_readers(self, (self._inner, self._outer), epoch, where, meanwhile)
 
     # ---- messages ----------------------------------------------------------------------------------------------------
     def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[torch.Tensor]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import ClassVar
 
 import torch
 
-from commfuse_dp.errors import TransportError
 from commfuse_dp.transport.base import ExchangeFn
-from commfuse_dp.transport.one_sided.parts import Closed, Memory, check_same_sizes
+from commfuse_dp.transport.one_sided.parts import Memory, own_segments
 from commfuse_dp.transport.one_sided.ring import align
 
 
@@ -22,38 +20,13 @@ class FetchedMemory(Memory):
     def __init__(self, rank: int, world_size: int, exchange: ExchangeFn, inbox_bytes: int) -> None:
         self._rank = rank
         self._exchange = exchange
-        self._segments: Sequence[torch.Tensor] = []
         peers = [peer for peer in range(world_size) if peer != rank]
-        self._outgoing = {peer: self._take(align(inbox_bytes)) for peer in peers}
-        self._incoming = {peer: torch.empty(align(inbox_bytes), dtype=torch.uint8) for peer in peers}  # pages come when written
+        self.outgoing = {peer: self._take(align(inbox_bytes)) for peer in peers}
+        self.incoming = {peer: torch.empty(align(inbox_bytes), dtype=torch.uint8) for peer in peers}  # pages come when written
 
     def _take(self, nbytes: int) -> torch.Tensor:
         """Memory that is sent from, zeroed."""
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
-        failure, mine = None, [row[self._rank] for row in sizes]
-        try:
-            published = self._take(sum(map(align, mine)))
-        except RuntimeError as error:  # of torch, or a TransportError
-            failure = f"rank {self._rank}: no memory for {sum(mine)} published bytes ({error})"
-        answers = self._exchange(([tuple(row) for row in sizes], failure))
-        check_same_sizes(sizes, [theirs for theirs, _ in answers])
-        failures = [text for _, text in answers if text]
-        if failures:
-            raise TransportError("; ".join(failures) + ". Use more ranks, or lower inbox_bytes or prefetch_bytes.")
-        starts = accumulate(map(align, mine), initial=0)
-        self._segments = [published.narrow(0, start, nbytes) for start, nbytes in zip(starts, mine, strict=False)]
-
-    def segment(self, owner: int, key: int) -> torch.Tensor:
-        assert owner == self._rank, "peers' segments are fetched, not mapped"
-        return self._segments[key]
-
-    def outgoing(self, dst: int) -> torch.Tensor:
-        return self._outgoing[dst]
-
-    def incoming(self, src: int) -> torch.Tensor:
-        return self._incoming[src]
-
-    def close(self) -> None:
-        self._outgoing = self._incoming = self._segments = Closed()  # type: ignore[assignment]
+        self.segments = {self._rank: own_segments(sizes, self._rank, self._exchange, self._take)}

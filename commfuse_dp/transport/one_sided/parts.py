@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
 
 from commfuse_dp.errors import MismatchError, TransportError
+from commfuse_dp.probe import Probe, now_ns
+from commfuse_dp.transport.base import ExchangeFn
+from commfuse_dp.transport.checks import NO_MEMORY, raise_failures
+from commfuse_dp.transport.one_sided import messages as msg
+from commfuse_dp.transport.one_sided.ring import align
 
 
 class Receiver(ABC):
@@ -26,6 +32,11 @@ class Receiver(ABC):
     @abstractmethod
     def landing(self, src: int, header: bytes) -> torch.Tensor | None:
         """Where the payload that follows `header` must be written, before `handle`; None: read it and throw it away."""
+
+    def room_for(self, src: int, header: bytes) -> torch.Tensor:
+        """`landing`, or memory that is thrown away, for channels in which every send must find its receive."""
+        landing = self.landing(src, header)
+        return landing if landing is not None else torch.empty(msg.payload_bytes(header), dtype=torch.uint8)
 
     @abstractmethod
     def lost(self, src: int, reason: str) -> None:
@@ -74,30 +85,35 @@ class Channel(ABC):
         return f"rank {peer}"
 
 
+def payload_span(probe: Probe, track: str, message: bytes, peer: int, start_ns: int) -> None:
+    """The payload that follows a message has moved, from start_ns until now: recorded while somebody watches."""
+    if probe.sink is not None:
+        kind, _, key, seq, part, _, nbytes = msg.HEADER.unpack_from(message)
+        name, place = ("message", {"key": key, "seq": seq, "part": part}) if kind == msg.DEPOSIT else ("slice", {})
+        probe.span(track, name, start_ns, now_ns(), nbytes=nbytes, peer=peer, **place)
+
+
 class Memory(ABC):
-    """The bytes behind windows and inboxes. All tensors are uint8, 1-D, contiguous and start 64-byte aligned."""
+    """The bytes behind windows and inboxes. All tensors are uint8, 1-D, contiguous and start 64-byte aligned.
+
+    Attributes:
+        segments: whole, by owner and key, once exposed; peers' only if in_place.
+        outgoing: by peer, the ring that this rank fills for it: the inbox itself if in_place, else its staging.
+        incoming: by peer, the inbox ring of this rank that it fills.
+    """
 
     in_place: ClassVar[bool]
+    segments: Mapping[int, Sequence[torch.Tensor]]
+    outgoing: Mapping[int, torch.Tensor]
+    incoming: Mapping[int, torch.Tensor]
 
     @abstractmethod
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
         """Collective: make the segments. sizes[key][rank] in bytes. Raises TransportError on all ranks if one cannot."""
 
-    @abstractmethod
-    def segment(self, owner: int, key: int) -> torch.Tensor:
-        """The whole segment. Peers' only if in_place. Cheap: called for every pull."""
-
-    @abstractmethod
-    def outgoing(self, dst: int) -> torch.Tensor:
-        """The ring that this rank fills for `dst`: the inbox itself if in_place, else its staging."""
-
-    @abstractmethod
-    def incoming(self, src: int) -> torch.Tensor:
-        """The inbox ring of this rank that `src` fills."""
-
-    @abstractmethod
     def close(self) -> None:
         """Let go of everything; what tensors still alias stays mapped until they die. Safe to call twice."""
+        self.outgoing = self.incoming = self.segments = Closed()  # type: ignore[assignment]
 
 
 class Closed(Sequence[Any]):
@@ -111,6 +127,29 @@ class Closed(Sequence[Any]):
 
     def clear(self) -> None:
         return
+
+
+def cut(block: torch.Tensor, sizes: Sequence[int], start: int = 0) -> list[torch.Tensor]:
+    """Segments that lie one behind the other from byte `start` of a block on, each aligned."""
+    starts = accumulate(map(align, sizes), initial=start)
+    return [block.narrow(0, at, nbytes) for at, nbytes in zip(starts, sizes, strict=False)]
+
+
+def own_segments(
+    sizes: Sequence[Sequence[int]], rank: int, exchange: ExchangeFn, take: Callable[[int], torch.Tensor], place: str = ""
+) -> list[torch.Tensor]:
+    """Collective: what a rank publishes, by key, in one block that `take` gives. place: where that is, for errors.
+
+    Raises TransportError on all ranks if one of them has no memory, MismatchError if they do not expose the same."""
+    mine, failure = [row[rank] for row in sizes], None
+    try:
+        block = take(sum(map(align, mine)))
+    except RuntimeError as error:  # of torch, or a TransportError
+        failure = f"no memory{place} for {sum(mine)} published bytes ({error})"
+    answers = exchange(([tuple(row) for row in sizes], failure))
+    check_same_sizes(sizes, [theirs for theirs, _ in answers])
+    raise_failures((text for _, text in answers), end=NO_MEMORY)
+    return cut(block, mine)
 
 
 def check_same_sizes(sizes: Sequence[Sequence[int]], everyone: Sequence[Sequence[Sequence[int]]]) -> None:

@@ -33,9 +33,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from commfuse_dp.errors import TransportError, Where
+from commfuse_dp.errors import Where
 from commfuse_dp.probe import Probe
-from commfuse_dp.transport.base import NOWHERE, WHOLE, Outcome, PullRequest, Sending, Tag, Transfer
+from commfuse_dp.transport.base import NOWHERE, WHOLE, Outcome, PullRequest, Sending, Tag, Transfer, Transport
 from commfuse_dp.transport.checks import (
     check_finish,
     check_message,
@@ -47,7 +47,6 @@ from commfuse_dp.transport.checks import (
     count_message,
     not_here,
     not_reserved,
-    window_bytes,
 )
 from commfuse_dp.transport.closing import close_at_exit
 from commfuse_dp.transport.one_sided import messages as msg
@@ -91,8 +90,8 @@ class OneSidedTransport(Peers):
         self._published: list[dict[int, int]] = [{} for _ in range(world_size)]  # [owner][key] -> epoch
         self._finished = dict.fromkeys(self._peers, 0)
         self._own_finished = 0
-        self._outbox = {dst: Ring(memory.outgoing(dst).numel()) for dst in self._peers}
-        self._outgoing_address = {dst: memory.outgoing(dst).data_ptr() for dst in self._peers}
+        self._outbox = {dst: Ring(memory.outgoing[dst].numel()) for dst in self._peers}
+        self._outgoing_address = {dst: memory.outgoing[dst].data_ptr() for dst in self._peers}
         self._inbox: dict[tuple[int, Tag], tuple[int, int]] = {}
         self._pulls_waiting: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}  # (key, epoch) -> requests
         self._fetches: dict[int, Fetch] = {}
@@ -116,7 +115,7 @@ class OneSidedTransport(Peers):
         table = check_sizes(sizes, self.sizes, self.world_size)
         self._memory.expose(table)
         self.sizes = table
-        self.segments = [self._memory.segment(self.rank, key) for key in range(len(table))]
+        self.segments = self._memory.segments[self.rank]
 
     def publish(self, keys: Sequence[int], epoch: int, *, last: bool = False) -> None:
         self._check_open()
@@ -124,15 +123,9 @@ class OneSidedTransport(Peers):
             return
         published = self._published[self.rank]
         with self._lock:
-            for key in keys:
-                window_bytes(self.sizes, self.rank, key, self.world_size)
-            check_publications(keys, epoch, published)
             reading = [p for p in self._peers if self._finished[p] < epoch - 1 and p not in self._departed]
-            if reading:
-                raise TransportError(
-                    f"publish(key {keys[0]}, epoch {epoch}): ranks {reading} may still read epoch {epoch - 1}; "
-                    f"call wait_finished({epoch - 1}) before writing the segment"
-                )
+            readers = f"ranks {reading}" if reading else ""
+            check_publications(keys, epoch, published, self.sizes, rank=self.rank, world_size=self.world_size, readers=readers)
             published.update(dict.fromkeys(keys, epoch))
             for key in keys if self._pulls_waiting else ():
                 for src, request, start, nbytes in self._pulls_waiting.pop((key, epoch), ()):
@@ -185,7 +178,7 @@ class OneSidedTransport(Peers):
         name = owner, key, start, nbytes
         here = self._views.get(name)
         if here is None:
-            here = self._views[name] = Here(self._memory.segment(owner, key).narrow(0, start, nbytes))
+            here = self._views[name] = Here(self._memory.segments[owner][key].narrow(0, start, nbytes))
         return here
 
     def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
@@ -198,16 +191,7 @@ class OneSidedTransport(Peers):
         self._check_open()
         if epoch <= 0:
             return
-        for peer in self._peers:
-            if not self.has_finished(peer, epoch):
-                doing = f"to finish reading epoch {epoch}"
-
-                def finished(peer: int = peer) -> bool:
-                    if meanwhile is not None:
-                        meanwhile()
-                    return self.has_finished(peer, epoch)
-
-                wait_until(self, finished, peer=peer, where=where, doing=doing)
+        wait_for_readers(self, (self,), epoch, where, meanwhile)
 
     def has_finished(self, peer: int, epoch: int) -> bool:
         """The peer reads nothing of `epoch` any more."""
@@ -235,7 +219,7 @@ class OneSidedTransport(Peers):
                 break
             view = self._slots.get((dst, offset, nbytes))
             if view is None:
-                view = self._keep(self._slots, self._memory.outgoing(dst), dst, offset, nbytes)
+                view = self._keep(self._slots, self._memory.outgoing[dst], dst, offset, nbytes)
             found.append(view)
         return found
 
@@ -263,7 +247,7 @@ class OneSidedTransport(Peers):
                 count_message(self.probe.counters, tag.channel, nbytes, sent=True)
                 # Before it leaves: if an exception comes in between, peers must not go on too early.
                 self._rounds.sent[dst] += 1
-                payload = None if self._memory.in_place else self._memory.outgoing(dst).narrow(0, offset, nbytes)
+                payload = None if self._memory.in_place else self._memory.outgoing[dst].narrow(0, offset, nbytes)
                 self._channel.post(dst, header, payload, hold=more and payload is None)
 
     def receive(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE, *, wait: bool = True) -> list[torch.Tensor]:
@@ -277,7 +261,7 @@ class OneSidedTransport(Peers):
                     return []
             view = self._arrivals.get((src, *entry))
             if view is None:
-                view = self._keep(self._arrivals, self._memory.incoming(src), src, *entry)
+                view = self._keep(self._arrivals, self._memory.incoming[src], src, *entry)
             found.append(view)
         return found
 
@@ -377,7 +361,7 @@ class OneSidedTransport(Peers):
     def landing(self, src: int, header: bytes) -> torch.Tensor | None:
         kind, _, _, request, _, x, y = msg.HEADER.unpack_from(header)
         if kind == msg.DEPOSIT:
-            return self._memory.incoming(src).narrow(0, x, y)
+            return self._memory.incoming[src].narrow(0, x, y)
         with self._lock:
             fetch = self._fetches.get(request)
         return None if fetch is None else fetch.out
@@ -424,7 +408,7 @@ class OneSidedTransport(Peers):
                 fetch.then()
 
     def _answer(self, src: int, key: int, request: int, start: int, nbytes: int) -> None:
-        payload = self._memory.segment(self.rank, key).narrow(0, start, nbytes)
+        payload = self._memory.segments[self.rank][key].narrow(0, start, nbytes)
         self.probe.counters.param_bytes_sent += nbytes
         self._channel.post(src, msg.pack(msg.DATA, c=request, y=nbytes), payload)
 
@@ -440,3 +424,23 @@ class OneSidedTransport(Peers):
             check_peer(peer, self.rank, self._peers, self.world_size)
             raise AssertionError(peer)
         return ring
+
+
+def wait_for_readers(
+    transport: Transport,
+    sides: Sequence[OneSidedTransport],
+    epoch: int,
+    where: Where,
+    meanwhile: Callable[[], object] | None,
+) -> None:
+    """`wait_finished` of a transport that has several sides: a wait on one side hears of a loss on another."""
+    for side in sides:
+        for peer in side._peers:
+            if not side.has_finished(peer, epoch):
+
+                def finished(side: OneSidedTransport = side, peer: int = peer) -> bool:
+                    if meanwhile is not None:
+                        meanwhile()
+                    return side.has_finished(peer, epoch)
+
+                wait_until(transport, finished, peer=peer, where=where, doing=f"to finish reading epoch {epoch}")

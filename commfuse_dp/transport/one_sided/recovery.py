@@ -13,12 +13,12 @@ A credit that was given before and comes late would free a place of the new roun
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from commfuse_dp.errors import PeerLostError, Where
-from commfuse_dp.transport.base import NOWHERE, Left, Outcome, Recovery
+from commfuse_dp.transport.base import NOWHERE, Left, Outcome, Recovery, Transport
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.waiting import wait_until
 
@@ -33,7 +33,7 @@ class Rounds(Recovery):
 
     def __init__(self, transport: OneSidedTransport) -> None:
         self._transport = transport
-        peers = self._peers = transport._peers
+        peers = self.peers = transport._peers
         self.sent = dict.fromkeys(peers, 0)  # deposits
         self.taken = dict.fromkeys(peers, 0)
         self._left: dict[int, Left] = {}
@@ -90,14 +90,7 @@ class Rounds(Recovery):
 
     # ---- rounds ------------------------------------------------------------------------------------------------------
     def recover(self, epoch: int, where: Where = NOWHERE) -> None:
-        self.end_round(epoch)
-        for peer in self._peers:
-            doing = "messages that it sent before its step was broken off"
-            wait_until(self._transport, partial(self.is_quiet, peer), peer=peer, where=where, doing=doing)
-        self.clean(epoch)
-        for peer in self._peers:
-            doing = "to drop the messages of the step that was broken off"
-            wait_until(self._transport, partial(self.is_clean, peer), peer=peer, where=where, doing=doing)
+        recover_all(self._transport, (self,), epoch, where)
 
     def end_round(self, epoch: int) -> None:
         """The first part of `recover`. Does nothing the second time."""
@@ -105,7 +98,7 @@ class Rounds(Recovery):
         with transport._lock:
             if self._ended < epoch:
                 self._ended = epoch
-                for peer in self._peers:
+                for peer in self.peers:
                     transport._channel.post(peer, msg.pack(msg.ROUND, self.round, 0, x=self.sent[peer]))
 
     def is_quiet(self, peer: int) -> bool:
@@ -155,3 +148,19 @@ class Rounds(Recovery):
             self._begun[src] = max(number, self._begun[src])
         else:
             self._quiet[src] = max((number + 1, sent), self._quiet[src])
+
+
+def recover_all(transport: Transport, sides: Sequence[Rounds], epoch: int, where: Where) -> None:
+    """`Recovery.recover` of a transport that has several sides: none begins a round before all have ended theirs. The waits are
+    the transport's, so that a wait on one side hears of a loss on another."""
+    pairs = [(side, peer) for side in sides for peer in side.peers]
+    for side in sides:
+        side.end_round(epoch)
+    for side, peer in pairs:
+        doing = "messages that it sent before its step was broken off"
+        wait_until(transport, partial(side.is_quiet, peer), peer=peer, where=where, doing=doing)
+    for side in sides:
+        side.clean(epoch)
+    for side, peer in pairs:
+        doing = "to drop the messages of the step that was broken off"
+        wait_until(transport, partial(side.is_clean, peer), peer=peer, where=where, doing=doing)

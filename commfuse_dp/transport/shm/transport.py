@@ -35,7 +35,7 @@ import torch
 from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import ExchangeFn
-from commfuse_dp.transport.one_sided.parts import Closed, Memory, check_same_sizes
+from commfuse_dp.transport.one_sided.parts import Memory, check_same_sizes, cut
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
 from commfuse_dp.transport.one_sided.ring import align
 from commfuse_dp.transport.shm.sockets import SocketChannel, agree, connect_mesh, pass_descriptor
@@ -146,7 +146,9 @@ class _SharedBlocks:
 
 
 class SharedMemory(Memory):
-    """Inbox rings (made at once) and segments (made by `expose`) in two anonymous objects per rank."""
+    """Inbox rings (made at once) and segments (made by `expose`) in two anonymous objects per rank.
+
+    Nothing is unmapped by hand: a tensor that outlives the transport must stay readable."""
 
     in_place: ClassVar[bool] = True
 
@@ -155,9 +157,8 @@ class SharedMemory(Memory):
         rank, members = blocks.rank, blocks.members
         ring = align(inbox_bytes)
         slot = _page(ring)  # every ring starts on a page, so that a rank maps only the ring that it fills
-        self._outgoing: dict[int, torch.Tensor] = {}
-        self._incoming: dict[int, torch.Tensor] = {}
-        self._segments: dict[int, list[torch.Tensor]] = {member: [] for member in members}
+        incoming: dict[int, torch.Tensor] = {}
+        outgoing: dict[int, torch.Tensor] = {}
         peers = len(members) - 1
         fds = blocks.make(slot * peers, f"inboxes (inbox_bytes = {inbox_bytes} for each of {peers} peers)")
         try:
@@ -166,40 +167,27 @@ class SharedMemory(Memory):
             for place, peer in enumerate(members):
                 if peer != rank:
                     # The ring of source s is block s of its owner's object; the owner itself is left out of the count.
-                    self._incoming[peer] = inbox.narrow(0, slot * (place - (place > own)), ring)
-                    self._outgoing[peer] = _map(fds[peer], slot * (own - (own > place)), ring)
+                    incoming[peer] = inbox.narrow(0, slot * (place - (place > own)), ring)
+                    outgoing[peer] = _map(fds[peer], slot * (own - (own > place)), ring)
         finally:
             for fd in fds.values():
                 os.close(fd)
+        self.incoming, self.outgoing = incoming, outgoing
 
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
         blocks = self._blocks
         check_same_sizes(sizes, blocks.exchange(sizes))
         totals = {owner: sum(align(row[owner]) for row in sizes) for owner in blocks.members}
         fds = blocks.make(totals[blocks.rank], f"the published shards ({len(sizes)} windows)")
+        segments: dict[int, list[torch.Tensor]] = {}
         try:
             for owner, fd in fds.items():
                 whole = _map(fd, 0, totals[owner]) if totals[owner] else _NOTHING
-                start = 0
-                for row in sizes:
-                    self._segments[owner].append(whole.narrow(0, start, row[owner]) if row[owner] else _NOTHING)
-                    start += align(row[owner])
+                segments[owner] = cut(whole, [row[owner] for row in sizes])
         finally:
             for fd in fds.values():
                 os.close(fd)
-
-    def segment(self, owner: int, key: int) -> torch.Tensor:
-        return self._segments[owner][key]
-
-    def outgoing(self, dst: int) -> torch.Tensor:
-        return self._outgoing[dst]
-
-    def incoming(self, src: int) -> torch.Tensor:
-        return self._incoming[src]
-
-    def close(self) -> None:
-        # No unmapping by hand: a tensor that outlives the transport must stay readable. Without one, this unmaps.
-        self._outgoing = self._incoming = self._segments = Closed()  # type: ignore[assignment]
+        self.segments = segments
 
 
 class ShmTransport(OneSidedTransport):

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from commfuse_dp.device.base import Batch, Device, Event, Stream, Word
-from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, CHANNEL_GRAD, CHANNEL_PARAM, ExchangeFn
-from commfuse_dp.transport.checks import check_peer, is_closed
 from commfuse_dp.transport.one_sided.ring import align
+from commfuse_dp.transport.streams.core import StreamCore
 from commfuse_dp.transport.symmetric.memory import SymmetricMemory
 from commfuse_dp.transport.symmetric.ring import ARRIVAL_WORDS
-from commfuse_dp.transport.symmetric.watch import Condition, Place, Wait, Watchdog
+from commfuse_dp.transport.symmetric.watch import Condition, Place, Wait, WordWatch
 
 CHANNELS = (CHANNEL_PARAM, CHANNEL_GRAD, CHANNEL_COLLECTIVE)  # each has rings of its own
 
@@ -53,8 +52,11 @@ class Block:
         self.rings = [block.narrow(0, layout.rings + i * layout.ring, layout.ring) for i in range(layout.pairs)]
 
 
-class Core:
-    """State of one rank that both halves use. Every call of the transport begins with `enter`."""
+class Core(StreamCore):
+    """State of one rank that both halves use."""
+
+    no_graph = "the values that its streams wait for change from step to step"
+    watch: WordWatch
 
     def __init__(
         self,
@@ -67,60 +69,13 @@ class Core:
         memory: SymmetricMemory,
         layout: Layout,
         blocks: list[torch.Tensor],
-        watch: Watchdog,
+        watch: WordWatch,
         probe: Probe,
     ) -> None:
-        self.rank, self.world_size, self.exchange, self.name = rank, world_size, exchange, name
-        self.device, self.memory, self.watch, self.probe = device, memory, watch, probe
-        self.peers = [(rank + step) % world_size for step in range(1, world_size)]  # not all ranks turn to rank 0 first
+        super().__init__(rank, world_size, name=name, device=device, probe=probe)
+        self.exchange, self.memory, self.watch = exchange, memory, watch
         self.blocks = [Block(block, layout) for block in blocks]
         self.own = self.blocks[rank]  # of this rank
-        self.closed = False
-        self._held: list[Word] = []
-        self._held_on: Stream | None = None
-
-    def check(self) -> None:
-        if self.closed:
-            raise is_closed(self.name, self.rank)
-        if self.watch.failure is not None:
-            raise self.watch.error()
-
-    def enter(self, *, flush: bool = True) -> Stream:
-        """Raises what is wrong; hands over what was held back for company. Returns the current stream."""
-        self.check()
-        if self.device.capturing():
-            raise TransportError(
-                f"transport {self.name} cannot be captured into a CUDA graph: the values that its streams wait for change from "
-                "step to step. Capture without CommFuse's layers, or use them outside the graph."
-            )
-        if flush and self._held:
-            self.flush()
-        return self.device.current_stream()
-
-    def check_peer(self, peer: int) -> None:
-        if peer == self.rank or not 0 <= peer < self.world_size:
-            check_peer(peer, self.rank, self.peers, self.world_size)
-
-    # ---- writing words -----------------------------------------------------------------------------------------------
-    def hold(self, stream: Stream, words: list[Word], *, more: bool) -> None:
-        """Write words behind what is in the stream now; `more`: or a little later."""
-        if self._held and self._held_on != stream:
-            self.flush()
-        self._held += words
-        self._held_on = stream
-        if not more:
-            self.flush()
-
-    def flush(self) -> None:
-        if self._held:
-            assert self._held_on is not None
-            self.device.write_values(self._held_on, self._held)
-            self._held = []
-
-    # ---- events ------------------------------------------------------------------------------------------------------
-    def record(self, stream: Stream) -> Event:
-        """Behind all that is in the stream now. Keeps the time while somebody watches."""
-        return self.device.record(stream, timing=self.probe.timing is not None)
 
     # ---- waiting for words -------------------------------------------------------------------------------------------
     def wait_for(
@@ -149,6 +104,6 @@ class Core:
         """The event that ends the waits: behind all that is in the stream now."""
         event = self.record(stream)
         for wait in waits:
-            wait.event = event
+            wait.end = event
         self.check()  # on a device whose calls wait, the wait may just have ended badly
         return event

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import torch
 
-from commfuse_dp.device.base import Event, Span, Stream, Word
+from commfuse_dp.device.base import Event, Span, Word
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import SEND
 from commfuse_dp.transport.base import NOWHERE, Sending, Tag
@@ -20,12 +20,12 @@ from commfuse_dp.transport.checks import (
     not_here,
     not_reserved,
 )
+from commfuse_dp.transport.streams.staging import MOST_VIEWS, Lanes, Reservation, Staging, StagingRing
 from commfuse_dp.transport.symmetric.core import CHANNELS, Core, Layout, pair_of
-from commfuse_dp.transport.symmetric.ring import ARRIVAL_WORDS, Arrival, Inbox, Lanes, Outbox, Reservation, StagingRing
+from commfuse_dp.transport.symmetric.ring import ARRIVAL_WORDS, Arrival, Inbox, Outbox
 from commfuse_dp.transport.symmetric.watch import Condition, Wait
 
 _FIELD_LIMIT = 1 << 31
-MOST_VIEWS = 4096  # that are kept
 TOGETHER = 4 << 20  # bytes of messages that leave together: below, time is in calls, not in bytes
 
 
@@ -50,56 +50,20 @@ class Messages:
         device = core.device
         self._scatter = device.side_stream("scatter")
         with torch.inference_mode(False):
-            self._staging = {
-                peer: torch.zeros(layout.ring, dtype=torch.uint8, device=device.torch_device) for peer in core.peers
-            }
-        device.wait_event(self._scatter, device.record(device.current_stream()))  # it is zeroed there
+            memory = {peer: torch.zeros(layout.ring, dtype=torch.uint8, device=device.torch_device) for peer in core.peers}
+        self.staging = Staging(core, memory, limit)
         by_channel = [[(peer, channel) for peer in core.peers] for channel in CHANNELS]
-        self._reserved = Lanes([core.peers], lambda: StagingRing(layout.ring))
         self._outboxes = Lanes(by_channel, lambda: Outbox(layout.ring))
         self._pairs = {(peer, channel): pair_of(peer, channel) for peer in (*core.peers, core.rank) for channel in CHANNELS}
-        self._views: dict[tuple[int, int, int, int], torch.Tensor] = {}  # (peer, channel or -1: staging, offset, bytes)
-        self._behind: tuple[Stream, Event] | None = None  # the last wait for something to leave the staging
+        self._views: dict[tuple[int, int, int, int], torch.Tensor] = {}  # (peer, channel, offset, bytes): places come again
         self._inboxes = Lanes(by_channel, lambda: Inbox(layout.ring))
 
     # ---- sending -----------------------------------------------------------------------------------------------------
-    def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int) -> list[torch.Tensor]:
-        """sizes: bytes, of which every message gets `room` in the staging of its peer."""
-        core = self._core
-        stream = core.enter()
-        for dst, nbytes in zip(dsts, sizes, strict=True):
-            if dst not in self._staging:
-                core.check_peer(dst)
-            if not 0 <= nbytes <= room <= self.limit:
-                check_message(max(nbytes, room) if nbytes >= 0 else nbytes, self.limit, f"to rank {dst}")
-        offsets: dict[int, int] = {}
-        for ring, members in self._reserved.together(dsts):
-            reservation, behind = ring.reserve(room)
-            if behind is not None and (self._behind is None or self._behind[0] != stream or self._behind[1] is not behind):
-                self._behind = stream, behind
-                if core.probe.timing is not None and core.probe.timing.layer:
-                    core.probe.waited(core.probe.timing.layer, core.probe.mark(), (behind,))
-                core.device.wait_event(stream, behind)
-            offsets.update(dict.fromkeys(members, reservation.offset))
-        found, views = [], self._kept_views()
-        for dst, nbytes in zip(dsts, sizes, strict=True):
-            name = dst, -1, offsets[dst], nbytes
-            view = views.get(name)
-            if view is None:
-                view = views[name] = self._staging[dst].narrow(0, *name[2:])
-            found.append(view)
-        return found
-
-    def rewind(self) -> None:
-        """An epoch is over: see [Note: Steps begin at the start] in ring.py."""
-        for ring in {id(ring): ring for ring in self._reserved.values()}.values():
-            ring.rewind()
-
     def send(self, sendings: Sequence[Sending]) -> None:
         """In their order, as far as they go to one peer. Those that follow each other leave together, up to `TOGETHER` bytes or
         a quarter of all: behind the last of them, by one batch of copies. Places in the staging are free again when all of them
         have left."""
-        core, scatter = self._core, self._scatter
+        core, scatter, staging = self._core, self._scatter, self.staging.memory
         stream = core.enter()
         runs = self._runs(sendings)  # before anything is enqueued
         device, probe = core.device, core.probe
@@ -138,7 +102,7 @@ class Messages:
                             dst = name[0]
                             nbytes = fan.sendings[dst].buffer.nbytes
                             remote = core.blocks[dst]
-                            spans.append((remote.rings[pair], place, self._staging[dst], fan.offsets[dst], nbytes))
+                            spans.append((remote.rings[pair], place, staging[dst], fan.offsets[dst], nbytes))
                             words.append(Word(remote.arrival, pair * ARRIVAL_WORDS + word, value))
                             total += nbytes
                     count_message(probe.counters, tag.channel, total, sent=True)
@@ -183,7 +147,7 @@ class Messages:
                 if min(tag) < 0 or max(tag) >= _FIELD_LIMIT or tag.channel not in CHANNELS:
                     self._refuse_tag(tag)
                 fan = runs[-1][tag, room] = _Fan(tag, room)
-            staging = self._staging.get(dst)
+            staging = self.staging.memory.get(dst)
             if staging is None:
                 self._core.check_peer(dst)
                 raise AssertionError(dst)
@@ -201,10 +165,10 @@ class Messages:
 
     def _find(self, fan: _Fan) -> None:
         """The reservations of its messages."""
-        for ring, members in self._reserved.together(list(fan.sendings)):
+        for ring, members in self.staging.rings.together(list(fan.sendings)):
             lanes = [(ring, members)]
             if len(members) > 1 and len({fan.offsets[dst] for dst in members}) > 1:
-                lanes = [(self._reserved.alone(dst), [dst]) for dst in members]
+                lanes = [(self.staging.rings.alone(dst), [dst]) for dst in members]
             for lane, dsts in lanes:
                 dst = dsts[0]
                 reservation = lane.find(fan.offsets[dst], fan.room if len(dsts) > 1 else fan.sendings[dst].buffer.nbytes)
@@ -258,7 +222,9 @@ class Messages:
         core.behind(stream, (core.wait_for(stream, conditions, (place,), "to send", about=tag),))
         for box, _ in lanes:
             box.received.add(tag)
-        found, views = [], self._kept_views()
+        found, views = [], self._views
+        if len(views) >= MOST_VIEWS:
+            views.clear()
         for src in srcs:
             _, offset, nbytes, _, _, _ = entries[src]
             place_of = src, tag.channel, offset, nbytes
@@ -298,20 +264,14 @@ class Messages:
         """What sums read, and what leaves for others."""
         core = self._core
         inboxes = [core.own.rings[pair_of(peer, channel)] for peer in core.peers for channel in CHANNELS]
-        return inboxes + list(self._staging.values())
+        return inboxes + list(self.staging.memory.values())
 
     def forget(self) -> None:
         """Let go of all memory."""
-        self._staging.clear()
+        self.staging.clear()
         self._views.clear()
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
-    def _kept_views(self) -> dict[tuple[int, int, int, int], torch.Tensor]:
-        """Of rings: places come again, and making a view takes longer than looking for it."""
-        if len(self._views) >= MOST_VIEWS:
-            self._views.clear()
-        return self._views
-
     def _refuse_tag(self, tag: Tag) -> NoReturn:
         check_tag(tag)
         raise ValueError(f"{tag}: transport {self._core.name} has rings for the channels {CHANNELS}")

@@ -56,7 +56,6 @@ ends: freeing it would wait for the stream for ever.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -68,17 +67,14 @@ from commfuse_dp.device.timing import EventTimer
 from commfuse_dp.errors import CommFuseError, Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import NOWHERE, WHOLE, ExchangeFn, Outcome, PullRequest, Sending, Tag, Transport
-from commfuse_dp.transport.closing import CLOSE_S, close_at_exit, done_within
+from commfuse_dp.transport.closing import CLOSE_S, close_at_exit, done_within, never_free
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.parts import Channel
 from commfuse_dp.transport.symmetric.core import Core, Layout
 from commfuse_dp.transport.symmetric.memory import SymmetricMemory
 from commfuse_dp.transport.symmetric.messages import Messages
-from commfuse_dp.transport.symmetric.watch import Watchdog
+from commfuse_dp.transport.symmetric.watch import WordWatch
 from commfuse_dp.transport.symmetric.windows import Pull, Windows
-
-_log = logging.getLogger("commfuse_dp")
-_never_freed: list[object] = []  # see [Note: The end]
 
 
 class SymmetricTransport(Transport):
@@ -121,7 +117,7 @@ class SymmetricTransport(Transport):
         except BaseException:
             channel.close()
             raise
-        self._watch = Watchdog(rank, world_size, device, channel, deadline_s=deadline_s, name=self.name)
+        self._watch = WordWatch(rank, world_size, device, channel, deadline_s=deadline_s, name=self.name)
         self._core = Core(
             rank,
             world_size,
@@ -164,7 +160,7 @@ class SymmetricTransport(Transport):
 
     def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
         self._windows.finish(epoch)
-        self._messages.rewind()
+        self._messages.staging.rewind()
 
     def wait_finished(self, epoch: int, where: Where = NOWHERE, *, meanwhile: Callable[[], object] | None = None) -> None:
         self._windows.wait_finished(epoch, where)
@@ -172,7 +168,7 @@ class SymmetricTransport(Transport):
     # ---- messages ----------------------------------------------------------------------------------------------------
     def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[torch.Tensor]:
         """What one call reserves for one peer before it sends must fit into inbox_bytes."""
-        return self._messages.reserve(dsts, sizes, room or max(sizes, default=0))
+        return self._messages.staging.reserve(dsts, sizes, room)
 
     def send(self, sendings: Sequence[Sending], *, more: bool = False) -> None:
         """`when`: written by kernels that are in the current stream already, once the buffers are complete."""
@@ -189,11 +185,7 @@ class SymmetricTransport(Transport):
 
     # ---- progress and end --------------------------------------------------------------------------------------------
     def progress(self, timeout_s: float = 0.0) -> None:
-        self._core.enter()
-        if timeout_s > 0:
-            self._watch.news.wait(min(timeout_s, 0.05))
-            self._watch.news.clear()
-            self._core.check()
+        self._core.progress(timeout_s)
 
     def abort(self, reason: str) -> None:
         """Tell all peers that this rank has failed: their streams are released and their next calls raise."""
@@ -225,8 +217,7 @@ class SymmetricTransport(Transport):
                 self._messages.forget()
                 core.memory.close()
             else:
-                _never_freed.append((core, self._windows, self._messages))
-                _log.warning("rank %d: transport %s: a stream still waits; its memory is kept", self.rank, self.name)
+                never_free(self, "a stream still waits; its memory is kept", core, self._windows, self._messages)
 
     def _settle(self) -> bool:
         """Wait until the own streams have done what was enqueued; True if they have."""
@@ -237,8 +228,4 @@ class SymmetricTransport(Transport):
         streams = {device.side_stream("gather"), device.side_stream("scatter"), device.current_stream()}
         events = [device.record(stream) for stream in streams]
         patience_s = min(CLOSE_S, self.deadline_s)
-
-        def free() -> None:
-            self._watch.release()
-
-        return done_within(events, patience_s) or done_within(events, CLOSE_S, free)
+        return done_within(events, patience_s) or done_within(events, CLOSE_S, self._watch.release)

@@ -1,34 +1,17 @@
-"""The watchdog of a stream-ordered transport: a thread that looks after waits which nobody waits for on the host.
-
-Every wait that is put into a stream is noted here with an event behind it. The thread asks the events; a wait that does not end
-is looked into by reading its words:
+"""The watchdog of transport `symmetric`: streams wait for words, which a thread can read and write.
 
     deadline         a word that has not come within deadline_s                  DeadlineError: who, layer, step, slice, bytes
     other program    a word that holds another message's fingerprint             MismatchError, at once
     dead peer        its control socket ended without a goodbye                  PeerLostError, at once
     departed peer    it said goodbye, so whatever it wrote is there              PeerLostError, if a word is still missing
 
-[Note: Release]
-A stream that waits can be freed only by writing the word that it waits for. So after a failure the thread writes the awaited
-words itself, again and again, for what is enqueued behind the first wait comes to the next one. The work that then runs reads
-bytes that never came: the error is raised by the next call of the transport, at the latest by the `begin_step` of the next
-step, and no call succeeds any more. Without this, the process would hang in the first call that waits for the device.
-
-What was there before would pass for what never came, and the host may have enqueued an optimizer step behind it. So before the
-first word is written, the memory that released work reads is filled with NaN (`Device.spoil`): this rank's inboxes, its own
-segments, what it has computed for others, and the segments of peers that are gone. Sums, and products with own slices, are NaN
-from then on, and so are the parameters after that optimizer step: lost, but never plausible. Memory of a peer that lives is
-left alone, for its own step may be sound; it is told, and spoils its own.
-
-[Note: Whose time is it]
-The host runs ahead of the device: a wait may lie in a queue for a long time because of the compute before it. Its time
-therefore counts from when the wait before it in its stream was over, and it is late only if, after that time, its word has not
-come. If it has come, the device is busy, and the time starts again.
+After a failure the thread writes the awaited words itself: see [Note: Release] in streams/watch.py. What it spoils before are
+this rank's inboxes, its own segments, what it has computed for others, and the segments of peers that are gone. Memory of a
+peer that lives is left alone, for its own step may be sound; it is told, and spoils its own.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -36,22 +19,13 @@ from typing import NamedTuple
 
 import torch
 
-from commfuse_dp.device.base import Device, Event, Stream, Word, reached
-from commfuse_dp.errors import (
-    STEP_LOST,
-    CommFuseError,
-    DeadlineError,
-    MismatchError,
-    PeerLostError,
-    TransportError,
-    Where,
-)
+from commfuse_dp.device.base import Device, Word, reached
+from commfuse_dp.errors import MismatchError, PeerLostError, TransportError, Where
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.parts import Channel, Receiver
+from commfuse_dp.transport.streams.watch import Failure, Watchdog, Watched
 
 SUSPECT_S = 1.0  # a wait that lasts so long is looked into
-TICK_S = 0.25  # between two looks while nothing happens
-RELEASE_S = 0.01  # between two rounds of releasing
 
 
 class Condition(NamedTuple):
@@ -68,22 +42,18 @@ class Condition(NamedTuple):
 Place = Where | Callable[[], Where]  # the latter where it is too much to work out for a wait that nobody asks about
 
 
-class Wait:
-    """One or more words that a stream waits for, with an event behind them. Noted before it is put into the stream.
+class Wait(Watched):
+    """One or more words that a stream waits for, with an event behind them.
 
     places: where in the step they belong, one for each condition or one for all. doing: completes "rank 1 waits for rank 2
     ...", with what it is `about`, if anything, behind it.
     """
 
-    __slots__ = ("_about", "_doing", "conditions", "event", "places", "since")
-
     def __init__(self, conditions: Sequence[Condition], places: Sequence[Place], doing: str, about: object = None) -> None:
         self.conditions = conditions  # may grow until there is an event
-        self.event: Event | None = None  # behind the waits; None: they are just being put into the stream
         self.places = list(places)
         self._doing = doing
         self._about = about
-        self.since = time.monotonic()
 
     @property
     def doing(self) -> str:
@@ -95,117 +65,59 @@ class Wait:
         place = self.places[0 if single else next(n for n, c in enumerate(self.conditions) if c is condition)]
         return place() if callable(place) else place
 
-    def over(self) -> bool:
-        return self.event is not None and self.event.done()
 
-
-class Failure(NamedTuple):
-    kind: type[CommFuseError]
-    culprit: int  # -1: nobody in particular
-    text: str
-    where: Where | None = None
-
-
-class Watchdog(Receiver):
+class WordWatch(Watchdog[Wait], Receiver):
     """Owns the control channel: its thread is the only one that uses it, until `stop`."""
 
     def __init__(self, rank: int, world_size: int, device: Device, channel: Channel, *, deadline_s: float, name: str) -> None:
-        self.rank, self.deadline_s = rank, deadline_s
-        self.failure: Failure | None = None
-        self.departed: set[int] = set()
-        self.news = threading.Event()  # a failure, or a departure
-        self.own_memory: Callable[[], Sequence[torch.Tensor]] = tuple  # that released work reads, see [Note: Release]
+        super().__init__(rank, device, deadline_s=deadline_s, name=name)
+        self.departed: set[int] = set()  # is news, too
+        self.own_memory: Callable[[], Sequence[torch.Tensor]] = tuple  # that released work reads
         self.memory_of: Callable[[int], Sequence[torch.Tensor]] = lambda peer: ()  # the same, of a peer that is gone
         self._gone: set[int] = set()  # their connections have ended
-        self._spoiled: set[int] = set()  # this rank, and peers
-        self._name = name
+        self._spoiled_of: set[int] = set()  # this rank, and peers
         self._peers = [peer for peer in range(world_size) if peer != rank]
-        self._device = device
         self._channel = channel
-        self._waits: dict[Stream, deque[Wait]] = {}
-        self._lock = threading.RLock()
         self._outgoing: deque[tuple[int, bytes]] = deque()
-        self._stopping = False
         channel.start(self)
-        self._thread = threading.Thread(target=self._watch, name=f"commfuse-watchdog-{rank}", daemon=True)
-        self._thread.start()
+        self.start()
 
     # ---- the transport's side ----------------------------------------------------------------------------------------
-    def note(self, stream: Stream, wait: Wait) -> None:
-        with self._lock:
-            self._waits.setdefault(stream, deque()).append(wait)
-
     def tell(self, message: bytes) -> None:
         """To all peers, soon."""
         for peer in self._peers:
             self._outgoing.append((peer, message))
 
-    def fail(self, kind: type[CommFuseError], culprit: int, text: str, where: Where | None = None) -> None:
-        """The first failure counts: it is told to all peers, and the streams are released."""
-        with self._lock:
-            if self.failure is not None:
-                return
-            self.failure = Failure(kind, culprit, text, where)
-            notice = msg.pack_abort(culprit if culprit >= 0 else self.rank, text)
-            for peer in self._peers:
-                if (peer != culprit or kind is not PeerLostError) and peer not in self.departed:
-                    self._outgoing.append((peer, notice))
-            self.news.set()
+    def _failed(self, failure: Failure) -> None:
+        kind, culprit, text, _ = failure
+        notice = msg.pack_abort(culprit if culprit >= 0 else self.rank, text)
+        for peer in self._peers:
+            if (peer != culprit or kind is not PeerLostError) and peer not in self.departed:
+                self._outgoing.append((peer, notice))
 
-    def error(self) -> CommFuseError:
-        """What every call raises after a failure."""
-        failure = self.failure
-        assert failure is not None
-        kind, culprit, text, where = failure
-        text = f"{text} {STEP_LOST}" if self._spoiled else text
-        if kind is PeerLostError or kind is DeadlineError:
-            return kind(text, rank=self.rank, peer=culprit, where=where)  # type: ignore[call-arg]
-        return kind(text)
-
-    def release(self) -> bool:
-        """Write what the streams wait for. True if nothing waits any more."""
-        with self._lock:
-            self._forget_finished()
-            waits = [wait for queue in self._waits.values() for wait in queue]
-        missing = [c for wait in waits for c in tuple(wait.conditions) if not _holds(self._device, c)]
+    def release(self) -> None:
+        missing = [c for wait in self._standing() for c in tuple(wait.conditions) if not _holds(self._device, c)]
         if missing:
-            self._spoil({c.peer for c in missing})
+            self._spoil_for({c.peer for c in missing})
             self._device.poke([Word(c.pad, c.place, c.value) for c in missing])
-        return not waits
 
-    def _spoil(self, late: set[int]) -> None:
-        """What the work behind these peers' words reads must not look as if it had come."""
-        fresh = ({self.rank} | late & (self._gone | self.departed)) - self._spoiled
+    def _spoil_for(self, late: set[int]) -> None:
+        """What the work behind these peers' words reads."""
+        fresh = ({self.rank} | late & (self._gone | self.departed)) - self._spoiled_of
         for rank in sorted(fresh):
-            self._device.spoil(self.own_memory() if rank == self.rank else self.memory_of(rank))
-        self._spoiled |= fresh
+            self._spoil(self.own_memory() if rank == self.rank else self.memory_of(rank))
+        self._spoiled_of |= fresh
 
     def stop(self) -> None:
-        """End the thread. The channel belongs to the caller from then on."""
-        self._stopping = True
-        self._thread.join(timeout=10.0)
+        """The channel belongs to the caller from then on."""
+        super().stop()
         self._send()
 
     # ---- the thread --------------------------------------------------------------------------------------------------
-    def _watch(self) -> None:
-        while not self._stopping:
-            try:
-                self._send()
-                failed = self.failure is not None
-                self._channel.poll(RELEASE_S if failed else self._tick())
-                self._send()
-                if failed:  # a round later: a peer's end may be heard of from others first
-                    self.release()
-                elif self.failure is None:
-                    self._look()
-            except Exception as error:  # a device that failed, a channel that broke: whoever calls next is to know
-                self.fail(TransportError, -1, f"rank {self.rank}, transport {self._name}: {type(error).__name__}: {error}")
-                if self._stopping:
-                    return
-                time.sleep(RELEASE_S)
-
-    def _tick(self) -> float:
-        return min(TICK_S, self.deadline_s / 4, SUSPECT_S)
+    def _rest(self, seconds: float) -> None:
+        self._send()
+        self._channel.poll(min(seconds, SUSPECT_S))
+        self._send()
 
     def _send(self) -> None:
         while self._outgoing:
@@ -213,35 +125,19 @@ class Watchdog(Receiver):
             if peer not in self.departed:
                 self._channel.post(peer, message)
 
-    def _forget_finished(self) -> None:
-        now = time.monotonic()
-        for queue in self._waits.values():
-            moved = False
-            while queue and queue[0].over():
-                queue.popleft()
-                moved = True
-            if moved and queue:
-                queue[0].since = now
-
     def _look(self) -> None:
-        with self._lock:
-            self._forget_finished()
-            heads = [queue[0] for queue in self._waits.values() if queue]
-            behind = [wait for queue in self._waits.values() for wait in queue if self.departed and self._awaits_departed(wait)]
         now = time.monotonic()
-        for wait in behind:
+        heads = self._heads(now)
+        for wait in self._standing() if self.departed else ():
             missing = next((c for c in wait.conditions if c.peer in self.departed and not _holds(self._device, c)), None)
             if missing is not None and not wait.over():
                 self._report_departed(wait, missing)
                 return
-        for wait in heads:
-            if now - wait.since >= min(SUSPECT_S, self.deadline_s / 2) and not wait.over():
-                self._look_into(wait, now)
+        for wait, waited_s in heads:
+            if waited_s >= min(SUSPECT_S, self.deadline_s / 2) and not wait.over():
+                self._look_into(wait, waited_s, now)
 
-    def _awaits_departed(self, wait: Wait) -> bool:
-        return any(condition.peer in self.departed for condition in wait.conditions)
-
-    def _look_into(self, wait: Wait, now: float) -> None:
+    def _look_into(self, wait: Wait, waited_s: float, now: float) -> None:
         missing = None
         for condition in wait.conditions:
             word = self._device.peek(condition.pad[condition.place : condition.place + 1])[0]
@@ -260,17 +156,10 @@ class Watchdog(Receiver):
                 return
             missing = missing if missing is not None else condition
         if missing is None:
-            wait.since = now  # the device is busy, nobody is late: see [Note: Whose time is it]
-        elif now - wait.since >= self.deadline_s and not wait.over():
-            who, where = self._channel.describe(missing.peer), wait.where(missing)
-            self.fail(
-                DeadlineError,
-                missing.peer,
-                f"rank {self.rank} waited {self.deadline_s:g} s for {who}: {wait.doing} ({where}; transport "
-                f"{self._name}). Either rank {missing.peer} is stuck or much slower, or it runs another program: look at its "
-                "log first. If the step is really that slow, raise deadline_s.",
-                where,
-            )
+            wait.since = now  # the device is busy, nobody is late: see [Note: Whose time is it] in streams/watch.py
+        elif waited_s >= self.deadline_s and not wait.over():
+            who = f"{self._channel.describe(missing.peer)}: {wait.doing}"
+            self._late(missing.peer, who, f"rank {missing.peer}", wait.where(missing))
 
     def _report_departed(self, wait: Wait, missing: Condition) -> None:
         who, where = self._channel.describe(missing.peer), wait.where(missing)
@@ -303,8 +192,7 @@ class Watchdog(Receiver):
 
     def _lost(self, culprit: int, reason: str) -> None:
         """Also names what this rank was waiting for: for the culprit if it was, else for whom it was."""
-        with self._lock:
-            waits = [wait for queue in self._waits.values() for wait in queue if not wait.over()]
+        waits = self._standing()
         text = f"rank {self.rank} lost {self._channel.describe(culprit)} (transport {self._name}): {reason}."
         where = None
         if waits:

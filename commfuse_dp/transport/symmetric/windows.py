@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from commfuse_dp.device.base import Event, Span, Word
-from commfuse_dp.errors import TransportError, Where
+from commfuse_dp.errors import Where
 from commfuse_dp.probe import RECEIVE
 from commfuse_dp.transport.base import NOWHERE, Part, PullRequest, Transfer
 from commfuse_dp.transport.checks import (
@@ -19,7 +19,7 @@ from commfuse_dp.transport.checks import (
     check_sizes,
     window_bytes,
 )
-from commfuse_dp.transport.one_sided.parts import check_same_sizes
+from commfuse_dp.transport.one_sided.parts import check_same_sizes, cut
 from commfuse_dp.transport.one_sided.ring import align
 from commfuse_dp.transport.symmetric.core import Core
 from commfuse_dp.transport.symmetric.watch import Condition, Wait
@@ -112,12 +112,8 @@ class Windows:
         blocks = core.memory.allocate(words + totals[core.rank], f"the published shards ({len(table)} windows)")
         for owner, block in enumerate(blocks):
             self._pads.append(block.narrow(0, 0, words).view(torch.int32))
-            start, segments = words, []
-            for row in table:
-                segments.append(block.narrow(0, start, row[owner]))
-                start += align(row[owner])
-            self._segments.append(segments)
-            self._shards.append(block.narrow(0, words, start - words))
+            self._segments.append(cut(block, [row[owner] for row in table], words))
+            self._shards.append(block.narrow(0, words, totals[owner]))
         self.sizes = table
 
     def segments(self, owner: int) -> list[torch.Tensor]:
@@ -128,14 +124,10 @@ class Windows:
         """last: one word more, for all of this rank's keys that are published in `epoch`."""
         core = self.core
         stream = core.enter(flush=False)
-        for key in keys:
-            window_bytes(self.sizes, core.rank, key, core.world_size)
-        check_publications(keys, epoch, self._published)
-        if keys and core.peers and self._free_to_write < epoch - 1:
-            raise TransportError(
-                f"publish(key {keys[0]}, epoch {epoch}): ranks {sorted(core.peers)} may still read epoch {epoch - 1}; "
-                f"call wait_finished({epoch - 1}) before writing the segment"
-            )
+        readers = f"ranks {sorted(core.peers)}" if core.peers and self._free_to_write < epoch - 1 else ""
+        check_publications(
+            keys, epoch, self._published, self.sizes, rank=core.rank, world_size=core.world_size, readers=readers
+        )
         self._published.update(dict.fromkeys(keys, epoch))
         if last:
             self._complete = epoch

@@ -19,11 +19,11 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from commfuse_dp.errors import MismatchError, TransportError
 from commfuse_dp.transport.base import ExchangeFn
+from commfuse_dp.transport.checks import raise_failures
 from commfuse_dp.transport.tcp.wire import CONTROL_ROLE, DATA_ROLE
 
 ADDRESS_VARIABLE = "COMMFUSE_TCP_ADDRESS"
@@ -37,6 +37,7 @@ _RETRY_S = 0.05
 _REFUSED_S = 1.0  # whoever listened there a moment ago, and refuses for so long, is gone
 _ROLES = (CONTROL_ROLE, DATA_ROLE)
 _SIOCGIFADDR = 0x8915
+_NO_SET_UP = "the tcp transport could not be set up: "
 
 
 class _Card(NamedTuple):
@@ -68,7 +69,7 @@ def connect_all(rank: int, exchange: ExchangeFn, *, deadline_s: float, inbox_byt
     listener, card = _listen(address, inbox_bytes)
     try:
         cards: list[_Card] = exchange(card)
-        _refuse(f"rank {r}: {c.error}" for r, c in enumerate(cards) if c.error)
+        raise_failures((card.error for card in cards), _NO_SET_UP)
         _check_loopback(cards)
         if len({c.inbox_bytes for c in cards}) > 1:
             raise MismatchError(f"inbox_bytes must be the same on all ranks; by rank: {[c.inbox_bytes for c in cards]}")
@@ -82,9 +83,9 @@ def connect_all(rank: int, exchange: ExchangeFn, *, deadline_s: float, inbox_byt
                 try:
                     step()
                 except (OSError, TransportError) as error:
-                    failure = f"rank {rank}: {error}"
+                    failure = str(error) or type(error).__name__
                 # Everybody hears of every failure: without this the others would meet it later, as a peer lost for no reason.
-                _refuse(error for error in exchange(failure) if error)
+                raise_failures(exchange(failure), _NO_SET_UP)
         except BaseException:
             for sock in sockets.values():
                 sock.close()
@@ -178,12 +179,6 @@ def _check_loopback(cards: list[_Card]) -> None:
             f"nobody reaches it. Set {ADDRESS_VARIABLE} or {INTERFACE_VARIABLE} on each of them "
             f"(often {MASTER_VARIABLE}'s name is mapped to 127.0.1.1 in /etc/hosts)."
         )
-
-
-def _refuse(failures: Iterable[str]) -> None:
-    text = "; ".join(failures)
-    if text:
-        raise TransportError(f"the tcp transport could not be set up: {text}")
 
 
 def _connect_all(rank: int, cards: list[_Card], sockets: dict[tuple[int, int], socket.socket], limit: float) -> None:

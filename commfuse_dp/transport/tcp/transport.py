@@ -25,7 +25,7 @@ from commfuse_dp.probe import RECEIVE, SEND, Probe, now_ns
 from commfuse_dp.transport.base import CHANNEL_GRAD, CHANNEL_REPLICA, ExchangeFn
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.news import News
-from commfuse_dp.transport.one_sided.parts import Channel, Receiver
+from commfuse_dp.transport.one_sided.parts import Channel, Receiver, payload_span
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
 from commfuse_dp.transport.tcp.connect import Links, connect_all
 from commfuse_dp.transport.tcp.memory import StagedMemory
@@ -116,13 +116,12 @@ class TcpChannel(Channel, Handler):
                 return
             _, start_ns = self._arriving.pop((peer, frame.lane), (None, 0))
             self._receiver.handle(peer, frame.message)
-            if self._probe.sink is not None and total:
-                self._span(RECEIVE, frame.message, peer, start_ns)
+            if total:
+                payload_span(self._probe, RECEIVE, frame.message, peer, start_ns)
         self._news.ring()
 
     def sent(self, peer: int, item: Outgoing) -> None:
-        if self._probe.sink is not None:
-            self._span(SEND, item.message, peer, item.start_ns)
+        payload_span(self._probe, SEND, item.message, peer, item.start_ns)
 
     def lost(self, peer: int, reason: str) -> None:
         assert self._receiver is not None
@@ -132,13 +131,6 @@ class TcpChannel(Channel, Handler):
     def broken(self, error: BaseException) -> None:
         self._error = error
         self._news.ring()
-
-    def _span(self, lane: str, message: bytes, peer: int, start_ns: int) -> None:
-        kind, _, key, seq, part, _, nbytes = msg.HEADER.unpack(message)
-        if kind == msg.DEPOSIT:
-            self._probe.span(lane, "message", start_ns, now_ns(), nbytes=nbytes, peer=peer, key=key, seq=seq, part=part)
-        else:
-            self._probe.span(lane, "slice", start_ns, now_ns(), nbytes=nbytes, peer=peer)
 
 
 class TcpTransport(OneSidedTransport):

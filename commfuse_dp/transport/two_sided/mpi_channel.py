@@ -34,10 +34,10 @@ import torch
 
 from commfuse_dp import mpi_launch
 from commfuse_dp.errors import TransportError
-from commfuse_dp.probe import RECEIVE, SEND, Probe, now_ns
+from commfuse_dp.probe import RECEIVE, SEND, Probe
 from commfuse_dp.transport.base import CHANNEL_GRAD, CHANNEL_REPLICA, GRAD_LANE, PARAM_LANE
 from commfuse_dp.transport.one_sided import messages as msg
-from commfuse_dp.transport.one_sided.parts import Channel, Receiver
+from commfuse_dp.transport.one_sided.parts import Channel, Receiver, payload_span
 from commfuse_dp.transport.two_sided.mpi_progress import (
     BESIDE_SLEEP,
     CONTROL_BYTES,
@@ -313,10 +313,7 @@ class MpiChannel(Channel):
 
     def _receive(self, src: int, lane: int, tag: int, message: bytes) -> None:
         assert self._receiver is not None
-        landing = self._receiver.landing(src, message)
-        if landing is None:  # nobody wants it any more, but the send must find its receive
-            landing = torch.empty(msg.payload_bytes(message), dtype=torch.uint8)
-        item = Payload(src, lane, tag, _view(landing), message, sending=False)
+        item = Payload(src, lane, tag, _view(self._receiver.room_for(src, message)), message, sending=False)
         for start in range(0, len(item.view), CHUNK_BYTES):
             self._start(item, self._comms[lane].Irecv, item.view[start : start + CHUNK_BYTES])
 
@@ -343,13 +340,13 @@ class MpiChannel(Channel):
                 self._grad_chunks[item.peer] -= 1
                 self._issue(item.peer, GRAD_LANE)
             if not item.left and item.issued == len(item.view):
-                self._span(SEND, item)
+                payload_span(self._probe, SEND, item.message, item.peer, item.start_ns)
         elif not item.left:
             assert self._receiver is not None and item.message is not None
             self._receiver.handle(item.peer, item.message)
             self._payloads_in[item.peer] += 1
             self._news()
-            self._span(RECEIVE, item)
+            payload_span(self._probe, RECEIVE, item.message, item.peer, item.start_ns)
             self._part(item.peer)
         else:
             self._requests.moved()
@@ -421,13 +418,6 @@ class MpiChannel(Channel):
                 except self._mpi.Exception:
                     clean = False
         return clean
-
-    def _span(self, lane: str, item: Payload) -> None:
-        if self._probe.sink is not None:
-            assert item.message is not None
-            kind, _, key, seq, part, _, nbytes = msg.HEADER.unpack(item.message)
-            name, place = ("message", {"key": key, "seq": seq, "part": part}) if kind == msg.DEPOSIT else ("slice", {})
-            self._probe.span(lane, name, item.start_ns, now_ns(), nbytes=nbytes, peer=item.peer, **place)
 
 
 def _completes(request: Any) -> bool:

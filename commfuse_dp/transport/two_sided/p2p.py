@@ -1,4 +1,4 @@
-"""Two-sided transport over torch.distributed point-to-point: gloo, and NCCL by the same code (not yet run on a GPU)."""
+"""Sends and receives of torch.distributed on communicators of our own: over gloo, between CPU tensors."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 from commfuse_dp.errors import DeadlineError, PeerLostError, TransportError, Where
-from commfuse_dp.probe import Probe
-from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, NOWHERE, PARAM_LANE, Handle, TwoSidedTransport
+from commfuse_dp.probe import Probe, now_ns
+from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, NOWHERE, PARAM_LANE
+from commfuse_dp.transport.checks import is_closed, raise_failures
 from commfuse_dp.transport.exchange import exchange_of
 
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
-_TAG_LIMIT = 1 << 31
 
 
-class TorchP2PTransport(TwoSidedTransport):
-    """Sends and receives on communicators of its own, so that neither lane queues behind another nor behind the user's.
+class TwoSided:
+    """Asynchronous sends and receives on lanes (communicators of their own): parameters, gradients, control. So neither queues
+    behind another nor behind the user's.
 
     CPU tensors only: GPUs exchange in groups, ordered by streams (grouped/exchange.py).
 
     [Note: What gloo does, as measured]
-    * `Work.is_completed()` stays False until `wait()` has returned: `Handle.done` may be late, never early.
+    * `Work.is_completed()` stays False until `wait()` has returned.
     * Sends rendezvous, even small ones: a send completes only once its receive is posted. Post receives early.
     * A wait that ran into its timeout leaves the connection unusable: a deadline here is final.
     * Messages with different tags may overtake each other; equal tags keep their order.
@@ -47,8 +47,6 @@ class TorchP2PTransport(TwoSidedTransport):
         keep: called by `close` if the communicators can be used again.
     """
 
-    name: ClassVar[str] = "p2p"
-
     def __init__(
         self,
         lanes: Mapping[int, dist.ProcessGroup],
@@ -58,7 +56,9 @@ class TorchP2PTransport(TwoSidedTransport):
         keep: Callable[[], None] | None = None,
     ) -> None:
         first = lanes[PARAM_LANE]
-        super().__init__(first.rank(), first.size(), deadline_s=deadline_s, probe=probe)
+        self.rank, self.world_size = first.rank(), first.size()
+        self.deadline_s = deadline_s
+        self.probe = probe if probe is not None else Probe()
         self._keep = keep
         self._lanes = dict(lanes)
         self._backend = first.name()
@@ -66,20 +66,10 @@ class TorchP2PTransport(TwoSidedTransport):
         self._lock = threading.Lock()  # handles are waited for in several threads
 
     def isend(self, buffer: torch.Tensor, dst: int, *, lane: int, tag: int) -> Handle:
-        self._check(buffer, dst, tag, "send to")
-        try:
-            work = self._lanes[lane].send([buffer], dst, tag)
-        except RuntimeError as error:
-            raise self._error(error, dst, NOWHERE) from error
-        return self._handle(work, dst, buffer)
+        return self._begin(self._group(lane).send, buffer, dst, tag)
 
     def irecv(self, buffer: torch.Tensor, src: int, *, lane: int, tag: int) -> Handle:
-        self._check(buffer, src, tag, "receive from")
-        try:
-            work = self._lanes[lane].recv([buffer], src, tag)
-        except RuntimeError as error:
-            raise self._error(error, src, NOWHERE) from error
-        return self._handle(work, src, buffer)
+        return self._begin(self._group(lane).recv, buffer, src, tag)
 
     def close(self) -> None:
         self._lanes = {}
@@ -87,28 +77,26 @@ class TorchP2PTransport(TwoSidedTransport):
         if keep is not None and not self._under_way:
             keep()
 
-    def _handle(self, work: dist.Work, peer: int, buffer: torch.Tensor) -> Handle:
+    def _group(self, lane: int) -> dist.ProcessGroup:
+        if not self._lanes:
+            raise is_closed("p2p", self.rank)
+        return self._lanes[lane]
+
+    def _begin(self, call: Callable[..., dist.Work], buffer: torch.Tensor, peer: int, tag: int) -> Handle:
+        try:
+            work = call([buffer], peer, tag)
+        except RuntimeError as error:
+            raise self.error(error, peer) from error
         with self._lock:
             self._under_way += 1
-        return _WorkHandle(self, work, peer, buffer)
+        return Handle(self, work, peer, buffer)
 
-    def _settled(self) -> None:
+    def settled(self) -> None:
         with self._lock:
             self._under_way -= 1
 
-    def _check(self, buffer: torch.Tensor, peer: int, tag: int, doing: str) -> None:
-        if not self._lanes:
-            raise TransportError(f"transport p2p of rank {self.rank} is closed")
-        if not buffer.is_contiguous():
-            raise ValueError(f"{doing} rank {peer}: a contiguous tensor is needed; shape {tuple(buffer.shape)} with strides "
-                             f"{buffer.stride()} was given")  # fmt: skip
-        if peer == self.rank or not 0 <= peer < self.world_size:
-            raise ValueError(f"{doing} rank {peer}: rank {self.rank} of {self.world_size} has no such peer")
-        if not 0 <= tag < _TAG_LIMIT:
-            raise ValueError(f"{doing} rank {peer}: tag {tag} is not in 0 .. 2**31-1")
-
-    def _error(self, error: RuntimeError, peer: int, where: Where) -> TransportError:
-        return transfer_error(error, self.rank, peer, where, deadline_s=self.deadline_s, backend=self._backend)
+    def error(self, error: RuntimeError, peer: int) -> TransportError:
+        return transfer_error(error, self.rank, peer, NOWHERE, deadline_s=self.deadline_s, backend=self._backend)
 
 
 def transfer_error(
@@ -132,32 +120,27 @@ def transfer_error(
     )
 
 
-class _WorkHandle(Handle):
-    __slots__ = ("_buffer", "_finished", "_peer", "_transport", "_work")
+class Handle:
+    """A send or receive under way."""
 
-    def __init__(self, transport: TorchP2PTransport, work: dist.Work, peer: int, buffer: torch.Tensor) -> None:
-        self._transport = transport
-        self._work: dist.Work | None = work
-        self._peer = peer
+    __slots__ = ("_buffer", "_two_sided", "_work", "peer", "start_ns")
+
+    def __init__(self, two_sided: TwoSided, work: dist.Work, peer: int, buffer: torch.Tensor) -> None:
+        self._two_sided = two_sided
+        self._work: dist.Work | None = work  # None: it is over
+        self.peer = peer
+        self.start_ns = now_ns()
         self._buffer: torch.Tensor | None = buffer  # gloo reads or writes it until the end
-        self._finished = False
 
-    def done(self) -> bool:
-        """May be late: see [Note: What gloo does, as measured]."""
-        return self._finished or (self._work is not None and self._work.is_completed())
-
-    def wait(self, where: Where = NOWHERE) -> None:
-        if self._finished:
+    def wait(self) -> None:
+        """Raises DeadlineError or PeerLostError."""
+        if self._work is None:
             return
-        if self._work is not None:
-            transport = self._transport
-            patience = datetime.timedelta(seconds=transport.deadline_s)
-            try:
-                self._work.wait(patience)
-            except RuntimeError as error:
-                raise transport._error(error, self._peer, where) from error
-            self._transport._settled()
-        self._finished = True
+        try:
+            self._work.wait(datetime.timedelta(seconds=self._two_sided.deadline_s))
+        except RuntimeError as error:
+            raise self._two_sided.error(error, self.peer) from error
+        self._two_sided.settled()
         self._work = self._buffer = None
 
 
@@ -191,7 +174,7 @@ def _kept(key: LanesKey) -> list[Lanes]:
 
 
 def open_lanes(group: dist.ProcessGroup | None, *, setup_s: float, device: torch.device | None = None) -> Lanes:
-    """Collective over `group` (None: the default group): communicators of a `TorchP2PTransport` or a `TorchGroupedExchange`.
+    """Collective over `group` (None: the default group): communicators of a `TwoSided` or a `TorchGroupedExchange`.
 
     Kept ones if all ranks have the same to offer, else new ones by `new_group` with local synchronisation: ranks outside
     `group` take no part.
@@ -227,9 +210,7 @@ def open_lanes(group: dist.ProcessGroup | None, *, setup_s: float, device: torch
         except (RuntimeError, ValueError) as failure:
             error = f"cannot make a {backend} communicator of ranks {ranks}, lane {lane}: {failure}"
             break
-    failures = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(error)) if text]
-    if failures:
-        raise TransportError("; ".join(failures))
+    raise_failures(exchange(error))
     _made[key] += 1
     assert dist.group.WORLD is not None
     return Lanes(groups, weakref.ref(dist.group.WORLD), key, _made[key])

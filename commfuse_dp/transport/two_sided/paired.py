@@ -32,21 +32,21 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 from commfuse_dp.errors import TransportError
-from commfuse_dp.probe import RECEIVE, SEND, Probe, now_ns
-from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, PARAM_LANE, ExchangeFn, Handle, TwoSidedTransport
+from commfuse_dp.probe import RECEIVE, SEND, Probe
+from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, PARAM_LANE, ExchangeFn
 from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.memory import FetchedMemory
 from commfuse_dp.transport.one_sided.news import News
-from commfuse_dp.transport.one_sided.parts import Channel, Receiver
+from commfuse_dp.transport.one_sided.parts import Channel, Receiver, payload_span
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
-from commfuse_dp.transport.two_sided.p2p import TorchP2PTransport, open_lanes
+from commfuse_dp.transport.two_sided.p2p import Handle, TwoSided, open_lanes
 
 FOREVER_S = 30 * 24 * 3600.0  # patience of the threads that wait for peers; finite, for timeouts are added to a clock
 LINGER_S = 5.0  # longest wait of close() for the peers' goodbyes
@@ -77,7 +77,7 @@ class TwoSidedChannel(Channel):
 
     awaits_goodbyes: ClassVar[bool] = True
 
-    def __init__(self, two_sided: TwoSidedTransport) -> None:
+    def __init__(self, two_sided: TwoSided) -> None:
         self._two_sided = two_sided
         self._peers = [peer for peer in range(two_sided.world_size) if peer != two_sided.rank]
         self._probe = two_sided.probe
@@ -85,8 +85,8 @@ class TwoSidedChannel(Channel):
         self._news = News()
         self._deposits_sent: dict[int, int] = defaultdict(int)
         self._deposits_due: dict[int, int] = defaultdict(int)
-        self._asked: dict[tuple[int, int], _Due] = {}  # (owner, request) -> the receive of its answer
-        self._sends: queue.SimpleQueue[_Sent | None] = queue.SimpleQueue()
+        self._asked: dict[tuple[int, int], Handle] = {}  # (owner, request) -> the receive of its answer
+        self._sends: queue.SimpleQueue[tuple[Handle, bytes | None] | None] = queue.SimpleQueue()
         self._sends_queued = self._sends_done = 0
         self._threads: list[threading.Thread] = []
         self._reaper = threading.Thread(target=self._reap, name="commfuse-p2p-sends", daemon=True)
@@ -159,25 +159,23 @@ class TwoSidedChannel(Channel):
     def _isend(self, buffer: torch.Tensor, dst: int, lane: int, tag: int, message: bytes | None = None) -> None:
         handle = self._two_sided.isend(buffer, dst, lane=lane, tag=tag)
         self._sends_queued += 1  # only ever changed under the transport's lock, which `post` is called with
-        self._sends.put(_Sent(handle, dst, message, now_ns()))
+        self._sends.put((handle, message))
 
     def _reap(self) -> None:
         while (item := self._sends.get()) is not None:
+            handle, message = item  # None: of control
             try:
-                item.handle.wait()
-                if item.message is not None:
-                    self._span(SEND, item.message, item.dst, item.start_ns)
+                handle.wait()
+                if message is not None:
+                    payload_span(self._probe, SEND, message, handle.peer, handle.start_ns)
             except TransportError:
                 pass  # the reader of that peer meets the same loss and reports it
             self._sends_done += 1
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
-    def _irecv(self, src: int, lane: int, tag: int, message: bytes) -> _Due:
+    def _irecv(self, src: int, lane: int, tag: int, message: bytes) -> Handle:
         assert self._receiver is not None
-        landing = self._receiver.landing(src, message)
-        if landing is None:  # nobody wants it any more, but the send must find its receive
-            landing = torch.empty(msg.payload_bytes(message), dtype=torch.uint8)
-        return _Due(self._two_sided.irecv(landing, src, lane=lane, tag=tag), now_ns())
+        return self._two_sided.irecv(self._receiver.room_for(src, message), src, lane=lane, tag=tag)
 
     def _read(self, src: int) -> None:
         """Messages of one peer, until its goodbye or its end."""
@@ -190,7 +188,7 @@ class TwoSidedChannel(Channel):
                 kind = msg.kind_of(message)
                 payload = self._payload(src, kind, message)
                 if payload is not None:
-                    payload.handle.wait()
+                    payload.wait()
                 if text_bytes := msg.text_bytes(message):
                     text = torch.empty(text_bytes, dtype=torch.uint8)
                     self._two_sided.irecv(text, src, lane=CONTROL_LANE, tag=_TEXT_TAG).wait()
@@ -200,13 +198,13 @@ class TwoSidedChannel(Channel):
                 self._receiver.handle(src, message)
                 self._news.ring()
                 if payload is not None:
-                    self._span(RECEIVE, message, src, payload.start_ns)
+                    payload_span(self._probe, RECEIVE, message, src, payload.start_ns)
         except TransportError as error:
             if src not in self._parted and not self._closed:
                 self._receiver.lost(src, str(error))
                 self._news.ring()
 
-    def _payload(self, src: int, kind: int, message: bytes) -> _Due | None:
+    def _payload(self, src: int, kind: int, message: bytes) -> Handle | None:
         """The receive of what a message announces, if anything."""
         if kind not in (msg.DATA, msg.DEPOSIT) or not msg.payload_bytes(message):
             return None
@@ -215,49 +213,32 @@ class TwoSidedChannel(Channel):
         number = self._deposits_due[src] = (self._deposits_due[src] + 1) & _TAG_MASK
         return self._irecv(src, GRAD_LANE, number, message)
 
-    def _span(self, lane: str, message: bytes, peer: int, start_ns: int) -> None:
-        if self._probe.sink is not None:
-            kind, _, key, seq, part, _, nbytes = msg.HEADER.unpack(message)
-            name, place = ("message", {"key": key, "seq": seq, "part": part}) if kind == msg.DEPOSIT else ("slice", {})
-            self._probe.span(lane, name, start_ns, now_ns(), nbytes=nbytes, peer=peer, **place)
-
-
-class _Due(NamedTuple):
-    handle: Handle
-    start_ns: int
-
-
-class _Sent(NamedTuple):
-    handle: Handle
-    dst: int
-    message: bytes | None  # None: control
-    start_ns: int
-
 
 def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 class PairedTransport(OneSidedTransport):
-    """A `TwoSidedTransport` as a one-sided one: see the module.
+    """`TwoSided` as a one-sided transport: see the module.
 
     Args:
-        two_sided: owned from now on. Its handles must be patient (deadline FOREVER_S): they are waited for by threads.
+        two_sided: owned from now on. They must be patient (deadline FOREVER_S): they are waited for by threads.
         exchange: the group's collective object exchange, used in `expose`.
         inbox_bytes: room for unreleased messages, per pair and direction; the same amount again is used for staging.
         deadline_s: longest single wait of the user's thread, in seconds.
     """
 
+    name: ClassVar[str] = "p2p"
+
     def __init__(
         self,
-        two_sided: TwoSidedTransport,
+        two_sided: TwoSided,
         exchange: ExchangeFn,
         *,
         inbox_bytes: int,
         deadline_s: float,
         probe: Probe | None = None,
     ) -> None:
-        self.name = two_sided.name  # type: ignore[misc]
         rank, world_size = two_sided.rank, two_sided.world_size
         super().__init__(
             rank,
@@ -279,5 +260,5 @@ def open_p2p(
     """
     probe = probe if probe is not None else Probe()
     lanes = open_lanes(group, setup_s=deadline_s)
-    two_sided = TorchP2PTransport(lanes.groups, deadline_s=FOREVER_S, probe=probe, keep=lanes.keep)
+    two_sided = TwoSided(lanes.groups, deadline_s=FOREVER_S, probe=probe, keep=lanes.keep)
     return PairedTransport(two_sided, exchange_of(group), inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe)

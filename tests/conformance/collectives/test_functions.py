@@ -234,7 +234,7 @@ def test_produce_writes_into_the_peers_inbox() -> None:
     """No copy of what is computed for others while there is room: the buffer lies in the owner's ring."""
 
     def body(rank: int, transport: Any) -> Any:
-        ring = transport._memory.outgoing(1 - rank)
+        ring = transport._memory.outgoing[1 - rank]
         places = {}
 
         def produce(owner: Owner, buffer: torch.Tensor) -> None:
@@ -276,7 +276,7 @@ def test_consume_reads_in_the_inbox() -> None:
     """No copy on the receiving side either: the slice handed to `consume` lies where the owner wrote it."""
 
     def body(rank: int, transport: Any) -> Any:
-        ring = transport._memory.incoming(1 - rank)
+        ring = transport._memory.incoming[1 - rank]
         places = {}
 
         def consume(owner: Owner, part: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from commfuse_dp.transport.base import CHANNEL_GRAD, GRAD_LANE, PARAM_LANE, Tag
 from commfuse_dp.transport.hierarchical import open as hierarchical_open
 from commfuse_dp.transport.select import open_transport
 from commfuse_dp.transport.two_sided import p2p, paired
-from commfuse_dp.transport.two_sided.p2p import TorchP2PTransport, not_bound_to_a_device, open_lanes
+from commfuse_dp.transport.two_sided.p2p import TwoSided, not_bound_to_a_device, open_lanes
 from commfuse_dp.transport.two_sided.paired import open_p2p
 from commfuse_dp.transport.waiting import wait_until
 from tests.support import single
@@ -80,15 +80,8 @@ def test_steps_between_processes(workers: Any, world_size: int) -> None:
 
 
 def _two_sided(rank: int, world_size: int) -> str:
-    transport = TorchP2PTransport(open_lanes(None, setup_s=30).groups, deadline_s=30.0)
+    transport = TwoSided(open_lanes(None, setup_s=30).groups, deadline_s=30.0)
     peer = 1 - rank
-    with pytest.raises(ValueError, match="contiguous"):
-        transport.isend(torch.zeros(4, 4).t(), peer, lane=PARAM_LANE, tag=0)
-    with pytest.raises(ValueError, match="no such peer"):
-        transport.irecv(torch.zeros(4), rank, lane=PARAM_LANE, tag=0)
-    with pytest.raises(ValueError, match="tag"):
-        transport.irecv(torch.zeros(4), peer, lane=PARAM_LANE, tag=-1)
-
     # Equal tags on two lanes do not meet; tags on one lane are told apart whatever the order.
     buffers = {(lane, tag): torch.zeros(1000) for lane in (PARAM_LANE, GRAD_LANE) for tag in (3, 4)}
     receives = {name: transport.irecv(buffers[name], peer, lane=name[0], tag=name[1]) for name in buffers}
@@ -97,20 +90,19 @@ def _two_sided(rank: int, world_size: int) -> str:
         for lane, tag in reversed(list(buffers))
     ]
     for name, handle in receives.items():
-        handle.wait(WHERE)
-        assert handle.done()
+        handle.wait()
         assert buffers[name].tolist() == [100.0 * peer + 10 * name[0] + name[1]] * 1000
     for handle in sends:
-        handle.wait(WHERE)
+        handle.wait()
     dist.barrier()
 
     # Nobody sends this. Each rank on a lane of its own: gloo closes the connection of a wait that has timed out, which the
     # other end would take for a lost peer.
     start = time.monotonic()
     transport.deadline_s = 1.0
-    with pytest.raises(DeadlineError, match=r"blocks\.2\.fc") as caught:
-        transport.irecv(torch.zeros(4), peer, lane=(PARAM_LANE, GRAD_LANE)[rank], tag=9).wait(WHERE)
-    assert caught.value.peer == peer and caught.value.where == WHERE and time.monotonic() - start > 0.9
+    with pytest.raises(DeadlineError, match="waited 1 s") as caught:
+        transport.irecv(torch.zeros(4), peer, lane=(PARAM_LANE, GRAD_LANE)[rank], tag=9).wait()
+    assert caught.value.peer == peer and time.monotonic() - start > 0.9
     dist.barrier()
     transport.close()
     transport.close()

@@ -1,0 +1,70 @@
+"""Which shards a rank fetches for its host, and where they are found inside it: the same on CPUs and on GPUs.
+
+A rank fetches for its whole host what its *rail* (the ranks at its place on other hosts) publishes, and publishes it again
+inside the host under a key of its own: key * hosts + distance in hosts (0: its own shard).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from commfuse_dp.probe import Probe
+from commfuse_dp.program.hosts import Hosts
+
+
+class AcrossProbe(Probe):
+    """Counts what crosses hosts apart from what moves inside them; spans go where the main probe's go."""
+
+    __slots__ = ("_main",)
+
+    def __init__(self, main: Probe) -> None:
+        self._main = main
+        super().__init__()
+
+    @property  # type: ignore[override]
+    def sink(self):  # type: ignore[no-untyped-def]
+        return self._main.sink
+
+    @sink.setter
+    def sink(self, value: object) -> None:
+        """Only the main probe's counts."""
+
+    @property  # type: ignore[override]
+    def timing(self):  # type: ignore[no-untyped-def]
+        return self._main.timing
+
+    @timing.setter
+    def timing(self, value: object) -> None:
+        """Likewise."""
+
+
+class Relays:
+    """Of one rank. rail: (hosts to go, rank) of those whose shards it passes on, the next host's first."""
+
+    def __init__(self, hosts: Hosts, rank: int) -> None:
+        self._hosts = hosts
+        self._count = len(hosts.members)
+        self.rail = sorted((hosts.distance(rank, peer), peer) for peer in hosts.rail(rank) if peer != rank)
+        self._source = [(hosts.gateway(rank, owner), hosts.distance(rank, owner)) for owner in range(hosts.world_size)]
+
+    def key(self, key: int, distance: int = 0) -> int:
+        """Key inside a host of what ranks so many hosts further on publish under `key`."""
+        return key * self._count + distance
+
+    def at(self, owner: int, key: int) -> tuple[int, int]:
+        """(rank of this host, key inside it) under which the shard of any owner is found here."""
+        source, distance = self._source[owner]
+        return source, key * self._count + distance
+
+    def sizes(self, sizes: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Bytes that every rank publishes inside its host, by `key`: its own shard, and those that it relays."""
+        members = self._hosts.members
+        inside = []
+        for row in sizes:
+            for distance in range(self._count):
+                published = [0] * self._hosts.world_size
+                for host, ranks in enumerate(members):
+                    for rank, owner in zip(ranks, members[(host + distance) % self._count], strict=True):
+                        published[rank] = row[owner]
+                inside.append(published)
+        return inside

@@ -1,0 +1,272 @@
+"""Where a rank computes what it sends to its peers: a ring of own memory for each, whose places are used again behind streams.
+
+Rings of peers that have had the same messages are one object (`Lanes`): what is worked out about the next message is worked
+out once for all of them.
+
+[Note: Steps begin at the start]
+In a program of a steady order every step computes the same partials. So that they also come to lie where they lay, and what
+knows an address knows it for good (engine/whole.py), the staging starts anew when an epoch is finished. That is going round
+early: the places that are skipped are waited for as any others. Inboxes do not: both ends would have to see it in the same
+message, and a sender would wait for room where there is some.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from typing_extensions import Self
+
+from commfuse_dp.device.base import Event, Stream
+from commfuse_dp.errors import TransportError
+from commfuse_dp.transport.checks import check_message
+from commfuse_dp.transport.one_sided.ring import ALIGNMENT, align
+from commfuse_dp.transport.streams.core import StreamCore
+
+MOST_VIEWS = 4096  # that are kept
+
+
+class Place(NamedTuple):
+    number: int  # of the message, from 1
+    offset: int  # bytes from the start of the ring
+    behind: int  # the latest earlier message that must be gone before this one is written; 0: none
+
+
+class PlaceRing:
+    """Places of messages that are written in the order of their numbers. Deterministic: it is asked at both ends."""
+
+    __slots__ = ("_head", "_live", "_number", "_words", "capacity")
+
+    def __init__(self, capacity: int, words: int = 0) -> None:
+        """words: the most messages at a time; 0: as many as there is room for."""
+        if capacity < ALIGNMENT or capacity % ALIGNMENT:
+            raise ValueError(f"ring capacity {capacity}: a positive multiple of {ALIGNMENT} is needed")
+        self.capacity = capacity
+        self._words = words or capacity // ALIGNMENT + 1
+        self._head = 0
+        self._number = 0
+        self._live: deque[tuple[int, int, int]] = deque()  # number, first byte, end; oldest first, which is ring order
+
+    def place(self, nbytes: int) -> Place:
+        """The next message's place. nbytes <= capacity. A message never wraps."""
+        size = align(nbytes) or ALIGNMENT
+        assert size <= self.capacity
+        self._number = number = self._number + 1
+        behind = max(0, number - self._words)
+        start = self._head
+        if start + size > self.capacity:
+            behind = max(behind, self._take(start, self.capacity))  # lost, but whoever lies there comes first in the ring
+            start = 0
+        stop = self._head = start + size
+        live = self._live
+        while live and live[0][1] < stop and start < live[0][2]:  # as `_take`, which would be a frame for each message
+            behind = max(behind, live.popleft()[0])
+        live.append((number, start, stop))
+        return Place(number, start, behind)
+
+    def clone(self) -> PlaceRing:
+        other = PlaceRing(self.capacity, self._words)
+        other._head, other._number, other._live = self._head, self._number, self._live.copy()
+        return other
+
+    def rewind(self) -> None:
+        """The next message goes to the start of the ring, as if it did not fit into the rest.
+
+        It lies where a message lies that came after all in the rest, so it is behind them, too."""
+        if self._head:
+            self._take(self._head, self.capacity)
+            self._head = 0
+
+    def _take(self, start: int, stop: int) -> int:
+        """Forget the oldest messages as far as they lie in [start, stop); the number of the last one, or 0."""
+        last = 0
+        live = self._live
+        while live and live[0][1] < stop and start < live[0][2]:
+            last = live.popleft()[0]
+        return last
+
+
+class Reservation:
+    """A place in the staging ring, from `reserve` to the end of the copy out of it."""
+
+    __slots__ = ("left", "nbytes", "offset", "order")
+
+    def __init__(self, offset: int, nbytes: int) -> None:
+        self.offset = offset
+        self.nbytes = nbytes
+        self.left: Event | None = None  # passed when the bytes have left; None: not sent yet
+        self.order = 0  # of the sends, which are copied in this order by one stream
+
+
+class Lane:
+    """What one end knows of its messages with a peer. See `Lanes`."""
+
+    users = 1  # peers whose messages have been alike so far
+
+    def clone(self) -> Self:
+        """The same, for some of them."""
+        raise NotImplementedError
+
+
+Name = TypeVar("Name", bound=Hashable)
+Kind = TypeVar("Kind", bound=Lane)
+
+
+class Lanes(dict[Name, Kind]):
+    """The lanes of one rank, by name. What a layer sends has the same size for every owner, and what it awaits comes from all
+    peers alike: lanes that have had the same messages are one object, so that what is worked out about the next message is
+    worked out once for all of them. A message of some of them only makes these go on with a lane of their own."""
+
+    def __init__(self, alike: Sequence[Sequence[Name]], make: Callable[[], Kind]) -> None:
+        """alike: names that begin with one lane."""
+        super().__init__()
+        for names in alike:
+            lane = make()
+            lane.users = len(names)
+            self.update(dict.fromkeys(names, lane))
+
+    def alone(self, name: Name) -> Kind:
+        """The lane of one peer, which is to have a message that others do not have."""
+        lane = self[name]
+        return lane if lane.users == 1 else self._split(lane, (name,))
+
+    def together(self, names: Sequence[Name]) -> list[tuple[Kind, list[Name]]]:
+        """The lanes of peers that are to have the same message, each with their names."""
+        if names and self[names[0]].users == len(names):
+            lane = self[names[0]]
+            for name in names:
+                if self[name] is not lane:
+                    break
+            else:  # all of them, as ever
+                return [(lane, list(names))]
+        found: dict[int, tuple[Kind, list[Name]]] = {}
+        for name in names:
+            lane = self[name]
+            known = found.get(id(lane))
+            if known is None:
+                found[id(lane)] = lane, [name]
+            else:
+                known[1].append(name)
+        return [
+            (lane if len(members) == lane.users else self._split(lane, members), members) for lane, members in found.values()
+        ]
+
+    def _split(self, lane: Kind, names: Sequence[Name]) -> Kind:
+        own = lane.clone()
+        own.users = len(names)
+        lane.users -= len(names)
+        self.update(dict.fromkeys(names, own))
+        return own
+
+
+class StagingRing(Lane):
+    """Where a rank computes what it sends to one peer. Places are used again in the order in which they were given out."""
+
+    def __init__(self, capacity: int) -> None:
+        self._places = PlaceRing(capacity)
+        self._live: dict[int, Reservation] = {}  # number -> reservation, oldest first
+        self._open: dict[int, Reservation] = {}  # offset -> reserved, not sent
+        self._number = 0
+        self._sends = 0
+
+    def clone(self) -> StagingRing:
+        other = StagingRing(self._places.capacity)
+        other._places, other._number, other._sends = self._places.clone(), self._number, self._sends
+        for number, reservation in self._live.items():
+            kept = other._live[number] = Reservation(reservation.offset, reservation.nbytes)
+            kept.left, kept.order = reservation.left, reservation.order
+            if self._open.get(reservation.offset) is reservation:
+                other._open[reservation.offset] = kept
+        return other
+
+    def reserve(self, nbytes: int, dsts: Sequence[int] = ()) -> tuple[Reservation, Event | None]:
+        """A place, and what its writer must be ordered behind. dsts: who gets the message, for errors."""
+        offset, behind = self._places.place(nbytes)[1:]
+        latest: Reservation | None = None
+        while self._live and (number := next(iter(self._live))) <= behind:  # they are in order
+            earlier = self._live.pop(number)
+            if earlier.left is None:
+                who = " and ".join(f"rank {dst}" for dst in dsts)
+                raise TransportError(
+                    f"{self._places.capacity} bytes are too few for what is reserved for {who} and not sent: the "
+                    f"place of {nbytes} bytes would overwrite {earlier.nbytes} of them. Send before reserving more, or raise "
+                    "inbox_bytes."
+                )
+            if latest is None or earlier.order > latest.order:
+                latest = earlier
+        self._number += 1
+        reservation = Reservation(offset, nbytes)
+        self._live[self._number] = self._open[offset] = reservation
+        return reservation, latest.left if latest is not None else None
+
+    def rewind(self) -> None:
+        """As in PlaceRing; not while something that is reserved has not been sent."""
+        if not self._open:
+            self._places.rewind()
+
+    def find(self, offset: int, nbytes: int) -> Reservation | None:
+        """The open reservation that starts at `offset` and has room for nbytes."""
+        reservation = self._open.get(offset)
+        return reservation if reservation is not None and nbytes <= reservation.nbytes else None
+
+    def sent(self, reservation: Reservation, left: Event) -> None:
+        self._sends += 1
+        reservation.left, reservation.order = left, self._sends
+        del self._open[reservation.offset]
+
+
+class Staging:
+    """The rings of one rank, out of which the stream "scatter" copies.
+
+    memory: of each peer's ring, zeroed behind what is in the current stream. limit: bytes of the largest message."""
+
+    def __init__(self, core: StreamCore, memory: Mapping[int, torch.Tensor], limit: int) -> None:
+        self._core, self._limit = core, limit
+        self.memory = dict(memory)
+        device = core.device
+        device.wait_event(device.side_stream("scatter"), device.record(device.current_stream()))
+        self.rings = Lanes([core.peers], lambda: StagingRing(align(limit)))
+        self._views: dict[tuple[int, int, int], torch.Tensor] = {}  # (peer, offset, bytes): places come again
+        self._behind: tuple[Stream, Event] | None = None  # the last wait for something to leave
+
+    def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int) -> list[torch.Tensor]:
+        """sizes: bytes, of which every message gets `room` in the ring of its peer; 0: of the largest."""
+        core = self._core
+        stream = core.enter()
+        room = room or max(sizes, default=0)
+        for dst, nbytes in zip(dsts, sizes, strict=True):
+            if dst not in self.memory:
+                core.check_peer(dst)
+            if not 0 <= nbytes <= room <= self._limit:
+                check_message(max(nbytes, room) if nbytes >= 0 else nbytes, self._limit, f"to rank {dst}")
+        offsets: dict[int, int] = {}
+        for ring, members in self.rings.together(dsts):
+            reservation, behind = ring.reserve(room, members)
+            if behind is not None and (self._behind is None or self._behind[0] != stream or self._behind[1] is not behind):
+                self._behind = stream, behind
+                if core.probe.timing is not None and core.probe.timing.layer:
+                    core.probe.waited(core.probe.timing.layer, core.probe.mark(), (behind,))
+                core.device.wait_event(stream, behind)
+            offsets.update(dict.fromkeys(members, reservation.offset))
+        found, views = [], self._views
+        if len(views) >= MOST_VIEWS:
+            views.clear()
+        for dst, nbytes in zip(dsts, sizes, strict=True):
+            name = dst, offsets[dst], nbytes
+            view = views.get(name)
+            if view is None:
+                view = views[name] = self.memory[dst].narrow(0, *name[1:])
+            found.append(view)
+        return found
+
+    def rewind(self) -> None:
+        """An epoch is over: see [Note: Steps begin at the start]."""
+        for ring in {id(ring): ring for ring in self.rings.values()}.values():
+            ring.rewind()
+
+    def clear(self) -> None:
+        """Let go of all memory."""
+        self.memory.clear()
+        self._views.clear()

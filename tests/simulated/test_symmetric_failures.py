@@ -1,0 +1,159 @@
+"""Transport 'symmetric' in streams: how it fails, and what it refuses."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from commfuse_dp.device.base import Word
+from commfuse_dp.errors import MismatchError, PeerLostError, TransportError
+from commfuse_dp.transport import closing
+from commfuse_dp.transport.base import CHANNEL_GRAD, Tag
+from commfuse_dp.transport.symmetric.transport import SymmetricTransport
+from tests.simulated.test_symmetric import WHERE, quick, run
+from tests.support import single
+from tests.support.fake_device import FakeWorld
+from tests.support.fake_symmetric import die
+from tests.support.threads import ExchangeFn
+
+__all__ = ["quick"]  # the fixture
+
+
+def test_ranks_in_another_order_are_an_error_and_never_wrong_data() -> None:
+    world = FakeWorld(2, seed=2)
+    tags = [Tag(CHANNEL_GRAD, key, 1) for key in range(2)]
+
+    def body(transport: SymmetricTransport, exchange: ExchangeFn) -> str:
+        other = 1 - transport.rank
+        for tag in tags if transport.rank else reversed(tags):
+            single.send(transport, other, tag, single.reserve(transport, other, 64))
+        for tag in tags:
+            single.expect(transport, other, tag, 64)
+            single.receive(transport, other, tag, WHERE)
+        exchange("enqueued")
+        if transport.rank == 0:
+            world.run(patience_s=10)  # the watchdog frees the streams
+        exchange("has run")
+        with pytest.raises((MismatchError, PeerLostError)) as caught:
+            transport.progress()
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    texts = run(world, body)
+    assert any(text.startswith("MismatchError") for text in texts)
+    for text in texts:
+        for part in ("another message than expected", "'blocks.3.fc'", "step 12", "4711 bytes", "same order"):
+            assert part in text
+
+
+def test_a_dead_peer_frees_the_streams_and_is_named_by_every_later_call() -> None:
+    world = FakeWorld(2, seed=2)
+
+    def body(transport: SymmetricTransport, exchange: ExchangeFn) -> None:
+        if transport.rank == 1:
+            exchange("enqueued")
+            die(transport)
+            exchange("end")
+            return
+        transport.wait_finished(1, WHERE)
+        out = torch.zeros(8, dtype=torch.uint8)
+        single.pull(transport, 1, 0, 1, out=out).wait(WHERE)
+        single.expect(transport, 1, Tag(CHANNEL_GRAD), 8)
+        single.receive(transport, 1, Tag(CHANNEL_GRAD), WHERE)
+        exchange("enqueued")
+        start = time.monotonic()
+        world.run(patience_s=60)
+        assert time.monotonic() - start < 90, "at once, not after the deadline"
+        for call in (
+            transport.progress,
+            lambda: single.reserve(transport, 1, 8),
+            lambda: single.arrived(transport, 1, Tag(CHANNEL_GRAD)),
+        ):
+            with pytest.raises(PeerLostError, match=r"rank 1 .*pid.*blocks\.3\.fc.*step 12") as caught:
+                call()
+            assert caught.value.peer == 1 and caught.value.where == WHERE
+        exchange("end")
+
+    run(world, body, sizes=[[8, 8]], deadline_s=120.0)
+
+
+def test_a_busy_device_is_not_a_late_peer() -> None:
+    """The stream stands behind this rank's own work for longer than the deadline; the peer's word is there."""
+    world = FakeWorld(2, deferred=False)
+
+    def body(transport: SymmetricTransport, exchange: ExchangeFn) -> None:
+        transport.segments[0].fill_(transport.rank)
+        transport.publish((0,), 1)
+        exchange("published")
+        if transport.rank == 0:
+            device, busy = transport.device, torch.zeros(1, dtype=torch.int32)
+            device.wait_value(device.side_stream("gather"), busy, 0, 1)
+            pull = single.pull(transport, 1, 0, 1, out=torch.zeros(8, dtype=torch.uint8))
+            time.sleep(1.0)  # five deadlines
+            device.poke([Word(busy, 0, 1)])
+            assert pull.wait(WHERE).tolist() == [1] * 8
+        exchange("end")
+
+    run(world, body, sizes=[[8, 8]], deadline_s=0.2)
+
+
+def test_capture_is_refused() -> None:
+    def body(transport: SymmetricTransport, exchange: ExchangeFn) -> None:
+        transport.device.captures = True  # type: ignore[attr-defined]
+        other = 1 - transport.rank
+        calls: list[Callable[[], object]] = [
+            lambda: transport.publish((0,), 1),
+            lambda: single.pull(transport, other, 0, 1, out=torch.zeros(8, dtype=torch.uint8)),
+            lambda: single.reserve(transport, other, 8),
+            lambda: single.receive(transport, other, Tag(CHANNEL_GRAD)),
+            lambda: transport.finish(1),
+        ]
+        for call in calls:
+            with pytest.raises(TransportError, match="cannot be captured into a CUDA graph"):
+                call()
+        transport.device.captures = False  # type: ignore[attr-defined]
+        exchange("end")
+
+    run(FakeWorld(2, deferred=False), body, sizes=[[8, 8]])
+
+
+def test_misuse_of_messages() -> None:
+    def body(transport: SymmetricTransport, exchange: ExchangeFn) -> None:
+        other, tag = 1 - transport.rank, Tag(CHANNEL_GRAD)
+        with pytest.raises(ValueError, match=r"not announced by expect"):
+            single.receive(transport, other, tag)
+        single.expect(transport, other, tag, 8)
+        with pytest.raises(TransportError, match="two messages Tag"):
+            single.expect(transport, other, tag, 8)
+        with pytest.raises(ValueError, match="not yet received"):
+            single.release(transport, other, tag)
+        with pytest.raises(ValueError, match="rings for the channels"):
+            single.expect(transport, other, Tag(99), 8)
+        for _ in range(4):
+            single.reserve(transport, other, 256)
+        with pytest.raises(TransportError, match=r"1024 bytes are too few.*inbox_bytes"):
+            single.reserve(transport, other, 256)
+        exchange("end")
+
+    run(FakeWorld(2, deferred=False), body)
+
+
+def test_nothing_is_left_behind() -> None:
+    before = {thread.ident for thread in threading.enumerate()}
+    memories: list[Any] = []
+
+    def body(transport: SymmetricTransport, exchange: ExchangeFn) -> None:
+        memories.append(transport._core.memory)
+        exchange("open")
+        transport.close()
+        transport.close()
+
+    run(FakeWorld(3, deferred=False), body, sizes=[[8, 8, 8]])
+    assert [memory.closed for memory in memories] == [1] * 3
+    names = [thread.name for thread in threading.enumerate() if thread.ident not in before]
+    assert not [name for name in names if name.startswith("commfuse-watchdog")]
+    assert not closing.never_freed
