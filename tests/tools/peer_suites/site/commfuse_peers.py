@@ -30,6 +30,7 @@ def register(suite: str, *, injected: bool) -> None:
     if suite == "fsdp2":
         wrapt.register_post_import_hook(_pretend_devices, "torch.testing._internal.common_distributed")
         wrapt.register_post_import_hook(_count_devices, "torch.testing._internal.common_fsdp")
+        wrapt.register_post_import_hook(_sleep_never, "torch.testing._internal.common_utils")
         if injected:
             wrapt.register_post_import_hook(_watch_states, f"{_FSDP2}._fsdp_state")
             wrapt.register_post_import_hook(_watch_calls, f"{_FSDP2}._fully_shard")
@@ -70,7 +71,23 @@ def _pretend_devices(module: Any) -> None:
 
 
 def _count_devices(module: Any) -> None:
-    module.DEVICE_COUNT = int(os.environ["PEERS_DEVICES"])
+    """On a CPU some tests would start 8 ranks, whatever is there."""
+    devices = module.DEVICE_COUNT = int(os.environ["PEERS_DEVICES"])
+
+    def limit(cls: Any, **kwargs: Any) -> None:
+        own = vars(cls).get("world_size")
+        if isinstance(own, property):
+            cls.world_size = property(lambda self: min(own.__get__(self), devices))
+
+    module.FSDPTest.__init_subclass__ = classmethod(limit)
+
+
+def _sleep_never(module: Any) -> None:
+    """Delays are for streams; where a CPU computes they would only take time. Some tests are skipped without the function."""
+    import torch
+
+    module.get_cycles_per_ms = lambda device="cuda": 0.0
+    torch.cpu._sleep = module._cpu_sleep
 
 
 def _name_no_devices(module: Any) -> None:
