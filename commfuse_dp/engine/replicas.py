@@ -1,9 +1,9 @@
 """Reduced shards summed over the replicas of hybrid sharding.
 
 [Note: Steps that replicas broke off] The all-reduces of a group are paired by their order. A replica that breaks a step off
-begins fewer of them than one that does not, and from then on they would sum what does not belong together. So a rank that breaks
-a step off says in the store of torch.distributed with how many begun in all, and goes on once all replicas have said the same.
-Nothing else is counted: forwards between, of a validation, may differ from replica to replica. What does not fit is final:
+begins fewer of them than one that does not, and from then on they would sum what does not belong together. So a rank that
+breaks a step off says in the store of torch.distributed with how many begun in all, and goes on once all replicas have said the
+same. Nothing else is counted: forwards between, of a validation, may differ from replica to replica. What does not fit is final:
 
     a replica waits for an all-reduce that another one had not begun when it broke off
     both broke off, with different numbers begun

@@ -72,8 +72,8 @@ _TOLD = "_commfuse_told"  # on an exception that all ranks know of
 
 def _refuse() -> NoReturn:
     raise ConfigError(
-        "CommFuse cannot be attached inside a transform of torch.func (jvp, vjp, grad, vmap, ...). Attach it before the transform "
-        "is called; the transform then runs over it."
+        "CommFuse cannot be attached inside a transform of torch.func (jvp, vjp, grad, vmap, ...). Attach it before the "
+        "transform is called, which then runs over it."
     )
 
 
