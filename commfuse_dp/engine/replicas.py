@@ -3,7 +3,7 @@
 [Note: Steps that replicas broke off] The all-reduces of a group are paired by their order. A replica that breaks a step off
 begins fewer of them than one that does not, and from then on they would sum what does not belong together. So a rank that
 breaks a step off says in the store of torch.distributed with how many begun in all, and goes on once all replicas have said the
-same. Nothing else is counted: forwards between, of a validation, may differ from replica to replica. What does not fit is final:
+same. Nothing else is counted: forwards between, of a validation, may differ from one to another. What does not fit is final:
 
     a replica waits for an all-reduce that another one had not begun when it broke off
     both broke off, with different numbers begun

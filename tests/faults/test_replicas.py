@@ -1,4 +1,4 @@
-"""An exception under hybrid sharding, in a backward: on all ranks, on one replica, on one rank; in a validation of a replica."""
+"""An exception under hybrid sharding: in a backward, on all ranks, on a replica, on a rank; in a validation of a replica."""
 
 from __future__ import annotations
 
