@@ -164,8 +164,6 @@ class Engine:
         broken = self.breakage.agree() if self.transport.recovery is not None else None
         if broken is not None:
             self._recover(broken, where)
-        elif self.step and not self.breakage.lost:  # asked again after a refusal: the replicas have been told the truth
-            self.gradients.ended()
         if self.transport.recovery is None and self.breakage.unsettled and self.breakage.lose_gradients():
             raise self.breakage.refusal()
         self.breakage.refuse()
@@ -216,7 +214,7 @@ class Engine:
         for port in self.ports:
             port.recover(complete=same)
         with self._for_good():
-            self.gradients.reset()
+            self.gradients.reset(evaluating=not (self._mode or self.breakage.backward))
         with self.resetting():
             self.on_recovery()
         self.buffers.forget_taken()

@@ -35,7 +35,7 @@ from commfuse_dp.engine.broken import ROOM, Breakage
 from commfuse_dp.engine.memory.buffers import BufferPool
 from commfuse_dp.engine.ordering import Ordering
 from commfuse_dp.engine.plan import UnitSlice
-from commfuse_dp.engine.replicas import BROKEN, ENDED, ReplicaGroup, Replicating
+from commfuse_dp.engine.replicas import ReplicaGroup, Replicating
 from commfuse_dp.engine.reserver import Reserver
 from commfuse_dp.engine.routes.outbox import Outbox
 from commfuse_dp.engine.routes.route import Means, Missing, Route
@@ -431,36 +431,31 @@ class GradientStream:
         if self._replicas is not None:
             self._replicas.all_reduce(torch.zeros(1), self._breakage.step).wait()
 
-    def ended(self) -> None:
-        """The step went through on all ranks of this one's replica."""
-        if self._replicas is not None:
-            self._replicas.tell(ENDED, self._breakage.step)
-
     def forget_all(self) -> None:
         """The end: drop every buffer."""
         self._queue.clear()
         self._replicating.clear()
         self._sums.clear()
 
-    def reset(self) -> None:
+    def reset(self, *, evaluating: bool) -> None:
         """After a step that was broken off, on a transport that recovers: forget all of it. Gradients are not delivered.
 
         With replicas every sum that was begun is owed an all-reduce: the other replicas count on it. What it brings is NaN, in
-        case they did not lose the step."""
+        case they did not lose the step. evaluating: it had no gradients, and is no concern of theirs."""
         queue, self._queue = self._queue, deque()
+        self._means = self._new_means()
+        if self._replicas is None or evaluating:
+            return
         for scatter in queue:
-            if self._replicas is not None and scatter.bound.replicate:
+            if scatter.bound.replicate:
                 numel = scatter.bound.geometry.segment_bytes[self._rank] // scatter.bound.geometry.dtype.itemsize
                 lost = torch.full((numel,), torch.nan, dtype=scatter.bound.out_dtype, device=self._pool.device)
                 self._replicating.append((scatter, lost, self._replicas.all_reduce(lost, scatter.step)))
-        if self._replicas is not None:
-            step, cause = self._breakage.step, self._breakage.cause or "it was broken off on another rank of a replica"
-            self._replicas.tell(BROKEN, step, cause)
+        cause = self._breakage.cause or "it was broken off on another rank of a replica"
+        self._replicas.tell_broken(cause)
         while self._replicating:
             self._replicating.popleft()[2].wait()
-        if self._replicas is not None:
-            self._replicas.agree(step, cause)
-        self._means = self._new_means()
+        self._replicas.agree(self._breakage.step, cause)
 
     def discard(self) -> None:
         """After a step that was broken off: take in and drop what peers have sent for it. Gradients are not delivered.

@@ -1,15 +1,15 @@
 """Reduced shards summed over the replicas of hybrid sharding.
 
 [Note: Steps that replicas broke off] The all-reduces of a group are paired by their order. A replica that breaks a step off
-begins fewer of them than one that does not, and from then on they would sum what does not belong together. So ranks tell in the
-store of torch.distributed how each step ended, and with how many begun in all:
+begins fewer of them than one that does not, and from then on they would sum what does not belong together. So a rank that
+breaks a step off says in the store of torch.distributed with how many begun in all, and goes on once all replicas have said the
+same. Nothing else is counted: forwards between, of a validation, may differ from one to another. What does not fit is final:
 
-    ended       the step went through
-    broken      it was broken off; the next step goes on if all replicas broke it off with equally many begun
-    final       they did not: whoever waits for this rank raises, as it does itself
+    a replica waits for an all-reduce that another one had not begun when it broke off
+    both broke off, with different numbers begun
 
-It costs one message to the store a step, which nobody waits for; it is read after an exception, and by whoever waits for long.
-On a device, where nobody waits on the host, a broken step ends the run anyway.
+The rank that finds it says so, too, and raises; whoever waits for it raises as well. On a device, where nobody waits on the
+host, a broken step ends the run anyway.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from commfuse_dp.errors import CommFuseError
 
-ENDED, BROKEN, FINAL = "ended", "broken", "final"
+_FINAL = "for good"
 _PATIENCE = timedelta(milliseconds=200)  # of a wait, before it looks at what the replicas say
 
 
@@ -56,6 +56,7 @@ class ReplicaGroup:
         self._rank = dist.get_rank()
         self._peers = [rank for rank in dist.get_process_group_ranks(group) if rank != self._rank]
         self._begun = 0
+        self._broken = 0  # steps that all replicas broke off
 
     def all_reduce(self, tensor: torch.Tensor, step: int) -> Replicating:
         self._begun += 1
@@ -71,37 +72,42 @@ class ReplicaGroup:
                 if work.is_completed():
                     break
             for peer in self._peers:
-                kind, at, begun, cause = self._told(peer)
-                if kind == FINAL or (kind == BROKEN and at >= step and begun < index):
-                    self._give_up(step, peer, cause)
+                told = self._told(peer)
+                if told is not None and told[0] < index:
+                    self._give_up(step, peer, told[1])
             if time.monotonic() > limit:
                 self._give_up(step, self._peers[0], f"it was waited for longer than deadline_s = {self._deadline_s:g} s")
         work.wait()
 
-    def tell(self, kind: str, step: int, cause: str = "") -> None:
-        """How `step` has ended on this rank."""
-        if self._store is not None:
-            self._store.set(str(self._rank), f"{kind}\n{step}\n{self._begun}\n{cause}")
+    def tell_broken(self, cause: str) -> None:
+        """A step is broken off here, and begins no more all-reduces."""
+        self._tell(str(self._broken), self._begun, cause)
 
     def agree(self, step: int, cause: str) -> None:
-        """After a step that this rank told to be broken. Raises CommFuseError if the replicas did not all do the same."""
+        """After `tell_broken`. Raises CommFuseError if the replicas did not all do the same."""
         limit = time.monotonic() + self._deadline_s
         for peer in self._peers if self._store is not None else ():
-            while (told := self._told(peer))[1] < step and time.monotonic() < limit:
+            while (told := self._told(peer)) is None and time.monotonic() < limit:
                 time.sleep(0.005)
-            kind, at, begun, theirs = told
-            if kind != BROKEN or at != step or begun != self._begun:
-                self._give_up(step, peer, theirs or cause)
+            if told is None or told[0] != self._begun:
+                self._give_up(step, peer, told[1] if told is not None else cause)
+        self._broken += 1
 
-    def _told(self, peer: int) -> tuple[str, int, int, str]:
+    def _tell(self, what: str, begun: int, cause: str) -> None:
+        if self._store is not None:
+            self._store.set(f"{self._rank} {what}", f"{begun}\n{cause}")
+
+    def _told(self, peer: int) -> tuple[int, str] | None:
+        """What `peer` has said since all replicas last broke a step off: how many all-reduces it had begun, and why it did."""
         assert self._store is not None
-        if not self._store.check([str(peer)]):
-            return ENDED, 0, 0, ""
-        kind, step, begun, cause = self._store.get(str(peer)).decode().split("\n", 3)
-        return kind, int(step), int(begun), cause
+        for what in (str(self._broken), _FINAL):
+            if self._store.check([f"{peer} {what}"]):
+                begun, cause = self._store.get(f"{peer} {what}").decode().split("\n", 1)
+                return int(begun), cause
+        return None
 
     def _give_up(self, step: int, peer: int, cause: str) -> None:
-        self.tell(FINAL, step, cause)
+        self._tell(_FINAL, -1, cause)
         raise CommFuseError(
             f"rank {self._rank} and its replica, rank {peer}, did not go through step {step} alike: {cause}. Under hybrid "
             "sharding no step follows one that was broken off on some replicas only: stop all ranks and resume from the last "
@@ -109,4 +115,4 @@ class ReplicaGroup:
         )
 
 
-__all__ = ["BROKEN", "ENDED", "ReplicaGroup", "Replicating"]
+__all__ = ["ReplicaGroup", "Replicating"]

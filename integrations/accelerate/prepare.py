@@ -82,7 +82,7 @@ def check_run(accelerator: Any) -> None:
     if accelerator.num_processes == 1:
         if started == 1:
             _tell_once("CommFuse has nothing to do: this is a run of one process")
-        elif compat.is_first_process():
+        elif compat.is_first_process() and compat.kind(accelerator) != "DEEPSPEED":  # which connects them itself, later
             warn(
                 f"{started} processes each train alone: {started} were started, but Accelerate has set up no communication "
                 f"between them (distributed_type {compat.kind(accelerator)}, num_processes 1, device {accelerator.device}), so "

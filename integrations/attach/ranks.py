@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from commfuse_dp.errors import CommFuseError, ConfigError, MismatchError, TransportError
+from commfuse_dp.ops.compat import transforms_active, untransformed
 from commfuse_dp.transport.exchange import ExchangeFailed, Failures, exchange_of, give_up
 
 T = TypeVar("T")
@@ -32,7 +33,11 @@ class Ranks:
 
         A rank whose action raised raises that; all others raise an error of the same class (CommFuseError, if it is not one
         of ours) that names the rank and the cause. Nobody waits for a rank that has failed, if `action` communicates by
-        `transport.exchange` over the first group."""
+        `transport.exchange` over the first group. Inside a transform of torch.func it is not begun: ConfigError."""
+        with untransformed():  # else what ranks tell each other would be wrapped, and have no memory to be sent from
+            return self._together(_refuse if transforms_active() else action)
+
+    def _together(self, action: Callable[[], T]) -> T:
         result: Any = None
         own: BaseException | None = None
         groups, failures = self.groups, {}
@@ -63,6 +68,13 @@ class Ranks:
 
 
 _TOLD = "_commfuse_told"  # on an exception that all ranks know of
+
+
+def _refuse() -> NoReturn:
+    raise ConfigError(
+        "CommFuse cannot be attached inside a transform of torch.func (jvp, vjp, grad, vmap, ...). Attach it before the "
+        "transform is called, which then runs over it."
+    )
 
 
 def _of_another(failures: Failures) -> CommFuseError | None:

@@ -121,6 +121,16 @@ def replicate_group(group: Any) -> dist.ProcessGroup | None:
     return getattr(group.mesh_info, "replicate_process_group", None)
 
 
+def has_all_reduce_hook(group: Any) -> bool:
+    """Whether `FSDPModule.set_all_reduce_hook` was called for it."""
+    return getattr(group, "_all_reduce_hook", None) is not None
+
+
+def reduces_unused(group: Any) -> bool:
+    """Whether `FSDPModule.set_reduce_scatter_unused_params(True)` was called for it: ranks may use different layers."""
+    return bool(getattr(group, "reduce_scatter_unused_params", False))
+
+
 def keeps_after_forward(group: Any) -> bool:
     return group.post_forward_mesh_info is None
 

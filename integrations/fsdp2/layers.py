@@ -17,6 +17,7 @@ from commfuse_dp.collectives.arguments import even_sizes
 from commfuse_dp.engine.broken import Gradients
 from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.operand import UnitOperand
+from commfuse_dp.errors import ConfigError
 
 
 class TensorLayer(NamedTuple):
@@ -118,4 +119,11 @@ class GroupPolicy:
 
     @property
     def divide_factor(self) -> float | None:
-        return self._group().gradient_divide_factor
+        group = self._group()
+        if (hooked := compat.has_all_reduce_hook(group)) or compat.reduces_unused(group):
+            name = "set_all_reduce_hook" if hooked else "set_reduce_scatter_unused_params"
+            raise ConfigError(
+                f"{name} was called after commfuse_dp.apply(), for layers that CommFuse has taken out of their FSDP2 group. "
+                "Call it before commfuse_dp.apply(), which then leaves them there."
+            )
+        return group.gradient_divide_factor

@@ -194,6 +194,8 @@ def _foreign(group: Any, out: Selection) -> str | None:
         return "replicated, not sharded"
     if isinstance(group.offload_policy, CPUOffloadPolicy):
         return "CPU offloading: parameters and gradients live on another device than the compute"
+    if compat.has_all_reduce_hook(group):
+        return "an all-reduce hook (set_all_reduce_hook): it is given what FSDP2 has summed"
     return _other_ranks(shard, compat.replicate_group(group), out)
 
 
@@ -237,6 +239,8 @@ def _obstacle(
     adoptable = {fsdp_param._module_info.param_name for fsdp_param in fsdp_params}
     if own != adoptable:
         return f"its parameters lie in several FSDP2 groups or outside of them: {', '.join(sorted(own - adoptable))}"
+    if compat.reduces_unused(group):
+        return "set_reduce_scatter_unused_params: ranks may use different layers, and all are reduced"
     if compat.reshards_to_smaller_mesh(group):
         return "reshard_after_forward is an int: kept sharded over fewer ranks between forward and backward"
     for fsdp_param in fsdp_params:

@@ -1,4 +1,4 @@
-"""An exception in a backward under hybrid sharding: on all ranks, on one replica, on one rank."""
+"""An exception under hybrid sharding: in a backward, on all ranks, on a replica, on a rank; in a validation of a replica."""
 
 from __future__ import annotations
 
@@ -23,7 +23,20 @@ def blow(*_: Any) -> None:
     raise Boom("the mistake")
 
 
-def broken(rank: int, world_size: int, bad: tuple[int, ...], place: str) -> list[str]:
+def validate(net: torch.nn.Module, rank: int, world_size: int, *, wrong: bool) -> None:
+    """One replica alone: a forward, and one that an exception breaks off."""
+    handles = [net.get_submodule("blocks.1.up").register_forward_pre_hook(blow)] if wrong else []
+    for grad in (False, True):
+        try:
+            with torch.set_grad_enabled(grad and not wrong):
+                pair.loss_of(net, pair.batch(rank, world_size, 0, 8))
+        except Boom:
+            assert wrong
+    for handle in handles:
+        handle.remove()
+
+
+def broken(rank: int, world_size: int, bad: tuple[int, ...], place: str, validating: tuple[int, ...] = ()) -> list[str]:
     """Every rank catches what is raised and goes on. What it got in the broken step and in the one after it."""
     stock, net = (pair.build(2, mesh=hybrid_mesh()) for _ in range(2))
     batches = [pair.batch(rank, world_size, step, 8) for step in range(BROKEN + 2)]
@@ -36,6 +49,9 @@ def broken(rank: int, world_size: int, bad: tuple[int, ...], place: str) -> list
     found = []
     for step, data in enumerate(batches):
         net.zero_grad()
+        if rank in validating:
+            for wrong in (False, True, False):
+                validate(net, rank, world_size, wrong=wrong)
         handle = None
         if step == BROKEN and rank in bad:
             handle = net.get_submodule(place).register_full_backward_pre_hook(blow)
@@ -57,6 +73,13 @@ def broken(rank: int, world_size: int, bad: tuple[int, ...], place: str) -> list
 def test_on_all_ranks_the_next_step_goes_on(workers):
     for found in workers(4).run(broken, (0, 1, 2, 3), "blocks.0.up"):
         assert found == ["Boom: the mistake", ""]
+
+
+@pytest.mark.parametrize("bad", [(0, 1, 2, 3), pytest.param((), marks=pytest.mark.slow)])
+def test_a_replica_may_validate_more_often(workers, bad):
+    """And meet exceptions in it: replicas count what they sum, not the forwards between."""
+    for found in workers(4).run(broken, bad, "blocks.0.up", (2, 3), timeout=50):
+        assert found == ["Boom: the mistake" if bad else "", ""]
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,14 @@ import io
 import itertools
 import logging
 import os
+import types
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from commfuse_dp.integrations.accelerate.prepare import check_run
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
@@ -237,6 +239,16 @@ def test_processes_that_train_alone_are_told(workers):
     assert "2 processes each train alone" in warned and "ACCELERATE_USE_CPU=1" in warned
     assert "train alone" not in quiet + single
     assert "CommFuse has nothing to do: this is a run of one process" in single
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "NO"])
+def test_ranks_that_deepspeed_will_connect_do_not_train_alone(kind, monkeypatch, caplog):
+    """Nor is it CommFuse that does nothing there. (On a CPU that Accelerate was not told of it knows of one process.)"""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("commfuse_dp.autoload._warned", set())
+    check_run(types.SimpleNamespace(num_processes=1, distributed_type=kind, device="cpu"))
+    assert ("train alone" in caplog.text) == (kind == "NO")
 
 
 def prepared_twice(rank: int, world_size: int) -> str:

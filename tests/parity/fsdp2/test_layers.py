@@ -10,7 +10,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
+from commfuse_dp import ConfigError
 from tests.parity.fsdp2.models import (
     ByteModel,
     mean_square,
@@ -195,6 +197,30 @@ def branches(rank: int, world_size: int) -> None:
             for model in (twin.stock, twin.fused):
                 model.use = use
             twin.step(mean_square, torch.randn(3, 8, generator=twin.generator).double())
+
+
+def branches_of_ranks(rank: int, world_size: int) -> None:
+    """Each rank uses other parts; FSDP2 is told to reduce all of them."""
+
+    def shard(model: Branches) -> None:
+        shard_root(model)
+        model.set_reduce_scatter_unused_params(True)
+
+    with Twin(Branches, shard=shard, config=settings("tcp")) as twin:
+        assert twin.paths_of(".a.") == {"hooks"}
+        for first, second in (("ab", "a"), ("b", "abc"), ("c", "a")):
+            for model in (twin.stock, twin.fused):
+                model.use = (first, second)[rank]
+            twin.step(mean_square, torch.randn(3, 8, generator=twin.generator).double())
+    with Twin(Branches, shard=shard_root, config=settings("tcp")) as twin:
+        twin.fused.set_reduce_scatter_unused_params(True)
+        with pytest.raises(ConfigError, match=r"set_reduce_scatter_unused_params.* before .*apply"):
+            mean_square(twin.fused, torch.randn(3, 8).double()).backward()
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="of newer versions")
+def test_parts_that_other_ranks_do_not_use(workers):
+    workers(2).run(branches_of_ranks)
 
 
 def test_unused_parts_of_a_group(workers):

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from commfuse_dp.integrations.fsdp2 import engine_of
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves
 
+import commfuse_dp
+from commfuse_dp import ConfigError
 from tests.parity.fsdp2 import pair
 from tests.support.cells import slow
 from tests.support.versions import RESETS
@@ -102,6 +105,28 @@ def refused_as_before(rank: int, world_size: int) -> None:
             grad.sum().backward()
 
 
+def applied_inside(rank: int, world_size: int) -> None:
+    """apply() inside a transform, on all ranks and on the last alone: nobody has it, and it can be called behind it."""
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    for inside in (range(world_size), [world_size - 1]):
+        net = build()
+
+        def switch_on(given: torch.Tensor, net: nn.Module = net) -> torch.Tensor:
+            commfuse_dp.apply(net, pair.config(transport="shm"))
+            return given
+
+        said = "" if rank in inside else f"rank {world_size - 1} could not attach .*"
+        with pytest.raises(ConfigError, match=f"^{said}CommFuse cannot .* transform of torch.func"):
+            if rank in inside:
+                torch.func.jvp(switch_on, (x,), (x.cos(),))
+            else:
+                switch_on(x)
+        assert engine_of(net) is None
+        stock = build()
+        with pair.applied(net, transport="shm"):
+            torch.testing.assert_close(trained(net, x), trained(stock, x))
+
+
 @pytest.mark.parametrize("first", [True, slow(False)])
 def test_every_transform_is_as_stock(workers, first):
     for outcome in workers(2).run(compared, first, timeout=120):
@@ -110,3 +135,7 @@ def test_every_transform_is_as_stock(workers, first):
 
 def test_a_second_derivative_is_refused(workers):
     workers(2).run(refused_as_before)
+
+
+def test_attaching_inside_a_transform_is_refused(workers):
+    workers(2).run(applied_inside)

@@ -30,7 +30,7 @@ FSDP2 = Suite(
     ("test_*.py",),
     {},
     "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT",
-    (2, 4),
+    (2, 4, 8),
 )
 
 # Their folders have moved between versions, so files are found by name.

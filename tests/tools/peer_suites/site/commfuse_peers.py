@@ -30,6 +30,7 @@ def register(suite: str, *, injected: bool) -> None:
     if suite == "fsdp2":
         wrapt.register_post_import_hook(_pretend_devices, "torch.testing._internal.common_distributed")
         wrapt.register_post_import_hook(_count_devices, "torch.testing._internal.common_fsdp")
+        wrapt.register_post_import_hook(_sleep_never, "torch.testing._internal.common_utils")
         if injected:
             wrapt.register_post_import_hook(_watch_states, f"{_FSDP2}._fsdp_state")
             wrapt.register_post_import_hook(_watch_calls, f"{_FSDP2}._fully_shard")
@@ -40,6 +41,10 @@ def register(suite: str, *, injected: bool) -> None:
         )
         wrapt.register_post_import_hook(  # it asks for NCCL and CUDA; a CPU does without
             lambda module: vars(module).update(bf16_required_version_check=lambda accelerator_check=True: True), "unit.util"
+        )
+        wrapt.register_post_import_hook(  # tests make tensors there, and stock's is a number as a string
+            lambda module: setattr(module.CPU_Accelerator, "current_device", lambda self: "cpu"),
+            "deepspeed.accelerator.cpu_accelerator",
         )
         if injected:  # by COMMFUSE=1, which does the same as an empty block "commfuse" in every configuration
             wrapt.register_post_import_hook(_watch_engines, "commfuse_dp.integrations.deepspeed.apply")
@@ -70,7 +75,24 @@ def _pretend_devices(module: Any) -> None:
 
 
 def _count_devices(module: Any) -> None:
-    module.DEVICE_COUNT = int(os.environ["PEERS_DEVICES"])
+    """On a CPU tests start as many ranks as they like best: those that like 8 do with 4, if that is not too few for them."""
+    devices = module.DEVICE_COUNT = int(os.environ["PEERS_DEVICES"])
+    most = max(devices, 4)
+
+    def limit(cls: Any, **kwargs: Any) -> None:
+        own = vars(cls).get("world_size")
+        if isinstance(own, property):
+            cls.world_size = property(lambda self: min(own.__get__(self), most))
+
+    module.FSDPTest.__init_subclass__ = classmethod(limit)
+
+
+def _sleep_never(module: Any) -> None:
+    """Delays are for streams; where a CPU computes they would only take time. Some tests are skipped without the function."""
+    import torch
+
+    module.get_cycles_per_ms = lambda device="cuda": 0.0
+    torch.cpu._sleep = module._cpu_sleep
 
 
 def _name_no_devices(module: Any) -> None:
