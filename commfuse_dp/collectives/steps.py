@@ -23,6 +23,7 @@ from collections.abc import Callable
 import torch
 
 from commfuse_dp.collectives import progress
+from commfuse_dp.collectives.end_of_backward import EndOfBackward, at_end_of_backward
 from commfuse_dp.errors import BrokenStepError, CommFuseError, Where
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, Outcome, Recovery, Transport
 
@@ -54,7 +55,7 @@ class Steps:
         self.step = 1
         self.cause = ""  # of the break in this step, if there is one
         self._calls = 0  # begun in this step
-        self._armed: weakref.ref[_Finish] | None = None
+        self._armed: weakref.ref[EndOfBackward] | None = None
         self._complete = False  # a backward of this step came to its end
 
     @property
@@ -73,9 +74,7 @@ class Steps:
             )
         self._calls += 1
         if torch._C._current_graph_task_id() != -1 and (self._armed is None or self._armed() is None):
-            finish = _Finish(self)
-            self._armed = weakref.ref(finish)
-            torch.autograd.Variable._execution_engine.queue_callback(finish)
+            self._armed = at_end_of_backward(self.ended)
         return self._calls
 
     def by(self, what: str, error: BaseException | None) -> None:
@@ -94,7 +93,7 @@ class Steps:
         """The exception that is being handled came out of the forward of the root."""
         self.by("its forward", sys.exc_info()[1])
 
-    def ended(self, *, complete: bool) -> None:
+    def ended(self, complete: bool) -> None:
         """A backward has ended."""
         self._armed = None
         if complete:
@@ -156,24 +155,6 @@ class Steps:
                 rank=self._rank,
                 peer=next((rank for rank in through if rank != self._rank), self._rank),
             )
-
-
-class _Finish:
-    """What autograd calls at the end of a backward, and lets go of if that was broken off."""
-
-    __slots__ = ("__weakref__", "_called", "_steps")
-
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
-        self._called = False
-
-    def __call__(self) -> None:
-        self._called = True
-        self._steps.ended(complete=True)
-
-    def __del__(self) -> None:
-        if not self._called:
-            self._steps.ended(complete=False)
 
 
 __all__ = ["Steps", "follow_steps", "steps_of", "when_recovered"]

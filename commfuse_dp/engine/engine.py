@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from commfuse_dp.collectives import progress
+from commfuse_dp.collectives.end_of_backward import EndOfBackward, at_end_of_backward
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.backward import Backward
 from commfuse_dp.engine.bound import Binder
@@ -113,7 +114,7 @@ class Engine:
         self._in_forward, self._returned = False, True  # of the root
         self._vote = vote
         self._published = published
-        self.armed: weakref.ref[_Finish] | None = None  # the end-of-backward callback, dead if that backward was broken off
+        self.armed: weakref.ref[EndOfBackward] | None = None  # dead if that backward was broken off
         self._broken = ""  # the text alone: a kept exception keeps its frames, and with them shared memory, for ever
         self._gemms: Gemms | None = None
         if transport.device is not None and config.kernels != "blas":
@@ -366,10 +367,16 @@ class Engine:
     def arm(self) -> None:
         """Make sure that `finish_backward` runs at the end of the backward pass that is under way."""
         if self.armed is None or self.armed() is None:
-            finish = _Finish(self)
-            self.armed = weakref.ref(finish)
+            self.armed = at_end_of_backward(self._end_backward)
             self.breakage.begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+    def _end_backward(self, complete: bool) -> None:
+        if complete:
+            self.finish_backward()
+        elif self.transport.device is None:
+            self.breakage.leave(unfinished=True)
+            with contextlib.suppress(CommFuseError):
+                self.transport.progress()  # peers may wait for partials whose notices wait for company here
 
     def finish_backward(self) -> None:
         """End of a backward pass: everything owed is sent, all sums are finished and delivered."""
@@ -437,23 +444,3 @@ class Engine:
         self._backward.forget_all()
         self.gradients.forget_all()
         self.buffers.clear()
-
-
-class _Finish:
-    """What autograd calls at the end of a backward, and lets go of if that was broken off."""
-
-    __slots__ = ("__weakref__", "_called", "_engine")
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._called = False
-
-    def __call__(self) -> None:
-        self._called = True
-        self._engine.finish_backward()
-
-    def __del__(self) -> None:
-        if not self._called and self._engine.transport.device is None:
-            self._engine.breakage.leave(unfinished=True)
-            with contextlib.suppress(CommFuseError):
-                self._engine.transport.progress()  # peers may wait for partials whose notices wait for company here
