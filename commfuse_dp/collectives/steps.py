@@ -24,7 +24,7 @@ import torch
 
 from commfuse_dp.collectives import progress
 from commfuse_dp.collectives.end_of_backward import EndOfBackward, at_end_of_backward
-from commfuse_dp.errors import BrokenStepError, CommFuseError, Where
+from commfuse_dp.errors import BrokenStepError, CommFuseError, Where, in_a_line
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, Outcome, Recovery, Transport
 
 _known: weakref.WeakKeyDictionary[Transport, Steps] = weakref.WeakKeyDictionary()
@@ -82,12 +82,9 @@ class Steps:
         recovery = self._recovery
         if self.cause or recovery is None:
             return
-        text = str(error).split("\n", 1)[0] if error is not None else ""
-        own = isinstance(error, BrokenStepError)
-        kind = type(error).__name__ if error is not None else "an exception"
-        self.cause = text if own else f"{kind}{': ' if text else ''}{text} in {what}"
+        self.cause = in_a_line(error, what) if error is not None else f"an exception in {what}"
         with contextlib.suppress(CommFuseError):
-            recovery.tell_broken(self.step, self.cause if own else f"rank {self._rank}: {self.cause}")
+            recovery.tell_broken(self.step, f"rank {self._rank}: {self.cause}")
 
     def raised(self) -> None:
         """The exception that is being handled came out of the forward of the root."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from commfuse_dp.errors import BrokenStepError, CommFuseError, Where
+from commfuse_dp.errors import BrokenStepError, CommFuseError, Where, in_a_line
 from commfuse_dp.transport.base import Outcome, Transport
 
 ROOM = "a free slot in its gradient inbox"  # what a rank waits for that has no credit
@@ -66,7 +66,7 @@ class Breakage:
     def by(self, layer: str, error: BaseException) -> None:
         """An exception has come out of what the engine did for a layer. The first one counts."""
         if not self.cause:
-            self._tell(self._describe(layer, error))
+            self._tell(in_a_line(error, self._place(layer)))
 
     def begin_backward(self) -> None:
         """Before it has added to any gradient."""
@@ -75,14 +75,12 @@ class Breakage:
 
     def in_forward(self, layer: str, error: BaseException) -> None:
         """An exception has come out of a layer's forward. That alone breaks nothing off: whoever caught it may go on."""
-        self._forward = self._forward or self._describe(layer, error)
+        self._forward = self._forward or in_a_line(error, self._place(layer))
 
     def forward_raised(self, error: BaseException) -> None:
         """The exception has come out of the root's forward: whoever catches it begins another step."""
         if not self.cause:
-            text = str(error).split("\n", 1)[0]
-            own = f"{type(error).__name__}{': ' if text else ''}{text} in its forward, step {self.step}"
-            self._tell(self._forward or (text if isinstance(error, BrokenStepError) else own))
+            self._tell(self._forward or in_a_line(error, f"its forward, step {self.step}"))
 
     def leave(self, *, unfinished: bool) -> None:
         """The step is over here. unfinished: a backward was begun that did not come to its end."""
@@ -94,11 +92,8 @@ class Breakage:
         elif self._forward:
             self._tell(self._forward)
 
-    def _describe(self, layer: str, error: BaseException) -> str:
-        text = str(error).split("\n", 1)[0]
-        if isinstance(error, BrokenStepError):
-            return text
-        return f"{type(error).__name__}{': ' if text else ''}{text} in layer {layer!r}, step {self.step}"
+    def _place(self, layer: str) -> str:
+        return f"layer {layer!r}, step {self.step}"
 
     def _tell(self, cause: str) -> None:
         self.cause = cause
