@@ -15,7 +15,6 @@ next step.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -86,9 +85,9 @@ class Steps:
         with contextlib.suppress(CommFuseError):
             recovery.tell_broken(self.step, f"rank {self._rank}: {self.cause}")
 
-    def raised(self) -> None:
-        """The exception that is being handled came out of the forward of the root."""
-        self.by("its forward", sys.exc_info()[1])
+    def forward_raised(self, error: BaseException) -> None:
+        """The exception has come out of the forward of the root."""
+        self.by("its forward", error)
 
     def ended(self, complete: bool) -> None:
         """A backward has ended."""

@@ -12,7 +12,6 @@ units (plan.py); how a slice is computed is the caller's business (ops/).
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -111,7 +110,7 @@ class Engine:
         self._sequences: dict[bool, list[Key]] = {}  # recorded orders, by whether gradients are computed
         self._mode = False
         self._active = False  # between begin_step and the end of the pass it belongs to
-        self._in_forward, self._returned = False, True  # of the root
+        self._in_forward = False  # of the root
         self._vote = vote
         self._published = published
         self.armed: weakref.ref[EndOfBackward] | None = None  # dead if that backward was broken off
@@ -293,18 +292,14 @@ class Engine:
 
     def enter_forward(self) -> None:
         """The root's forward runs: the step that has just begun serves all layers called in it."""
-        self._in_forward, self._returned = True, False
+        self._in_forward = True
 
     def leave_forward(self) -> None:
         """The root's forward has returned or raised."""
-        raised = None if self._returned else sys.exc_info()[1]
         self._in_forward = False
-        if raised is not None:
-            self.breakage.forward_raised(raised)
 
     def end_forward(self, outputs_require_grad: bool) -> None:
         """The root's forward has returned; without a backward to come the step ends here."""
-        self._returned = True
         if not outputs_require_grad:
             self._active = False
 
