@@ -161,9 +161,8 @@ class Engine:
         self.probe.waited("(start of step)", begun)
         if self.world_size > 1 and waited - start > LATE_NS and self.transport.device is None:
             self.probe.exposed("(start of step)", start, waited)
-        broken = self.breakage.agree() if self.transport.recovery is not None else None
-        if broken is not None:
-            self._recover(broken, where)
+        if self.transport.recovery is not None and self.breakage.agree():
+            self._recover(where)
         elif self.step and not self.breakage.lost:  # asked again after a refusal: the replicas have been told the truth
             self.gradients.ended()
         if self.transport.recovery is None and self.breakage.unsettled and self.breakage.lose_gradients():
@@ -207,7 +206,7 @@ class Engine:
         calls = -1 if any(port.in_doubt for port in self.ports) else sum(port.calls for port in self.ports)
         return self.breakage.outcome(calls)
 
-    def _recover(self, broken: list[int], where: Where) -> None:
+    def _recover(self, where: Where) -> None:
         """All ranks have left a step that was broken off on some of them, and all of them do this."""
         recovery = self.transport.recovery
         assert recovery is not None
@@ -226,7 +225,7 @@ class Engine:
             unit.scatters = 0
         self.armed = None
         mixed = self.breakage.lose_gradients()
-        self.breakage.recovered(broken)
+        self.breakage.recovered()
         if mixed:
             raise self.breakage.refusal()
 

@@ -147,6 +147,7 @@ class Outcome(NamedTuple):
     scatters: int = 0  # reduce-scatters begun in the step
     calls: int = 0  # plain collectives begun so far; -1: one of them was broken off between two messages
     mixed: bool = False  # its backward added to gradients of earlier ones, and they are still there
+    through: bool = False  # a backward of it came to its end
 
     def alike(self, other: Outcome) -> bool:
         """Both ranks have done the same."""

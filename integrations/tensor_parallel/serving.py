@@ -171,7 +171,7 @@ def _follow_steps(attachment: Attachment, model: nn.Module) -> None:
     """A forward of the root begins a step: see collectives/steps.py."""
     steps = follow_steps(attachment.transport)
     if steps is not None:
-        follow_forward(attachment.transaction, model, begin=steps.begin, raised=steps.forward_raised)
+        follow_forward(attachment.transaction, model, begin=steps.begin_next, raised=steps.forward_raised)
 
 
 # ---- report ----------------------------------------------------------------------------------------------------------
