@@ -27,6 +27,7 @@ class StepState:
         self._transport = weakref.ref(transport)
         self._rank = transport.rank
         self._peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
+        self.together: list[StepState] = []  # of other transports, whose steps are the same ones: what breaks one breaks all
         self.begin(0)
 
     def begin(self, step: int) -> None:
@@ -51,13 +52,25 @@ class StepState:
         self.by("its forward", error)
 
     def _tell(self, cause: str) -> None:
+        for state in (self, *self.together):
+            state._break_off(cause)
+
+    def _break_off(self, cause: str) -> None:
         if self.cause:
             return
         self.cause = cause
+        self._say(f"rank {self._rank}: {cause}")
+
+    def give_up(self, cause: str) -> None:
+        """This rank will never go on."""
+        for state in (self, *self.together):
+            state._say(cause, final=True)
+
+    def _say(self, cause: str, *, final: bool = False) -> None:
         recovery = self._recovery
         if recovery is not None:
             with contextlib.suppress(CommFuseError):
-                recovery.tell_broken(self.step, f"rank {self._rank}: {cause}")
+                recovery.tell_broken(self.step, cause, final=final)
 
     def check(self) -> None:
         """Raises BrokenStepError if the step was broken off here."""
@@ -103,18 +116,27 @@ class StepState:
         outcomes = list(self.outcomes().values())
         return any(outcome.broken or not outcome.alike(outcomes[0]) for outcome in outcomes)
 
+    def why(self) -> str:
+        """What broke the step off, as far as it is known here."""
+        states = (self, *self.together)
+        told = [state.cause for state in states] + [reason for state in states for reason in state._reasons()]
+        return next(filter(None, told), "ranks did not do the same")
+
+    def _reasons(self) -> list[str]:
+        recovery = self._recovery
+        lefts = map(recovery.left, self._peers) if recovery is not None else ()
+        return [left.reason for left in lefts if left is not None and left.epoch == self.step]
+
     def parted(self) -> BrokenStepError | None:
         """What is to be raised after a step that was lost, if some ranks went through with it."""
-        through = [rank for rank, outcome in self.outcomes().items() if outcome.through]
+        through = {rank for state in (self, *self.together) for rank, outcome in state.outcomes().items() if outcome.through}
         if not through:
             return None
-        recovery = self._recovery
-        told = [left.reason for left in map(recovery.left, self._peers) if left is not None] if recovery is not None else []
-        cause = self.cause or next(filter(None, told), "ranks did not do the same")
+        who = "other ranks" if self.together else f"ranks {sorted(through)}"
         return BrokenStepError(
-            f"rank {self._rank}: step {self.step} was lost ({cause}), but ranks {through} went through with it. If their "
+            f"rank {self._rank}: step {self.step} was lost ({self.why()}), but {who} went through with it. If their "
             "optimizers took a step, the parameters of the ranks do not belong together: load the last checkpoint then. "
             "Communication goes on with the next step.",
             rank=self._rank,
-            peer=next((rank for rank in through if rank != self._rank), self._rank),
+            peer=next((rank for rank in sorted(through) if rank != self._rank), self._rank),
         )

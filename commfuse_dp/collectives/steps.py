@@ -18,7 +18,7 @@ from commfuse_dp.collectives import progress
 from commfuse_dp.collectives.end_of_backward import EndOfBackward, at_end_of_backward
 from commfuse_dp.collectives.step_state import StepState
 from commfuse_dp.errors import Where
-from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, Outcome, Transport
+from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, WHOLE, Outcome, Transport
 
 _known: weakref.WeakKeyDictionary[Transport, Steps] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -59,6 +59,10 @@ class Steps(StepState):
             self._armed = at_end_of_backward(self._end_backward)
         return self._calls
 
+    def forward_raised(self, error: BaseException) -> None:
+        if not self.together:  # who begins them hears of it
+            super().forward_raised(error)
+
     def _end_backward(self, complete: bool) -> None:
         self._armed = None
         self.complete = self.complete or complete
@@ -67,32 +71,62 @@ class Steps(StepState):
 
     # ---- between steps -----------------------------------------------------------------------------------------------
     def begin_next(self) -> None:
-        """The root's forward begins. Collective; ignored inside a backward (recomputation).
+        """The root's forward begins. Collective; ignored inside a backward (recomputation), and where `together` has who calls
+        the following three.
 
         Raises BrokenStepError on all ranks if some have gone through with a backward that others have not."""
-        transport, recovery = self._transport(), self._recovery
-        if transport is None or recovery is None or torch._C._current_graph_task_id() != -1:
+        if self.together or self._recovery is None or torch._C._current_graph_task_id() != -1:
             return
+        self.leave()
+        if self.end():
+            parted = self.parted()
+            self.recover()
+            if parted is not None:
+                raise parted
+
+    def leave(self) -> None:
+        """The step is over here.
+
+        With steps of other transports that is told before this rank waits for anybody: a peer of this transport may wait for
+        it, while it waits for one of another, in a circle."""
         if self._armed is not None:
             self._tell("an exception in its backward")
-        where = Where("(start of step)", self.step, "all")
-        self.told = Outcome(bool(self.cause), 0, self._calls & 0xFFFFFF, through=self.complete)
-        transport.finish(self.step, self.told)
+        if self.together and not self.cause:
+            self._say("")
+
+    def end(self, beside: Outcome = WHOLE) -> bool:
+        """Tell the peers how the step ended, and hear it of them. Whether it is lost; else the next one has begun.
+
+        beside: how it ended on the other transports, on all of this rank's peers there."""
+        transport, recovery = self._transport(), self._recovery
+        assert transport is not None and recovery is not None
+        if self.told is None:  # else an exception has come in between
+            through = (self.complete and not self.cause) or beside.through
+            self.told = Outcome(bool(self.cause), 0, self._calls & 0xFFFFFF, beside.mixed, through)
+            transport.finish(self.step, self.told)
         if self.cause:
             recovery.discard(CHANNEL_COLLECTIVE)  # peers that wait for room here come to know of it
         others = progress.callbacks()
         with progress.looking_often(transport) if others else contextlib.nullcontext():
-            transport.wait_finished(self.step, where, meanwhile=lambda: [callback() for callback in others])
-        parted = None
-        if self.agree():
-            recovery.discard(CHANNEL_COLLECTIVE)
-            recovery.recover(self.step, where)
-            for forget in when_recovered:
-                forget(transport)
-            parted = self.parted()
+            transport.wait_finished(self.step, self._start, meanwhile=lambda: [callback() for callback in others])
+        lost = self.agree()
+        if not lost:
+            self.begin(self.step + 1)
+        return lost
+
+    def recover(self) -> None:
+        """All ranks do this, after a step that is lost. The next one has begun then."""
+        transport, recovery = self._transport(), self._recovery
+        assert transport is not None and recovery is not None
+        recovery.discard(CHANNEL_COLLECTIVE)
+        recovery.recover(self.step, self._start)
+        for forget in when_recovered:
+            forget(transport)
         self.begin(self.step + 1)
-        if parted is not None:
-            raise parted
+
+    @property
+    def _start(self) -> Where:
+        return Where("(start of step)", self.step, "all")
 
 
 __all__ = ["Steps", "follow_steps", "steps_of", "when_recovered"]

@@ -92,6 +92,14 @@ class Breakage(StepState):
     def agree(self) -> bool:
         return not self._agreed and self.told is not None and super().agree()
 
+    def of_all(self) -> Outcome:
+        """What others have to know of how the step has ended here and on this rank's peers. That it is lost is told to them."""
+        if self.agree():
+            self._tell(self.why())
+        outcomes = self.outcomes().values()
+        mixed, through = any(outcome.mixed for outcome in outcomes), any(outcome.through for outcome in outcomes)
+        return Outcome(bool(self.cause), mixed=mixed, through=through)
+
     def same_calls(self) -> bool:
         """Whether all ranks have begun the same plain collectives, and none of those is in doubt."""
         calls = [outcome.calls for outcome in self.outcomes().values()]
@@ -101,7 +109,8 @@ class Breakage(StepState):
         """All ranks know that the step is lost, and nothing of it is under way any more. True, on all ranks if on one: it has
         added to gradients of earlier ones. Otherwise what it has left is dropped."""
         self._agreed = True
-        if any(outcome.mixed for outcome in self.outcomes().values()):
+        states = (self, *self.together)
+        if any(outcome.mixed for state in states for outcome in state.outcomes().values()):
             self._mixed = self.cause or "it was broken off on another rank"
         elif self.backward:
             self.gradients.drop()
@@ -146,7 +155,7 @@ class Breakage(StepState):
             self._mixed = ""
             self.gradients.drop()
 
-    def recovered(self) -> None:
-        """All is clean again. Raises BrokenStepError, once, on a rank that had gone through with the step."""
-        if self.told is not None and self.told.through:
-            raise self.parted()  # type: ignore[misc]  # this rank is one of them
+    def parted(self) -> BrokenStepError | None:
+        """Alone, on a rank that had gone through only: all others have had an exception. With steps of others, on all: ranks of
+        tensor parallelism have to begin the same batch."""
+        return super().parted() if self.together or (self.told is not None and self.told.through) else None

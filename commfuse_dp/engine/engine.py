@@ -19,6 +19,7 @@ import torch
 
 from commfuse_dp.collectives import progress
 from commfuse_dp.collectives.end_of_backward import EndOfBackward, at_end_of_backward
+from commfuse_dp.collectives.steps import Steps
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.backward import Backward
 from commfuse_dp.engine.bound import Binder
@@ -112,12 +113,30 @@ class Engine:
         self._active = False  # between begin_step and the end of the pass it belongs to
         self._in_forward = False  # of the root
         self._vote = vote
+        self._calls: Steps | None = None
         self._published = published
         self.armed: weakref.ref[EndOfBackward] | None = None  # dead if that backward was broken off
         self._broken = ""  # the text alone: a kept exception keeps its frames, and with them shared memory, for ever
         self._gemms: Gemms | None = None
         if transport.device is not None and config.kernels != "blas":
             self._gemms = Gemms(Chooser(config.kernels), transport.device)
+
+    def step_with(self, calls: Steps, vote: Callable[[bool], bool]) -> Callable[[], None]:
+        """From now on steps are those of `calls` as well: on a transport among ranks of different engines (tensor parallelism
+        under data parallelism). They begin, break off and recover together. vote: of that transport's ranks. Returns what takes
+        it back.
+
+        [Note: Order of two transports] A step is over on both before a rank waits on one. First all hear how it ended on the
+        engine's, then they tell that on the other, so that everybody knows of everybody; then both recover, or none."""
+        alone = self._vote
+        self._calls, self._vote = calls, lambda own: vote(alone(own))
+        calls.together, self.breakage.together = [self.breakage], [calls]
+
+        def part() -> None:
+            self._calls, self._vote = None, alone
+            calls.together, self.breakage.together = [], []
+
+        return part
 
     # ---- steps -------------------------------------------------------------------------------------------------------
     def begin_step(self) -> None:
@@ -142,6 +161,9 @@ class Engine:
         self.ensure_exposed()
         where = Where("(start of step)", self.step, "all")
         self.breakage.leave(unfinished=self.unfinished)
+        calls = None if self.breakage.lost else self._calls  # asked again after a refusal: their next step has begun
+        if calls is not None:
+            calls.leave()
         if self.transport.recovery is None and not self.gradients.idle:
             self.gradients.discard()
         for index in self._backward.accumulating:  # the last backward was broken off between two calls of a layer
@@ -161,7 +183,10 @@ class Engine:
         self.probe.waited("(start of step)", begun)
         if self.world_size > 1 and waited - start > LATE_NS and self.transport.device is None:
             self.probe.exposed("(start of step)", start, waited)
-        if self.transport.recovery is not None and self.breakage.agree():
+        lost = self.transport.recovery is not None and self.breakage.agree()
+        if calls is not None:  # only now: they tell what this rank has just heard
+            lost = calls.end(self.breakage.of_all())
+        if lost:
             self._recover(where)
         elif self.step and not self.breakage.lost:  # asked again after a refusal: the replicas have been told the truth
             self.gradients.ended()
@@ -225,7 +250,11 @@ class Engine:
             unit.scatters = 0
         self.armed = None
         mixed = self.breakage.lose_gradients()
-        self.breakage.recovered()
+        parted = self.breakage.parted()
+        if self._calls is not None:
+            self._calls.recover()
+        if parted is not None:
+            raise parted
         if mixed:
             raise self.breakage.refusal()
 
@@ -236,9 +265,7 @@ class Engine:
             yield
         except BaseException as error:
             self._broken = self._broken or f"{type(error).__name__}: {error}"
-            if self.transport.recovery is not None:
-                with contextlib.suppress(CommFuseError):
-                    self.transport.recovery.tell_broken(self.step, self._broken, final=True)
+            self.breakage.give_up(self._broken)
             raise
 
     def _begin_step(self) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from commfuse_dp.integrations.attach.attachment import Attachment, attach, attachment_of, remove_from
 from commfuse_dp.integrations.attach.fingerprint import check_equal, describe
 from commfuse_dp.integrations.attach.forwards import SERVICE, TENSOR_ATTACHMENT, Service, serve
-from commfuse_dp.integrations.attach.ranks import Ranks
+from commfuse_dp.integrations.attach.ranks import Ranks, any_of
 from commfuse_dp.integrations.attach.report import ParameterRow, Report
 from commfuse_dp.integrations.attach.root import follow_forward
 from commfuse_dp.integrations.attach.rules import check_exclude, original_type
@@ -68,8 +68,8 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     attachment = attachment_of(model, TENSOR_ATTACHMENT)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         report = _over_data_parallel(model, config, report)
-    elif attachment is not None:
-        _follow_steps(attachment, model)
+    if attachment is not None and group is not None:
+        _follow_steps(attachment, model, group)
     log.info("%s", report)
     return report
 
@@ -167,11 +167,18 @@ def _replace_hook(attachment: Attachment, module: nn.Module, hook: StyleHook) ->
     attachment.transaction.set(module._forward_pre_hooks, hook.hook_id, hook)
 
 
-def _follow_steps(attachment: Attachment, model: nn.Module) -> None:
-    """A forward of the root begins a step: see collectives/steps.py."""
+def _follow_steps(attachment: Attachment, model: nn.Module, group: dist.ProcessGroup) -> None:
+    """A forward of the root begins a step: see collectives/steps.py. With data parallelism it is one of its engine, too."""
+    data = attachment_of(model)
+    if data is not None and data.transport.recovery is None:
+        return
     steps = follow_steps(attachment.transport)
-    if steps is not None:
-        follow_forward(attachment.transaction, model, begin=steps.begin_next, raised=steps.forward_raised)
+    if steps is None:
+        return
+    follow_forward(attachment.transaction, model, begin=steps.begin_next, raised=steps.forward_raised)
+    if data is not None:
+        engine, vote = data.engine, any_of(group, torch.device("cpu"))
+        data.transaction.acquire(lambda: engine.step_with(steps, vote), lambda part: part())
 
 
 # ---- report ----------------------------------------------------------------------------------------------------------

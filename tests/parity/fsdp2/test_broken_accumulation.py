@@ -62,7 +62,7 @@ def accumulated(rank: int, world_size: int, sync: bool, ranks: list[int], exclud
                 twin.fused.zero_grad()
             for module in twin.stock.modules():
                 for group in compat.param_groups(module):
-                    compat.forget_unreduced(group)
+                    compat.forget_gradients(group)
             window(twin, sync)
 
 
