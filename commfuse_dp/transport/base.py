@@ -190,7 +190,8 @@ class Recovery(ABC):
 
     @abstractmethod
     def tell_broken(self, epoch: int, reason: str, *, final: bool = False) -> None:
-        """An exception has broken this rank's step `epoch` off: no message of that step follows. final: nothing ever follows.
+        """An exception has broken this rank's step `epoch` off, or it is over here (reason ''): none of its messages follows.
+        final: nothing ever follows.
 
         Never blocks."""
 
