@@ -69,3 +69,11 @@ class DeadlineError(TransportError, TimeoutError):
         self.rank = rank
         self.peer = peer
         self.where = where
+
+
+def in_a_line(error: BaseException, place: str) -> str:
+    """What an exception that came out of `place` says, for ranks that it did not reach. A BrokenStepError names another's."""
+    text = str(error).split("\n", 1)[0]
+    if isinstance(error, BrokenStepError):
+        return text
+    return f"{type(error).__name__}{': ' if text else ''}{text} in {place}"

@@ -144,7 +144,7 @@ class Execution:
         buffer, inbox = self._room(step.piece, patient=patient)
         total = self._bound.pieces[step.piece].origin == TOTAL
         divisor = self._bindings[step.piece].divisor if total else None
-        terms = [self._await(piece) for piece in step.terms]  # here they are; a wait may have moved them
+        terms = [self._here(piece) for piece in step.terms]  # only now: a wait may have moved them
         sum_in_rank_order(buffer, terms, own_rank=step.own, scale_divisor=divisor)
         for piece in step.terms:
             self._used(piece)
@@ -324,6 +324,9 @@ class Execution:
         if self._tensors[piece] is None:
             source, name = self._bound.source[piece], self._bound.names[piece]
             self._wait(lambda: self._tensors[piece] is not None, source, piece, f"to send {name}")
+        return self._here(piece)
+
+    def _here(self, piece: int) -> torch.Tensor:
         tensor = self._tensors[piece]
         assert tensor is not None
         return tensor

@@ -1,11 +1,4 @@
-"""Steps of ranks that share a transport by calls (tensor parallelism), and how all come clean out of one that broke off.
-
-    an exception comes out of a call, or    all peers are told at once                                 `by`
-    of a forward or backward around it
-    a rank waits for such a peer            BrokenStepError, once what it waits for cannot come any    `heed`
-                                            more: see [Note: Broken steps] in transport/base.py
-    the next step begins                    every rank tells how its step ended, and hears how         `begin`
-                                            everybody's did; if they do not agree, all recover
+"""Steps of ranks that share a transport by calls (tensor parallelism). What is told of them is step_state.py's.
 
 Ranks that raise at the same place each have their own exception and nothing else: their calls still match. If a rank went
 through with a backward that others lost, its optimizer may have moved alone: then all ranks raise once, at the start of the
@@ -15,7 +8,6 @@ next step.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -23,8 +15,10 @@ from collections.abc import Callable
 import torch
 
 from commfuse_dp.collectives import progress
-from commfuse_dp.errors import BrokenStepError, CommFuseError, Where
-from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, Outcome, Recovery, Transport
+from commfuse_dp.collectives.end_of_backward import EndOfBackward, at_end_of_backward
+from commfuse_dp.collectives.step_state import StepState
+from commfuse_dp.errors import Where
+from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, WHOLE, Outcome, Transport
 
 _known: weakref.WeakKeyDictionary[Transport, Steps] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -37,143 +31,102 @@ def steps_of(transport: Transport | None) -> Steps | None:
 
 
 def follow_steps(transport: Transport) -> Steps | None:
-    """From now on the transport's ranks run steps, whose beginning all of them tell (`begin`); None: it cannot recover."""
+    """From now on the transport's ranks run steps, whose beginning all of them tell (`begin_next`); None: it cannot recover."""
     if transport.recovery is None:
         return None
     with _lock:
         return _known.setdefault(transport, Steps(transport))
 
 
-class Steps:
+class Steps(StepState):
     """Of one transport on one rank."""
 
     def __init__(self, transport: Transport) -> None:
-        self._transport: weakref.ref[Transport] = weakref.ref(transport)
-        self._rank = transport.rank
-        self._peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
-        self.step = 1
-        self.cause = ""  # of the break in this step, if there is one
-        self._calls = 0  # begun in this step
-        self._armed: weakref.ref[_Finish] | None = None
-        self._complete = False  # a backward of this step came to its end
+        super().__init__(transport)
+        self.begin(1)
 
-    @property
-    def _recovery(self) -> Recovery | None:
-        transport = self._transport()
-        return transport.recovery if transport is not None else None
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        self._calls = 0  # begun in this step
+        self._armed: weakref.ref[EndOfBackward] | None = None
 
     # ---- inside a step -----------------------------------------------------------------------------------------------
     def call(self) -> int:
         """A call begins: its number in this step. Raises BrokenStepError if the step was broken off."""
-        if self.cause:
-            raise BrokenStepError(
-                f"rank {self._rank}: this step was broken off ({self.cause}); begin a new forward of the model",
-                rank=self._rank,
-                peer=self._rank,
-            )
+        self.check()
         self._calls += 1
         if torch._C._current_graph_task_id() != -1 and (self._armed is None or self._armed() is None):
-            finish = _Finish(self)
-            self._armed = weakref.ref(finish)
-            torch.autograd.Variable._execution_engine.queue_callback(finish)
+            self._armed = at_end_of_backward(self._end_backward)
         return self._calls
 
-    def by(self, what: str, error: BaseException | None) -> None:
-        """An exception broke this rank's step off. The first one counts."""
-        recovery = self._recovery
-        if self.cause or recovery is None:
-            return
-        text = str(error).split("\n", 1)[0] if error is not None else ""
-        own = isinstance(error, BrokenStepError)
-        kind = type(error).__name__ if error is not None else "an exception"
-        self.cause = text if own else f"{kind}{': ' if text else ''}{text} in {what}"
-        with contextlib.suppress(CommFuseError):
-            recovery.tell_broken(self.step, self.cause if own else f"rank {self._rank}: {self.cause}")
+    def forward_raised(self, error: BaseException) -> None:
+        if not self.together:  # who begins them hears of it
+            super().forward_raised(error)
 
-    def raised(self) -> None:
-        """The exception that is being handled came out of the forward of the root."""
-        self.by("its forward", sys.exc_info()[1])
-
-    def ended(self, *, complete: bool) -> None:
-        """A backward has ended."""
+    def _end_backward(self, complete: bool) -> None:
         self._armed = None
-        if complete:
-            self._complete = True
-        else:
-            self.by("its backward", None)
-
-    def heed(self, peer: int, where: Where, doing: str, come: Callable[[], bool]) -> None:
-        """Raises BrokenStepError if `peer` has left this step, and what is waited for was not among what it has sent."""
-        recovery = self._recovery
-        left = recovery.left(peer) if recovery is not None else None
-        if recovery is None or left is None or left.epoch < self.step or not recovery.all_sent(peer) or come():
-            return
-        reason = left.reason or f"rank {peer} has begun another step, after an exception outside of CommFuse's layers, say"
-        raise BrokenStepError(
-            f"rank {self._rank} waited for rank {peer} {doing} ({where}). It will not come: {reason}. This step is lost; catch "
-            "the exception on all ranks, clear the gradients and go on with the next one, or stop all ranks.",
-            rank=self._rank,
-            peer=peer,
-            where=where,
-        )
+        self.complete = self.complete or complete
+        if not complete:
+            self._tell("an exception in its backward")
 
     # ---- between steps -----------------------------------------------------------------------------------------------
-    def begin(self) -> None:
-        """The root's forward begins. Collective; ignored inside a backward (recomputation).
+    def begin_next(self) -> None:
+        """The root's forward begins. Collective; ignored inside a backward (recomputation), and where `together` has who calls
+        the following three.
 
         Raises BrokenStepError on all ranks if some have gone through with a backward that others have not."""
-        transport, recovery = self._transport(), self._recovery
-        if transport is None or recovery is None or torch._C._current_graph_task_id() != -1:
+        if self.together or self._recovery is None or torch._C._current_graph_task_id() != -1:
             return
+        self.leave()
+        if self.end():
+            parted = self.parted()
+            self.recover()
+            if parted is not None:
+                raise parted
+
+    def leave(self) -> None:
+        """The step is over here.
+
+        With steps of other transports that is told before this rank waits for anybody: a peer of this transport may wait for
+        it, while it waits for one of another, in a circle."""
         if self._armed is not None:
-            self.by("its backward", None)
-        where = Where("(start of step)", self.step, "all")
-        told = Outcome(bool(self.cause), 0, self._calls & 0xFFFFFF, self._complete)
-        transport.finish(self.step, told)
+            self._tell("an exception in its backward")
+        if self.together and not self.cause:
+            self._say("")
+
+    def end(self, beside: Outcome = WHOLE) -> bool:
+        """Tell the peers how the step ended, and hear it of them. Whether it is lost; else the next one has begun.
+
+        beside: how it ended on the other transports, on all of this rank's peers there."""
+        transport, recovery = self._transport(), self._recovery
+        assert transport is not None and recovery is not None
+        if self.told is None:  # else an exception has come in between
+            through = (self.complete and not self.cause) or beside.through
+            self.told = Outcome(bool(self.cause), 0, self._calls & 0xFFFFFF, beside.mixed, through)
+            transport.finish(self.step, self.told)
         if self.cause:
             recovery.discard(CHANNEL_COLLECTIVE)  # peers that wait for room here come to know of it
         others = progress.callbacks()
         with progress.looking_often(transport) if others else contextlib.nullcontext():
-            transport.wait_finished(self.step, where, meanwhile=lambda: [callback() for callback in others])
-        outcomes = {self._rank: told, **{peer: recovery.outcome_of(peer, self.step) for peer in self._peers}}
-        known = {rank: outcome for rank, outcome in outcomes.items() if outcome is not None}
-        lost = any(outcome.broken or outcome.calls != told.calls for outcome in known.values())
-        if lost:
-            recovery.discard(CHANNEL_COLLECTIVE)
-            recovery.recover(self.step, where)
-            for forget in when_recovered:
-                forget(transport)
-        told_of = [left.reason for left in map(recovery.left, self._peers) if left is not None and left.reason]
-        cause = self.cause or "; ".join(told_of) or "ranks did not do the same"
-        self.step += 1
-        self.cause, self._calls, self._armed, self._complete = "", 0, None, False
-        through = [rank for rank, outcome in known.items() if outcome.mixed]
-        if lost and through:
-            raise BrokenStepError(
-                f"rank {self._rank}: step {self.step - 1} was lost ({cause}), but ranks {through} went through with its "
-                "backward. If their optimizers took a step, the parameters of the ranks do not belong together: load the last "
-                "checkpoint then. Communication goes on with the next step.",
-                rank=self._rank,
-                peer=next((rank for rank in through if rank != self._rank), self._rank),
-            )
+            transport.wait_finished(self.step, self._start, meanwhile=lambda: [callback() for callback in others])
+        lost = self.agree()
+        if not lost:
+            self.begin(self.step + 1)
+        return lost
 
+    def recover(self) -> None:
+        """All ranks do this, after a step that is lost. The next one has begun then."""
+        transport, recovery = self._transport(), self._recovery
+        assert transport is not None and recovery is not None
+        recovery.discard(CHANNEL_COLLECTIVE)
+        recovery.recover(self.step, self._start)
+        for forget in when_recovered:
+            forget(transport)
+        self.begin(self.step + 1)
 
-class _Finish:
-    """What autograd calls at the end of a backward, and lets go of if that was broken off."""
-
-    __slots__ = ("__weakref__", "_called", "_steps")
-
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
-        self._called = False
-
-    def __call__(self) -> None:
-        self._called = True
-        self._steps.ended(complete=True)
-
-    def __del__(self) -> None:
-        if not self._called:
-            self._steps.ended(complete=False)
+    @property
+    def _start(self) -> Where:
+        return Where("(start of step)", self.step, "all")
 
 
 __all__ = ["Steps", "follow_steps", "steps_of", "when_recovered"]

@@ -11,7 +11,6 @@ from commfuse_dp.engine.parameters import Consume
 from commfuse_dp.engine.partials import PartialGradients, Produce
 from commfuse_dp.engine.plan import Unit, UnitSlice
 from commfuse_dp.engine.whole import Whole
-from commfuse_dp.errors import BrokenStepError
 from commfuse_dp.ops.pieces import Piece
 
 if TYPE_CHECKING:
@@ -51,11 +50,7 @@ class Backward:
         """
         engine, breakage = self._engine, self._engine.breakage
         if breakage.cause:
-            raise BrokenStepError(
-                f"rank {engine.rank}: step {engine.step} was broken off ({breakage.cause}); begin a new forward of the model",
-                rank=engine.rank,
-                peer=engine.rank,
-            )
+            breakage.check()
         if engine.armed is None or engine.armed() is None:
             engine.arm()
         breakage.layer = unit.name

@@ -1,10 +1,4 @@
-"""Steps that an exception has broken off, here or on another rank, and how all ranks come to begin the next one clean.
-
-    raises inside a step    the first cause is kept, and told to all peers at once             `by`
-    waits for such a peer   BrokenStepError, once it is certain that what is waited for        `heed`
-                            will never come: see [Note: Broken steps] in transport/base.py
-    begin_step              every rank tells how its step ended, and hears how everybody's     `outcome`, `agree`
-                            did; if they do not agree, or one was broken off, all recover
+"""Steps of an engine that break off: gradients, and plain collectives. What is told of them is collectives/step_state.py's.
 
 A rank that went through with a step which others lost raises once, at the start of the next: its optimizer may have moved on
 alone. Where the lost backward added to gradients of earlier ones, no rank goes on before they are cleared: see `Gradients`.
@@ -13,11 +7,9 @@ Transports that do not recover (streams) go another way, see `GradientStream.dis
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-
-from commfuse_dp.errors import BrokenStepError, CommFuseError, Where
-from commfuse_dp.transport.base import Outcome, Transport
+from commfuse_dp.collectives.step_state import StepState
+from commfuse_dp.errors import BrokenStepError, in_a_line
+from commfuse_dp.transport.base import Outcome, Recovery, Transport
 
 ROOM = "a free slot in its gradient inbox"  # what a rank waits for that has no credit
 
@@ -35,38 +27,27 @@ class Gradients:
         """A backward was broken off: all is to be as after an optimizer step."""
 
 
-class Breakage:
+class Breakage(StepState):
     """Of one engine."""
 
     def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self._recovery = transport.recovery
-        self._peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
-        self.step = 0
-        self.cause = ""  # of the break in this step, if there is one
+        super().__init__(transport)
+        self.gradients = Gradients()
+        self._mixed = ""  # what has happened, as long as gradients have to be cleared
+
+    def begin(self, step: int) -> None:
+        super().begin(step)
         self._forward = ""  # an exception of this step's forward
         self.layer = "?"  # whose backward was begun last
         self.scatters = 0  # reduce-scatters begun in this step
-        self.complete = False  # a backward of this step came to its end
         self.backward = False  # one was begun in this step
-        self.gradients = Gradients()
         self.onto = False  # it was begun with gradients of earlier ones present
-        self._mixed = ""  # what has happened, as long as gradients have to be cleared
-        self._told: Outcome | None = None  # how this step ended
         self._agreed = False  # that this step is lost
-
-    def begin(self, step: int) -> None:
-        """A new step."""
-        self._forward = ""
-        self.step, self.cause, self.layer, self.scatters, self.complete = step, "", "?", 0, False
-        self._told, self._agreed = None, False
-        self.backward = self.onto = False
 
     # ---- inside a step -----------------------------------------------------------------------------------------------
     def by(self, layer: str, error: BaseException) -> None:
         """An exception has come out of what the engine did for a layer. The first one counts."""
-        if not self.cause:
-            self._tell(self._describe(layer, error))
+        super().by(self._place(layer), error)
 
     def begin_backward(self) -> None:
         """Before it has added to any gradient."""
@@ -75,14 +56,10 @@ class Breakage:
 
     def in_forward(self, layer: str, error: BaseException) -> None:
         """An exception has come out of a layer's forward. That alone breaks nothing off: whoever caught it may go on."""
-        self._forward = self._forward or self._describe(layer, error)
+        self._forward = self._forward or in_a_line(error, self._place(layer))
 
     def forward_raised(self, error: BaseException) -> None:
-        """The exception has come out of the root's forward: whoever catches it begins another step."""
-        if not self.cause:
-            text = str(error).split("\n", 1)[0]
-            own = f"{type(error).__name__}{': ' if text else ''}{text} in its forward, step {self.step}"
-            self._tell(self._forward or (text if isinstance(error, BrokenStepError) else own))
+        self._tell(self._forward or in_a_line(error, f"its forward, step {self.step}"))
 
     def leave(self, *, unfinished: bool) -> None:
         """The step is over here. unfinished: a backward was begun that did not come to its end."""
@@ -94,86 +71,46 @@ class Breakage:
         elif self._forward:
             self._tell(self._forward)
 
-    def _describe(self, layer: str, error: BaseException) -> str:
-        text = str(error).split("\n", 1)[0]
-        if isinstance(error, BrokenStepError):
-            return text
-        return f"{type(error).__name__}{': ' if text else ''}{text} in layer {layer!r}, step {self.step}"
+    def _place(self, layer: str) -> str:
+        return f"layer {layer!r}, step {self.step}"
 
-    def _tell(self, cause: str) -> None:
-        self.cause = cause
-        if self._recovery is None:
-            return
-        with contextlib.suppress(CommFuseError):
-            self._recovery.tell_broken(self.step, f"rank {self._transport.rank}: {cause}")
-
-    def heed(self, peer: int, where: Where, doing: str, come: Callable[[], bool]) -> None:
-        """Raises BrokenStepError if `peer` has left this step, and what is waited for was not among what it has sent."""
-        recovery = self._recovery
-        left = recovery.left(peer) if recovery is not None else None
-        if recovery is None or left is None or left.epoch < self.step:
-            return
-        if doing is ROOM:  # it makes room if it knows that its step is lost
-            outcome = recovery.outcome_of(peer, self.step)
-            if outcome is None or outcome.broken:
-                return
-        elif not recovery.all_sent(peer):
-            return
-        if not come():
-            raise BrokenStepError(
-                f"rank {self._transport.rank} waited for rank {peer}: {doing} ({where}). It will not come: "
-                f"{left.reason or self._guess(peer)}. This step is lost; catch the exception on all ranks and go on with the "
-                "next one, or stop all ranks.",
-                rank=self._transport.rank,
-                peer=peer,
-                where=where,
-            )
-
-    def _guess(self, peer: int) -> str:
-        return (
-            f"rank {peer} has begun the step after step {self.step} without going through with this one; an exception outside "
-            "CommFuse's layers was caught there, look at its log, or it runs another program"
-        )
+    def _has_done(self, peer: int, doing: str, recovery: Recovery) -> bool:
+        if doing is not ROOM:
+            return super()._has_done(peer, doing, recovery)
+        outcome = recovery.outcome_of(peer, self.step)
+        return outcome is not None and not outcome.broken  # else it makes room as soon as it knows that its step is lost
 
     # ---- between steps -----------------------------------------------------------------------------------------------
     def outcome(self, calls: int) -> Outcome:
         """How the step has ended here. Asked again, it says the same."""
-        if self._told is None:
+        if self.told is None:
             broken = bool(self.cause) or calls < 0
-            self._told = Outcome(broken, self.scatters, calls, self.onto and self.gradients.present(closely=broken))
-        return self._told
+            mixed = self.onto and self.gradients.present(closely=broken)
+            self.told = Outcome(broken, self.scatters, calls, mixed, self.complete and not broken)
+        return self.told
 
-    def agree(self) -> list[int] | None:
-        """After `wait_finished`: the ranks that broke the step off, if it has to be recovered from; else None.
+    def agree(self) -> bool:
+        return not self._agreed and self.told is not None and super().agree()
 
-        All ranks decide alike. An empty list: nobody knows of an exception, but ranks did not do the same."""
-        if self._agreed or self._told is None:
-            return None
-        theirs = dict(zip(self._peers, self._outcomes(), strict=True))
-        known = {peer: outcome for peer, outcome in theirs.items() if outcome is not None}
-        broken = [peer for peer, outcome in known.items() if outcome.broken]
-        if self._told.broken:
-            broken.append(self._transport.rank)
-        if broken or not all(outcome.alike(self._told) for outcome in known.values()):
-            return sorted(broken)
-        return None
-
-    def _outcomes(self) -> list[Outcome | None]:
-        """How the step ended on the peers."""
-        return [self._recovery.outcome_of(peer, self.step) for peer in self._peers] if self._recovery is not None else []
+    def of_all(self) -> Outcome:
+        """What others have to know of how the step has ended here and on this rank's peers. That it is lost is told to them."""
+        if self.agree():
+            self._tell(self.why())
+        outcomes = self.outcomes().values()
+        mixed, through = any(outcome.mixed for outcome in outcomes), any(outcome.through for outcome in outcomes)
+        return Outcome(bool(self.cause), mixed=mixed, through=through)
 
     def same_calls(self) -> bool:
         """Whether all ranks have begun the same plain collectives, and none of those is in doubt."""
-        assert self._told is not None
-        others = self._outcomes()
-        return self._told.calls >= 0 and all(other is not None and other.calls == self._told.calls for other in others)
+        calls = [outcome.calls for outcome in self.outcomes().values()]
+        return len(calls) == len(self._peers) + 1 and calls[0] >= 0 and len(set(calls)) == 1
 
     def lose_gradients(self) -> bool:
         """All ranks know that the step is lost, and nothing of it is under way any more. True, on all ranks if on one: it has
         added to gradients of earlier ones. Otherwise what it has left is dropped."""
         self._agreed = True
-        outcomes = [self._told, *self._outcomes()]
-        if any(outcome is not None and outcome.mixed for outcome in outcomes):
+        states = (self, *self.together)
+        if any(outcome.mixed for state in states for outcome in state.outcomes().values()):
             self._mixed = self.cause or "it was broken off on another rank"
         elif self.backward:
             self.gradients.drop()
@@ -192,7 +129,7 @@ class Breakage:
             raise self.refusal()
 
     def refusal(self) -> BrokenStepError:
-        rank, cause = self._transport.rank, self._mixed or self.cause or "an exception in its backward"
+        rank, cause = self._rank, self._mixed or self.cause or "an exception in its backward"
         fix = f", call {self.gradients.fix}" if self.gradients.fix else " clear them"
         return BrokenStepError(
             f"rank {rank}: the backward of step {self.step} was broken off: {cause}. What has been accumulated, gradients of "
@@ -213,17 +150,7 @@ class Breakage:
             self._mixed = ""
             self.gradients.drop()
 
-    def recovered(self, broken: list[int]) -> None:
-        """All is clean again. Raises BrokenStepError, once, on a rank that had gone through with the step."""
-        if self.cause or not self.complete:
-            return  # this rank has had its exception
-        peer = next((rank for rank in broken if rank != self._transport.rank), -1)
-        left = self._recovery.left(peer) if peer >= 0 and self._recovery is not None else None
-        reason = left.reason if left is not None and left.reason else "it was broken off there"
-        raise BrokenStepError(
-            f"rank {self._transport.rank} has gone through with step {self.step}, but on rank {peer} it was lost: {reason}. "
-            "Parameters differ from what one step on all ranks gives if an optimizer step followed on this rank only: load the "
-            "last checkpoint then. Communication goes on with the next step.",
-            rank=self._transport.rank,
-            peer=peer,
-        )
+    def parted(self) -> BrokenStepError | None:
+        """Alone, on a rank that had gone through only: all others have had an exception. With steps of others, on all: ranks of
+        tensor parallelism have to begin the same batch."""
+        return super().parted() if self.together or (self.told is not None and self.told.through) else None

@@ -12,13 +12,14 @@ units (plan.py); how a slice is computed is the caller's business (ops/).
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from commfuse_dp.collectives import progress
+from commfuse_dp.collectives.end_of_backward import EndOfBackward, at_end_of_backward
+from commfuse_dp.collectives.steps import Steps
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.backward import Backward
 from commfuse_dp.engine.bound import Binder
@@ -110,14 +111,32 @@ class Engine:
         self._sequences: dict[bool, list[Key]] = {}  # recorded orders, by whether gradients are computed
         self._mode = False
         self._active = False  # between begin_step and the end of the pass it belongs to
-        self._in_forward, self._returned = False, True  # of the root
+        self._in_forward = False  # of the root
         self._vote = vote
+        self._calls: Steps | None = None
         self._published = published
-        self.armed: weakref.ref[_Finish] | None = None  # the end-of-backward callback, dead if that backward was broken off
+        self.armed: weakref.ref[EndOfBackward] | None = None  # dead if that backward was broken off
         self._broken = ""  # the text alone: a kept exception keeps its frames, and with them shared memory, for ever
         self._gemms: Gemms | None = None
         if transport.device is not None and config.kernels != "blas":
             self._gemms = Gemms(Chooser(config.kernels), transport.device)
+
+    def step_with(self, calls: Steps, vote: Callable[[bool], bool]) -> Callable[[], None]:
+        """From now on steps are those of `calls` as well: on a transport among ranks of different engines (tensor parallelism
+        under data parallelism). They begin, break off and recover together. vote: of that transport's ranks. Returns what takes
+        it back.
+
+        [Note: Order of two transports] A step is over on both before a rank waits on one. First all hear how it ended on the
+        engine's, then they tell that on the other, so that everybody knows of everybody; then both recover, or none."""
+        alone = self._vote
+        self._calls, self._vote = calls, lambda own: vote(alone(own))
+        calls.together, self.breakage.together = [self.breakage], [calls]
+
+        def part() -> None:
+            self._calls, self._vote = None, alone
+            calls.together, self.breakage.together = [], []
+
+        return part
 
     # ---- steps -------------------------------------------------------------------------------------------------------
     def begin_step(self) -> None:
@@ -142,6 +161,9 @@ class Engine:
         self.ensure_exposed()
         where = Where("(start of step)", self.step, "all")
         self.breakage.leave(unfinished=self.unfinished)
+        calls = None if self.breakage.lost else self._calls  # asked again after a refusal: their next step has begun
+        if calls is not None:
+            calls.leave()
         if self.transport.recovery is None and not self.gradients.idle:
             self.gradients.discard()
         for index in self._backward.accumulating:  # the last backward was broken off between two calls of a layer
@@ -161,9 +183,11 @@ class Engine:
         self.probe.waited("(start of step)", begun)
         if self.world_size > 1 and waited - start > LATE_NS and self.transport.device is None:
             self.probe.exposed("(start of step)", start, waited)
-        broken = self.breakage.agree() if self.transport.recovery is not None else None
-        if broken is not None:
-            self._recover(broken, where)
+        lost = self.transport.recovery is not None and self.breakage.agree()
+        if calls is not None:  # only now: they tell what this rank has just heard
+            lost = calls.end(self.breakage.of_all())
+        if lost:
+            self._recover(where)
         if self.transport.recovery is None and self.breakage.unsettled and self.breakage.lose_gradients():
             raise self.breakage.refusal()
         self.breakage.refuse()
@@ -205,7 +229,7 @@ class Engine:
         calls = -1 if any(port.in_doubt for port in self.ports) else sum(port.calls for port in self.ports)
         return self.breakage.outcome(calls)
 
-    def _recover(self, broken: list[int], where: Where) -> None:
+    def _recover(self, where: Where) -> None:
         """All ranks have left a step that was broken off on some of them, and all of them do this."""
         recovery = self.transport.recovery
         assert recovery is not None
@@ -224,7 +248,11 @@ class Engine:
             unit.scatters = 0
         self.armed = None
         mixed = self.breakage.lose_gradients()
-        self.breakage.recovered(broken)
+        parted = self.breakage.parted()
+        if self._calls is not None:
+            self._calls.recover()
+        if parted is not None:
+            raise parted
         if mixed:
             raise self.breakage.refusal()
 
@@ -235,9 +263,7 @@ class Engine:
             yield
         except BaseException as error:
             self._broken = self._broken or f"{type(error).__name__}: {error}"
-            if self.transport.recovery is not None:
-                with contextlib.suppress(CommFuseError):
-                    self.transport.recovery.tell_broken(self.step, self._broken, final=True)
+            self.breakage.give_up(self._broken)
             raise
 
     def _begin_step(self) -> None:
@@ -290,18 +316,14 @@ class Engine:
 
     def enter_forward(self) -> None:
         """The root's forward runs: the step that has just begun serves all layers called in it."""
-        self._in_forward, self._returned = True, False
+        self._in_forward = True
 
     def leave_forward(self) -> None:
         """The root's forward has returned or raised."""
-        raised = None if self._returned else sys.exc_info()[1]
         self._in_forward = False
-        if raised is not None:
-            self.breakage.forward_raised(raised)
 
     def end_forward(self, outputs_require_grad: bool) -> None:
         """The root's forward has returned; without a backward to come the step ends here."""
-        self._returned = True
         if not outputs_require_grad:
             self._active = False
 
@@ -364,10 +386,16 @@ class Engine:
     def arm(self) -> None:
         """Make sure that `finish_backward` runs at the end of the backward pass that is under way."""
         if self.armed is None or self.armed() is None:
-            finish = _Finish(self)
-            self.armed = weakref.ref(finish)
+            self.armed = at_end_of_backward(self._end_backward)
             self.breakage.begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+    def _end_backward(self, complete: bool) -> None:
+        if complete:
+            self.finish_backward()
+        elif self.transport.device is None:
+            self.breakage.leave(unfinished=True)
+            with contextlib.suppress(CommFuseError):
+                self.transport.progress()  # peers may wait for partials whose notices wait for company here
 
     def finish_backward(self) -> None:
         """End of a backward pass: everything owed is sent, all sums are finished and delivered."""
@@ -435,23 +463,3 @@ class Engine:
         self._backward.forget_all()
         self.gradients.forget_all()
         self.buffers.clear()
-
-
-class _Finish:
-    """What autograd calls at the end of a backward, and lets go of if that was broken off."""
-
-    __slots__ = ("__weakref__", "_called", "_engine")
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._called = False
-
-    def __call__(self) -> None:
-        self._called = True
-        self._engine.finish_backward()
-
-    def __del__(self) -> None:
-        if not self._called and self._engine.transport.device is None:
-            self._engine.breakage.leave(unfinished=True)
-            with contextlib.suppress(CommFuseError):
-                self._engine.transport.progress()  # peers may wait for partials whose notices wait for company here

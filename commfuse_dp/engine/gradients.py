@@ -313,6 +313,8 @@ class GradientStream:
 
     def _deliver(self, scatter: Scatter, total: torch.Tensor) -> None:
         """Cut the flat sum (head rows, main rows) into the parameters' gradients."""
+        if self._breakage.cause:  # the user may have cleared gradients since, and would find a part of one in the next step's
+            return
         for part, slot, offset, shape in scatter.bound.deliveries:
             numel = shape.numel()
             grad = (total if numel == total.numel() else total[offset : offset + numel]).view(shape)

@@ -147,6 +147,7 @@ class Outcome(NamedTuple):
     scatters: int = 0  # reduce-scatters begun in the step
     calls: int = 0  # plain collectives begun so far; -1: one of them was broken off between two messages
     mixed: bool = False  # its backward added to gradients of earlier ones, and they are still there
+    through: bool = False  # a backward of it came to its end
 
     def alike(self, other: Outcome) -> bool:
         """Both ranks have done the same."""
@@ -189,7 +190,8 @@ class Recovery(ABC):
 
     @abstractmethod
     def tell_broken(self, epoch: int, reason: str, *, final: bool = False) -> None:
-        """An exception has broken this rank's step `epoch` off: no message of that step follows. final: nothing ever follows.
+        """An exception has broken this rank's step `epoch` off, or it is over here (reason ''): none of its messages follows.
+        final: nothing ever follows.
 
         Never blocks."""
 

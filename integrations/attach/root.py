@@ -1,10 +1,10 @@
-"""The engine's steps tied to the forward of a model's root module, whatever the framework."""
+"""The forward of a model's root module, as whoever counts steps by it sees it, whatever the framework."""
 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +16,63 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
 from commfuse_dp.engine.engine import Engine, in_backward
+
+
+def follow_forward(
+    transaction: Transaction,
+    model: nn.Module,
+    *,
+    begin: Callable[[], object],
+    returned: Callable[[Any], object] = nothing,
+    raised: Callable[[BaseException], object] = nothing,
+    left: Callable[[], object] = nothing,
+    graphs: bool = False,
+) -> None:
+    """Have a root's own forward tell of itself, but not its recomputation in a backward.
+
+    returned: called with its output. raised: with the exception that came out of it, if it had begun. left: in either case,
+    before. graphs: also where the model is compiled, outside of the graph."""
+    root, under_way = weakref.ref(model), [False]
+
+    def on_begin(args: Any) -> None:
+        begin()
+        under_way[0] = True
+
+    def on_return(args: Any, output: Any) -> None:
+        returned(output)
+        under_way[0] = False
+
+    def on_end(args: Any, output: Any) -> None:
+        broken_off, under_way[0] = under_way[0], False
+        left()
+        error = sys.exc_info()[1]
+        if broken_off and error is not None:
+            raised(error)
+
+    hook = functools.partial(_RootHook, root, graphs)
+    for register in (
+        functools.partial(model.register_forward_pre_hook, hook(on_begin), prepend=True),
+        functools.partial(model.register_forward_hook, hook(on_return)),
+        functools.partial(model.register_forward_hook, hook(on_end), always_call=True),
+    ):
+        transaction.acquire(register, RemovableHandle.remove)
+
+
+class _RootHook(Hook):
+    """A hook that is one of `root` alone."""
+
+    def __init__(self, root: weakref.ref[nn.Module], graphs: bool, action: Callable[..., None]) -> None:
+        self._root, self._graphs, self._action = root, graphs, action
+        run = self._outside_graphs
+        self._run = torch.compiler.disable(run) if graphs else run  # now, as it imports the compiler
+
+    def __call__(self, *args: Any) -> None:
+        if self._graphs or not torch.compiler.is_compiling():
+            self._run(*args)
+
+    def _outside_graphs(self, module: nn.Module, *args: Any) -> None:
+        if self._root() is module and not in_backward():
+            self._action(*args)
 
 
 def hook_root(
@@ -31,63 +88,32 @@ def hook_root(
     before, after: called around the root's own forward, but not around its recomputation in a backward; `after` not if the
     forward raised.
     """
-    root = weakref.ref(model)
-    for register in (
-        functools.partial(model.register_forward_pre_hook, _Begin(root, engine, before), prepend=True),
-        functools.partial(model.register_forward_hook, _End(root, engine, after)),
-        functools.partial(model.register_forward_hook, _Leave(root, engine, nothing), always_call=True),
-    ):
-        transaction.acquire(register, RemovableHandle.remove)
 
+    def begin() -> None:
+        before()
+        engine.begin_step()
+        engine.enter_forward()
 
-class _RootHook(Hook, ABC):
-    """A hook that is one of `root` alone."""
-
-    def __init__(self, root: weakref.ref[nn.Module], engine: Engine, action: Callable[[], object]) -> None:
-        self._root = root
-        self._engine = engine
-        self._action = action
-        self._outside_graphs = torch.compiler.disable(self.run)  # now, as it imports the compiler
-
-    def __call__(self, *args: Any) -> None:
-        self._outside_graphs(*args)
-
-    @abstractmethod
-    def run(self, module: nn.Module, args: Any, output: Any = None) -> None: ...
-
-    def concerns(self, module: nn.Module) -> bool:
-        return self._root() is module and not in_backward()
-
-
-class _Begin(_RootHook):
-    def run(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        if self.concerns(module):
-            self._action()
-            self._engine.begin_step()
-            self._engine.enter_forward()
-
-
-class _End(_RootHook):
-    def run(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        if not self.concerns(module):
-            return
+    def returned(output: Any) -> None:
         wanted = [leaf for leaf in _tensors(output) if leaf.requires_grad]
         for leaf in wanted:
-            leaf.register_hook(self._arm)
-        self._action()
-        self._engine.end_forward(bool(wanted))
+            leaf.register_hook(arm)
+        after()
+        engine.end_forward(bool(wanted))
 
-    def _arm(self, grad: torch.Tensor) -> torch.Tensor:
-        self._engine.arm()
+    def arm(grad: torch.Tensor) -> torch.Tensor:
+        engine.arm()
         return grad
 
-
-class _Leave(_RootHook):
-    """Also after a forward that raised."""
-
-    def run(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        if self.concerns(module):
-            self._engine.leave_forward()
+    follow_forward(
+        transaction,
+        model,
+        begin=begin,
+        returned=returned,
+        raised=engine.breakage.forward_raised,
+        left=engine.leave_forward,
+        graphs=True,
+    )
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:

@@ -243,10 +243,10 @@ def gradients_of(group: Any) -> list[torch.Tensor]:
     return [local_tensor(grad) for grad in found if grad is not None]
 
 
-def forget_unreduced(group: Any) -> None:
-    """Drop what they have accumulated without being reduced: `FSDPModule.reset_iter_state` leaves it (torch 2.13)."""
+def forget_gradients(group: Any) -> None:
+    """Drop them, also what has not been reduced: `FSDPModule.reset_iter_state` leaves it (torch 2.13)."""
     for fsdp_param in group.fsdp_params:
-        fsdp_param.unsharded_accumulated_grad = None
+        fsdp_param.sharded_param.grad = fsdp_param.unsharded_accumulated_grad = None
         if hasattr(fsdp_param, "_unsharded_param"):
             fsdp_param._unsharded_param.grad = None
 

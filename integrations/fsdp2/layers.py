@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,19 +76,26 @@ class ShardedGradients(Gradients):
             return False
         if engine.has_accumulated or any(unit.replica_partial is not None for unit in engine.units):
             return True
-        slots = (slot for unit in engine.units for slot in unit.slots if isinstance(slot, ModuleSlot))
-        served = (slot.parameter.grad for slot in slots)
+        served = (slot.parameter.grad for slot in self._slots(engine))
         found = [compat.local_tensor(grad) for grad in served if grad is not None]
         found += [grad for group in self._groups if group() is not None for grad in compat.gradients_of(group())]
         return any(bool(grad.any()) for grad in found) if closely else bool(found)
 
     def drop(self) -> None:
+        """Of the sharded parameters: a backward that was broken off leaves FSDP2's groups unsharded, and a model's `zero_grad`
+        finds whole parameters in their place."""
         engine = self._engine()
         if engine is not None:
             engine.drop_accumulated()
+            for slot in self._slots(engine):
+                slot.parameter.grad = None
         for group in self._groups:
             if group() is not None:
-                compat.forget_unreduced(group())
+                compat.forget_gradients(group())
+
+    @staticmethod
+    def _slots(engine: Engine) -> Iterator[ModuleSlot]:
+        return (slot for unit in engine.units for slot in unit.slots if isinstance(slot, ModuleSlot))
 
 
 class GroupPolicy:

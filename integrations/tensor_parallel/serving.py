@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.attach.attachment import Attachment, attach, attachment_of, remove_from
 from commfuse_dp.integrations.attach.fingerprint import check_equal, describe
-from commfuse_dp.integrations.attach.forwards import SERVICE, TENSOR_ATTACHMENT, Hook, Service, serve
-from commfuse_dp.integrations.attach.ranks import Ranks
+from commfuse_dp.integrations.attach.forwards import SERVICE, TENSOR_ATTACHMENT, Service, serve
+from commfuse_dp.integrations.attach.ranks import Ranks, any_of
 from commfuse_dp.integrations.attach.report import ParameterRow, Report
+from commfuse_dp.integrations.attach.root import follow_forward
 from commfuse_dp.integrations.attach.rules import check_exclude, original_type
 from commfuse_dp.integrations.fsdp2 import apply as apply_fsdp2
 from commfuse_dp.integrations.fsdp2 import remove as remove_fsdp2
@@ -37,11 +35,9 @@ from commfuse_dp.integrations.tensor_parallel.units import tensor_layer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from commfuse_dp.collectives.steps import follow_steps
 from commfuse_dp.config import CommFuseConfig
-from commfuse_dp.engine.engine import in_backward
 from commfuse_dp.errors import ConfigError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import Transport
@@ -72,8 +68,8 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     attachment = attachment_of(model, TENSOR_ATTACHMENT)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         report = _over_data_parallel(model, config, report)
-    elif attachment is not None:
-        _follow_steps(attachment, model)
+    if attachment is not None and group is not None:
+        _follow_steps(attachment, model, group)
     log.info("%s", report)
     return report
 
@@ -162,7 +158,7 @@ def _install(
         _replace_hook(attachment, member.module, FeaturesHook(member.module, member.style))
         serve(attachment.transaction, member.module, Service(member.module, RowLayer(member, division).forward))
         rows += module_rows(member.name, member.module, "row", "partial sums leave as they are computed")
-    _follow_root(attachment, model, division)
+    follow_forward(attachment.transaction, model, begin=division.enter, left=division.leave)
     return rows, division.gathered_inputs
 
 
@@ -171,48 +167,18 @@ def _replace_hook(attachment: Attachment, module: nn.Module, hook: StyleHook) ->
     attachment.transaction.set(module._forward_pre_hooks, hook.hook_id, hook)
 
 
-class _RootHook(Hook):
-    """Of the root alone: tells when its forward begins and ends."""
-
-    def __init__(self, root: nn.Module, action: Callable[[], None]) -> None:
-        self._root = weakref.ref(root)
-        self._action = action
-
-    def __call__(self, module: nn.Module, *args: Any) -> None:
-        if self._root() is module and not torch.compiler.is_compiling():
-            self._action()
-
-
-def _follow_root(attachment: Attachment, model: nn.Module, division: Division) -> None:
-    enter, leave = _RootHook(model, division.enter), _RootHook(model, division.leave)
-    take = attachment.transaction.acquire
-    take(lambda: model.register_forward_pre_hook(enter, prepend=True), RemovableHandle.remove)
-    take(lambda: model.register_forward_hook(leave, always_call=True), RemovableHandle.remove)
-
-
-def _follow_steps(attachment: Attachment, model: nn.Module) -> None:
-    """A forward of the root begins a step: see collectives/steps.py."""
+def _follow_steps(attachment: Attachment, model: nn.Module, group: dist.ProcessGroup) -> None:
+    """A forward of the root begins a step: see collectives/steps.py. With data parallelism it is one of its engine, too."""
+    data = attachment_of(model)
+    if data is not None and data.transport.recovery is None:
+        return
     steps = follow_steps(attachment.transport)
     if steps is None:
         return
-    take, under_way = attachment.transaction.acquire, [False]
-
-    def begin() -> None:
-        steps.begin()
-        under_way[0] = True
-
-    def returned() -> None:
-        under_way[0] = False
-
-    def left() -> None:
-        if under_way[0] and not in_backward():
-            under_way[0] = False
-            steps.raised()
-
-    hooks = _RootHook(model, begin), _RootHook(model, returned), _RootHook(model, left)
-    take(lambda: model.register_forward_pre_hook(hooks[0], prepend=True), RemovableHandle.remove)
-    take(lambda: model.register_forward_hook(hooks[1]), RemovableHandle.remove)
-    take(lambda: model.register_forward_hook(hooks[2], always_call=True), RemovableHandle.remove)
+    follow_forward(attachment.transaction, model, begin=steps.begin_next, raised=steps.forward_raised)
+    if data is not None:
+        engine, vote = data.engine, any_of(group, torch.device("cpu"))
+        data.transaction.acquire(lambda: engine.step_with(steps, vote), lambda part: part())
 
 
 # ---- report ----------------------------------------------------------------------------------------------------------

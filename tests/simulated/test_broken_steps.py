@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from commfuse_dp.transport.base import Transport
 from tests.simulated.broken_steps import (
@@ -132,3 +133,40 @@ def test_with_plain_collectives_under_way(alone, nbytes, stride):
     """What FSDP2 keeps for itself goes over the same rings: an all-gather is pending while the step is broken off."""
     true = run("copying", 3, every(SITES, 12, stride), alone=alone, nbytes=nbytes, collectives=True)
     assert min(true) > 60 // stride
+
+
+def test_no_gradient_of_a_lost_step_is_delivered_later():
+    """Partials come after the user has cleared the gradients, and another stream's wait sums what has come."""
+    world = InprocWorld(2, inbox_bytes=4096, deadline_s=60.0)
+
+    def body(rank: int, exchange: ExchangeFn) -> None:
+        rig = Rig(world.transport(rank), exchange, nbytes=4096)
+        hook = rig._hook
+
+        def holding(grad: torch.Tensor) -> None:
+            """From the beginning of the backward on nothing that this rank sends arrives."""
+            world.hold(rank, 1 - rank)
+            hook(grad)
+
+        try:
+            rig.step(0)
+            rig._hook = holding
+            with rig.injector.planned(Injection("hook", 1, Injected)), pytest.raises(Injected):
+                rig.step(1)
+            rig._hook = hook
+            slots = [slot for layer in rig.slots for slot in layer]
+            for slot in slots:
+                slot.grad = None
+            exchange(None)
+            world.let_go(rank, 1 - rank)
+            while not rig.engine.gradients.idle:
+                rig.transport.progress(0.01)
+                rig.engine.gradients.make_progress()
+            assert all(slot.grad is None for slot in slots)
+            exchange(None)
+            rig.step(2)
+            rig.check(2)
+        finally:
+            rig.engine.close()
+
+    run_ranks(2, body)

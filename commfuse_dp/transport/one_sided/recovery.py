@@ -129,7 +129,8 @@ class Rounds(Recovery):
         """The FINISH for one peer."""
         self._outcomes.pop((peer, epoch - 1), None)
         calls = _IN_DOUBT if outcome.calls < 0 else outcome.calls
-        return msg.pack(msg.FINISH, outcome.broken | outcome.mixed << 1, epoch, outcome.scatters, calls, x=self.sent[peer])
+        flags = outcome.broken | outcome.mixed << 1 | outcome.through << 2
+        return msg.pack(msg.FINISH, flags, epoch, outcome.scatters, calls, x=self.sent[peer])
 
     def on_finish(self, src: int, flags: int, epoch: int, scatters: int, calls: int, sent: int) -> None:
         before = self._left.get(src)
@@ -138,7 +139,7 @@ class Rounds(Recovery):
         elif before.epoch == epoch:
             self._left[src] = before._replace(sent=max(sent, before.sent))
         calls = -1 if calls == _IN_DOUBT else calls
-        self._outcomes[src, epoch] = Outcome(bool(flags & 1), scatters, calls, bool(flags & 2))
+        self._outcomes[src, epoch] = Outcome(bool(flags & 1), scatters, calls, bool(flags & 2), bool(flags & 4))
 
     def on_broken(self, src: int, final: int, epoch: int, sent: int, reason: str) -> None:
         self._left[src] = Left(epoch, sent, reason, bool(final))
