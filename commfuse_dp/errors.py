@@ -17,7 +17,7 @@ class Where(NamedTuple):
         return f"layer {self.layer!r}, step {self.step}, slice {self.slice}, {self.nbytes} bytes"
 
 
-# Behind every error of streams that were released: see [Note: Release] in transport/symmetric/watch.py.
+# Behind every error of streams that were released: see [Note: Release] in transport/streams/watch.py.
 STEP_LOST = (
     "What streams waited for was replaced by NaN, and an optimizer step that was enqueued behind it has run: the parameters of "
     "this rank may be lost. Resume from the last checkpoint."

@@ -117,6 +117,11 @@ class Breakage(StepState):
         return bool(self._mixed)
 
     @property
+    def lost(self) -> bool:
+        """All ranks know that the step is lost."""
+        return self._agreed
+
+    @property
     def unsettled(self) -> bool:
         """The step is lost here, and `lose_gradients` has not been called."""
         return bool(self.cause) and not self._agreed
