@@ -6,7 +6,8 @@
 fp32: CommFuse sums wgrads and outputs in slices, so last bits differ, and three steps carry them on. The update is compared
 (weights after the steps minus weights before): of the whole model to RTOL, of each parameter to RTOL_EACH plus a share of the
 whole, so that also a small parameter whose gradient is lost or doubled is seen. Losses of each step to RTOL. A model that is
-more sensitive than that is held against its own sensitivity: stock, begun from weights that differ in their last bits.
+more sensitive than that (normalization of tiny batches: the last bit of a weight may turn stock's own update around) is trained
+by both in fp64, and held to the same there.
 bf16: two orders of summation differ by roundings of 2^-9 each, and there is no exact answer but fp32's. So both are held
 against stock's fp32 run: CommFuse's error is at most MARGIN times stock's own, for the whole, and MARGIN_EACH times for each
 parameter plus a share of its update.
@@ -95,9 +96,9 @@ def run(rank: int, world_size: int, case: Case) -> Row:
             verdict, text = "error", _brief(error) + "\n" + traceback.format_exc()[-2500:]
             break
         worst[dtype], wrong = compare(stock, ours, exact)
-        if wrong and exact is stock:  # is the model so sensitive? Then one bit more or less does the same to stock
-            shaken = _train(model, dtype, shard, batch, loss, None, shaken=True)
-            worst["shaken"], wrong = compare(shaken, ours, stock)
+        if wrong and exact is stock:  # is the model so sensitive?
+            wide = [_train(model, "fp64", shard, batch, loss, kept) for kept in (None, [])]
+            worst["fp64"], wrong = compare(wide[0], wide[1], wide[0])
         if wrong:
             verdict, text = "differs", wrong
             break
@@ -141,13 +142,12 @@ def shard_root(model: nn.Module, **options: Any) -> None:
     fully_shard(model, **options)
 
 
-def _train(
-    model: nn.Module, dtype: str, shard: Any, batch: Any, loss: Any, rows: list[Any] | None, *, shaken: bool = False
-) -> Trained:
-    """rows: None for stock; else CommFuse trains, and the report's rows are put there. shaken: weights in their last bits."""
+def _train(model: nn.Module, dtype: str, shard: Any, batch: Any, loss: Any, rows: list[Any] | None) -> Trained:
+    """rows: None for stock; else CommFuse trains, and the report's rows are put there."""
     model = copy.deepcopy(model)
-    if shaken:
-        _shake(model)
+    wide = dtype == "fp64"
+    if wide:
+        model.double()
     shard(model, **({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if dtype == "bf16" else {}))
     if rows is not None:
         rows[:] = commfuse_dp.apply(model).rows
@@ -159,7 +159,7 @@ def _train(
         losses = []
         for step in range(STEPS):
             torch.manual_seed(step)
-            value = loss(model(**batch(step)))
+            value = loss(model(**{key: _widened(item) if wide else item for key, item in batch(step).items()}))
             value.backward()
             touched |= {name for name, param in params.items() if param.grad is not None}
             optimizer.step()
@@ -175,12 +175,8 @@ def _train(
             commfuse_dp.remove(model)
 
 
-def _shake(model: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for param in model.parameters():
-            if param.is_floating_point():
-                param.mul_(1 + 2.0**-23 * torch.randn(param.shape, generator=generator))
+def _widened(item: Any) -> Any:
+    return item.double() if isinstance(item, torch.Tensor) and item.is_floating_point() else item
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:
