@@ -58,7 +58,7 @@ def constant_in_graphs(fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn
 
 
-OPS = "commfuse-ops-4"  # rises with every change of a registered op's signature
+OPS = "commfuse-ops-5"  # rises with every change of a registered op's signature
 
 
 def prepare_compiler() -> None:

@@ -70,7 +70,7 @@ def ring_attention(
     keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
     scale = default_scale(scale, q.shape[3])
     call = call_number() if torch.compiler.is_compiling() else 0
-    o: torch.Tensor = torch.ops.commfuse.ring_attention(q, k, v, causal, scale, layout, *lines, keep, call)[0]
+    o: torch.Tensor = torch.ops.commfuse.ring_attention(q, k, v, layout, causal, scale, *lines, keep, call)[0]
     return o
 
 
@@ -84,15 +84,18 @@ def _keys_values(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return k, v
 
 
-_FORWARD = f"(Tensor q, Tensor k, Tensor v, {ATTENTION_CALL}) -> (Tensor, Tensor)"
-_BACKWARD = f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {ATTENTION_CALL}) -> (Tensor, Tensor, Tensor)"
+_FORWARD = f"(Tensor q, Tensor k, Tensor v, str layout, {ATTENTION_CALL}) -> (Tensor, Tensor)"
+_SAVED = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
+_BACKWARD = f"(Tensor grad, {_SAVED}, str layout, {ATTENTION_CALL}) -> (Tensor, Tensor, Tensor)"
 
 
 @torch.library.custom_op("commfuse::ring_attention", mutates_args=(), schema=_FORWARD)
-def ring_attention_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def ring_attention_op(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, *how: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(o; log-sum-exp [B, H, s])"""
     call = AttentionCall(*how)
-    causal, scale, layout, lines = *call[:3], call.lines
+    causal, scale, lines = call.causal, call.scale, call.lines
     lines.agree(NAME, q.device, describe(q, k, causal, scale, layout, call.keep))
     queries = heads_first(rows_first(q, layout))
     attended = Attended(queries, q_start=lines.start(lines.rank), causal=causal, scale=scale)
@@ -107,18 +110,25 @@ def ring_attention_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: A
 
 
 @ring_attention_op.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    positions, batch, heads, _ = (q.shape[dim] for dim in LAYOUTS[AttentionCall(*how).layout])
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    positions, batch, heads, _ = (q.shape[dim] for dim in LAYOUTS[layout])
     return q.new_empty(q.shape), q.new_empty((batch, heads, positions), dtype=wide_dtype(q.dtype))
 
 
 @torch.library.custom_op("commfuse::ring_attention_backward", mutates_args=(), schema=_BACKWARD)
 def ring_attention_backward_op(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *how: Any
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    layout: str,
+    *how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv"""
     call = AttentionCall(*how)
-    causal, scale, layout, lines = *call[:3], call.lines
+    causal, scale, lines = call.causal, call.scale, call.lines
     packed, wide = _packed(k, v, layout), wide_dtype(q.dtype)
     d_out, queries, o = (heads_first(rows_first(tensor, layout)) for tensor in (grad, q, out))
     everything = packed.new_empty(lines.length, *packed.shape[1:])
@@ -165,7 +175,14 @@ def _early(lines: Lines) -> set[int]:
 
 @ring_attention_backward_op.register_fake
 def _(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *how: Any
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    layout: str,
+    *how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), q.new_empty(k.shape), q.new_empty(v.shape)
 

@@ -95,15 +95,11 @@ class Lines(NamedTuple):
         agree(sessions.transport_for(*_find(self.place), device), what, {**description, **how})
 
 
-LINES = "SymInt[] sizes, SymInt slices_per_rank, str order, SymInt place"  # of `Lines`, in the schema of an op
-
-
 class AttentionCall(NamedTuple):
-    """What attention over ranks is told beside its tensors, as ops take it, forward and backward."""
+    """What every attention over ranks is told beside its tensors, as ops take it, forward and backward."""
 
     causal: bool
     scale: float
-    layout: str
     sizes: Sequence[int]
     slices_per_rank: int
     order: str
@@ -113,10 +109,12 @@ class AttentionCall(NamedTuple):
 
     @property
     def lines(self) -> Lines:
-        return Lines(tuple(self.sizes), *self[4:7])
+        return Lines(tuple(self.sizes), self.slices_per_rank, self.order, self.place)
 
 
-ATTENTION_CALL = f"bool causal, float scale, str layout, {LINES}, bool keep, SymInt call"  # its schema
+ATTENTION_CALL = (  # its schema
+    "bool causal, float scale, SymInt[] sizes, SymInt slices_per_rank, str order, SymInt place, bool keep, SymInt call"
+)
 
 
 def sizes_of(sizes: Sequence[int] | None, default: Sequence[int], place: int) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ none with four.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,17 @@ from commfuse_dp.collectives.summation import wide_dtype
 from commfuse_dp.ops.attention import Attended, Gradients, add_gradients, default_scale
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.operands import call_number
-from commfuse_dp.ops.places import LINES, Lines, check_heads, place_of, rank_at, refuse, sizes_of, world_size_at
+from commfuse_dp.ops.places import (
+    ATTENTION_CALL,
+    AttentionCall,
+    Lines,
+    check_heads,
+    place_of,
+    rank_at,
+    refuse,
+    sizes_of,
+    world_size_at,
+)
 from commfuse_dp.program.orders import check_order
 from commfuse_dp.transport.base import Transport
 
@@ -88,7 +98,7 @@ def row_parallel_attention(
     lines, partial_dtype = prepare(q, k, v, weight, dim, sizes, group, reduce_dtype, slices_per_rank, order, transport, causal)
     keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v, weight))
     scale = default_scale(scale, q.shape[3])
-    how = (causal, scale, dim, partial_dtype, *lines, keep, call_number() if torch.compiler.is_compiling() else 0)
+    how = (dim, partial_dtype, causal, scale, *lines, keep, call_number() if torch.compiler.is_compiling() else 0)
     y: torch.Tensor = torch.ops.commfuse.row_attention(q, k, v, weight, *how)[0]
     return y
 
@@ -135,38 +145,25 @@ def prepare(
 
 
 # ---- the registered ops ----------------------------------------------------------------------------------------------
-class _Call(NamedTuple):
-    """What the ops are told beside their tensors."""
-
-    causal: bool
-    scale: float
-    dim: int
-    partial_dtype: torch.dtype
-    sizes: Sequence[int]
-    slices_per_rank: int
-    order: str
-    place: int
-    keep: bool  # what a backward needs
-    number: int  # see [Note: Calls in graphs] in operands.py
-
-    @property
-    def lines(self) -> Lines:
-        return Lines(tuple(self.sizes), *self[5:8])
-
-
-_CALL = f"bool causal, float scale, SymInt dim, ScalarType partial_dtype, {LINES}, bool keep, SymInt call"
-_FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor weight, {_CALL}) -> (Tensor, Tensor, Tensor)"
+_HOW = f"SymInt dim, ScalarType partial_dtype, {ATTENTION_CALL}"
+_FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor weight, {_HOW}) -> (Tensor, Tensor, Tensor)"
 _SAVED = "Tensor q, Tensor k, Tensor v, Tensor weight, Tensor saved, Tensor lse"
-_BACKWARD = f"(Tensor grad, {_SAVED}, bool trained, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)"
+_BACKWARD = f"(Tensor grad, {_SAVED}, bool trained, {_HOW}) -> (Tensor, Tensor, Tensor, Tensor)"
 
 
 @torch.library.custom_op("commfuse::row_attention", mutates_args=(), schema=_FORWARD)
 def row_attention_op(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor, *how: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    weight: torch.Tensor,
+    dim: int,
+    partial_dtype: torch.dtype,
+    *how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(own rows of the result; if `keep`: O [S, B, h, d] and the log-sum-exp [B, h, S])"""
-    call = _Call(*how)
-    causal, scale, dim, partial_dtype, lines, keep = *call[:4], call.lines, call.keep
+    call = AttentionCall(*how)
+    causal, scale, lines, keep = call.causal, call.scale, call.lines, call.keep
     batch, heads, length, width = q.shape
     features = weight.shape[0]
     lines.agree(
@@ -218,11 +215,17 @@ def _result(y: torch.Tensor, dim: int) -> torch.Tensor:
 
 @row_attention_op.register_fake
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor, *how: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    weight: torch.Tensor,
+    dim: int,
+    partial_dtype: torch.dtype,
+    *how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = _Call(*how)
+    call = AttentionCall(*how)
     own = call.sizes[rank_at(call.place)]
-    y = q.new_empty((own, q.shape[0], weight.shape[0]) if call.dim == 0 else (q.shape[0], own, weight.shape[0]))
+    y = q.new_empty((own, q.shape[0], weight.shape[0]) if dim == 0 else (q.shape[0], own, weight.shape[0]))
     return y, *_saved(q, call.keep)
 
 
@@ -236,11 +239,13 @@ def row_attention_backward_op(
     saved: torch.Tensor,
     lse: torch.Tensor,
     trained: bool,
+    dim: int,
+    partial_dtype: torch.dtype,
     *how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv; dW, if `trained`)"""
-    call = _Call(*how)
-    causal, scale, dim, lines = *call[:3], call.lines
+    call = AttentionCall(*how)
+    causal, scale, lines = call.causal, call.scale, call.lines
     batch, heads, length, width = q.shape
     features, wide = weight.shape[0], wide_dtype(q.dtype)
     grads = Gradients(*(torch.zeros(tensor.shape, dtype=wide, device=q.device) for tensor in (q, k, v)))
@@ -286,6 +291,8 @@ def _(
     saved: torch.Tensor,
     lse: torch.Tensor,
     trained: bool,
+    dim: int,
+    partial_dtype: torch.dtype,
     *how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dq, dk, dv = (q.new_empty(tensor.shape) for tensor in (q, k, v))

@@ -126,7 +126,7 @@ def ulysses_attention(
     keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
     scale = default_scale(scale, q.shape[3])
     call = call_number() if torch.compiler.is_compiling() else 0
-    o: torch.Tensor = torch.ops.commfuse.ulysses(q, k, v, causal, scale, layout, *lines, keep, call)[0]
+    o: torch.Tensor = torch.ops.commfuse.ulysses(q, k, v, layout, causal, scale, *lines, keep, call)[0]
     return o
 
 
@@ -242,19 +242,18 @@ def describe(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float, layou
 
 
 # ---- the registered ops ----------------------------------------------------------------------------------------------
-_FORWARD = f"(Tensor q, Tensor k, Tensor v, {ATTENTION_CALL}) -> (Tensor, Tensor, Tensor, Tensor)"
-_BACKWARD = (
-    f"(Tensor grad, Tensor packed, Tensor out, Tensor lse, SymInt key_heads, {ATTENTION_CALL}) -> (Tensor, Tensor, Tensor)"
-)
+_FORWARD = f"(Tensor q, Tensor k, Tensor v, str layout, {ATTENTION_CALL}) -> (Tensor, Tensor, Tensor, Tensor)"
+_SAVED = "Tensor packed, Tensor out, Tensor lse"
+_BACKWARD = f"(Tensor grad, {_SAVED}, SymInt key_heads, str layout, {ATTENTION_CALL}) -> (Tensor, Tensor, Tensor)"
 
 
 @torch.library.custom_op("commfuse::ulysses", mutates_args=(), schema=_FORWARD)
 def ulysses_op(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(o; if `keep`: q, k, v [S, B, heads, d] and o [S, B, heads, d] of the own heads, log-sum-exp [B, heads, S])"""
     call = AttentionCall(*how)
-    causal, scale, layout, lines, keep = *call[:3], call.lines, call.keep
+    causal, scale, lines, keep = call.causal, call.scale, call.lines, call.keep
     lines.agree(NAME, q.device, describe(q, k, causal, scale, layout, keep))
     q_rows, k_rows, v_rows = (rows_first(tensor, layout) for tensor in (q, k, v))
     batch, heads = q_rows.shape[1], Heads(q_rows.shape[2], k_rows.shape[2], len(lines.sizes))
@@ -312,10 +311,10 @@ def _saved(q: torch.Tensor, batch: int, length: int, heads: int) -> tuple[torch.
 
 @ulysses_op.register_fake
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *how: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     call = AttentionCall(*how)
-    _, batch_dim, head_dim, _ = LAYOUTS[call.layout]
+    _, batch_dim, head_dim, _ = LAYOUTS[layout]
     heads, batch = Heads(q.shape[head_dim], k.shape[head_dim], len(call.sizes)), q.shape[batch_dim]
     length = sum(call.sizes) if call.keep else 0
     packed = q.new_empty(length, batch, heads.own_queries + 2 * heads.own_keys, q.shape[3])
@@ -324,11 +323,11 @@ def _(
 
 @torch.library.custom_op("commfuse::ulysses_backward", mutates_args=(), schema=_BACKWARD)
 def ulysses_backward_op(
-    grad: torch.Tensor, packed: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, key_heads: int, *how: Any
+    grad: torch.Tensor, packed: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, key_heads: int, layout: str, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv"""
     call = AttentionCall(*how)
-    causal, scale, layout, lines = *call[:3], call.lines
+    causal, scale, lines = call.causal, call.scale, call.lines
     d_rows = rows_first(grad, layout)
     batch, heads = d_rows.shape[1], Heads(d_rows.shape[2], key_heads, len(lines.sizes))
     mine, shared, wide = heads.own_queries, heads.own_keys, wide_dtype(out.dtype)
@@ -395,16 +394,16 @@ def _in_rank_order(shares: torch.Tensor) -> torch.Tensor:
 
 @ulysses_backward_op.register_fake
 def _(
-    grad: torch.Tensor, packed: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, key_heads: int, *how: Any
+    grad: torch.Tensor, packed: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, key_heads: int, layout: str, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     shape = list(grad.shape)
-    shape[LAYOUTS[AttentionCall(*how).layout][2]] = key_heads
+    shape[LAYOUTS[layout][2]] = key_heads
     return grad.new_empty(grad.shape), grad.new_empty(shape), grad.new_empty(shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    _, k, _, *how = inputs
-    ctx.how = k.shape[LAYOUTS[AttentionCall(*how).layout][2]], *how
+    _, k, _, layout, *how = inputs
+    ctx.how = k.shape[LAYOUTS[layout][2]], layout, *how
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)

@@ -107,8 +107,8 @@ def test_opcheck(name: str, keep: bool) -> None:
     q, k, v = (torch.randn(2, 2, 5, 4, requires_grad=keep) for _ in range(3))
     if name == "row_attention":
         weight = torch.randn(6, 8, requires_grad=keep)
-        args = (q, k, v, weight, True, 0.5, 1, torch.float32, [5], 2, "pairwise", 0, keep, 0)
+        args = (q, k, v, weight, 1, torch.float32, True, 0.5, [5], 2, "pairwise", 0, keep, 0)
     else:
-        args = (q, k, v, True, 0.5, "bhsd", [5], 2, "pairwise", 0, keep, 0)
+        args = (q, k, v, "bhsd", True, 0.5, [5], 2, "pairwise", 0, keep, 0)
     tests = ("test_schema", "test_faketensor", *(("test_autograd_registration", "test_aot_dispatch_dynamic") if keep else ()))
     torch.library.opcheck(op.default, args, test_utils=tests)
