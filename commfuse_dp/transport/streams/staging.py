@@ -12,6 +12,7 @@ message, and a sender would wait for room where there is some.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
@@ -100,14 +101,14 @@ class Reservation:
         self.order = 0  # of the sends, which are copied in this order by one stream
 
 
-class Lane:
+class Lane(ABC):
     """What one end knows of its messages with a peer. See `Lanes`."""
 
     users = 1  # peers whose messages have been alike so far
 
+    @abstractmethod
     def clone(self) -> Self:
         """The same, for some of them."""
-        raise NotImplementedError
 
 
 Name = TypeVar("Name", bound=Hashable)

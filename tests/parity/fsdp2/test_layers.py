@@ -218,7 +218,7 @@ def branches_of_ranks(rank: int, world_size: int) -> None:
             mean_square(twin.fused, torch.randn(3, 8).double()).backward()
 
 
-@pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="of newer versions")
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="this torch has no such setter")
 def test_parts_that_other_ranks_do_not_use(workers):
     workers(2).run(branches_of_ranks)
 
