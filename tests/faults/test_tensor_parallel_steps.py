@@ -14,35 +14,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from commfuse_dp import BrokenStepError
 from tests.parity.tensor_parallel.block import batch, parallelize, whole
 from tests.parity.tensor_parallel.test_tensor_layers import alike, gradients
+from tests.support.raising import Boom, blow, blow_in_backward
 from tests.support.serving import applied
 
 DEADLINE_S = 60.0  # what ends sooner ended because ranks were told
 VICTIM = 1
 
 
-class Boom(Exception):
-    pass
-
-
-def _blow(*_: Any) -> None:
-    raise Boom("no more")
-
-
-def _in_backward(module: nn.Module, args: Any, out: torch.Tensor) -> None:
-    if out.requires_grad:
-        out.register_hook(_blow)
-
-
 def _blow_up(model: Any, phase: str) -> Callable[[], None]:
     """Have the next forward or backward raise Boom. Returns what takes it back."""
     if phase == "forward":
-        return model.layers[0].feed_forward.register_forward_pre_hook(_blow).remove
+        return model.layers[0].feed_forward.register_forward_pre_hook(blow).remove
     if phase == "end of forward":
-        return model.output.register_forward_hook(_blow).remove
+        return model.output.register_forward_hook(blow).remove
     if phase == "backward":
-        return model.layers[0].feed_forward.register_forward_hook(_in_backward).remove
+        return model.layers[0].feed_forward.register_forward_hook(blow_in_backward).remove
     assert phase == "end of backward"  # behind all that communicates
-    return model.tok_embeddings.weight.register_hook(_blow).remove
+    return model.tok_embeddings.weight.register_hook(blow).remove
 
 
 def _attempt(model: nn.Module, tokens: torch.Tensor) -> BaseException | None:

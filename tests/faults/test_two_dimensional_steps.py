@@ -7,8 +7,8 @@ Two transports break and recover together: a rank that is no peer of the one tha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.hooks import RemovableHandle
 
 from commfuse_dp import BrokenStepError
 from tests.parity.tensor_parallel.block import batch, parallelize, whole
@@ -24,56 +25,32 @@ from tests.parity.tensor_parallel.test_tensor_layers import gradients as llama_g
 from tests.parity.tensor_parallel.test_tensor_slices import alike, build, data, gradients, grid
 from tests.support import serving
 from tests.support.cells import slow
-from tests.support.raising import Injected, functions_entered, inside, raising_in
+from tests.support.raising import Boom, Injected, blow, blow_in_backward, functions_entered, inside, raising_in
 
 DEADLINE_S = 60.0  # what ends sooner ended because ranks were told
 
 
-class Boom(Exception):
-    pass
+# ---- places: each returns a handle that takes the hook back ------------------------------------------------------------
+def _before_a_layer(net: Any, x: torch.Tensor) -> RemovableHandle:
+    return net.blocks[1].up.register_forward_pre_hook(blow)
 
 
-def _blow(*_: Any) -> None:
-    raise Boom("no more")
+def _behind_a_forward(net: Any, x: torch.Tensor) -> RemovableHandle:
+    return net.blocks[1].register_forward_hook(blow)
 
 
-def _in_backward(module: nn.Module, args: Any, out: torch.Tensor) -> None:
-    if out.requires_grad:
-        out.register_hook(_blow)
-
-
-# ---- places ----------------------------------------------------------------------------------------------------------
-@contextmanager
-def _before_a_layer(net: Any, x: torch.Tensor) -> Iterator[None]:
-    with net.blocks[1].up.register_forward_pre_hook(_blow):
-        yield
-
-
-@contextmanager
-def _behind_a_forward(net: Any, x: torch.Tensor) -> Iterator[None]:
-    with net.blocks[1].register_forward_hook(_blow):
-        yield
-
-
-@contextmanager
-def _first_hook(net: Any, x: torch.Tensor) -> Iterator[None]:
+def _first_hook(net: Any, x: torch.Tensor) -> RemovableHandle:
     """Of a backward: all that follows communicates."""
-    with net.blocks[1].down.register_forward_hook(_in_backward):
-        yield
+    return net.blocks[1].down.register_forward_hook(blow_in_backward)
 
 
-@contextmanager
-def _hook(net: Any, x: torch.Tensor) -> Iterator[None]:
-    with net.blocks[0].register_forward_hook(_in_backward):
-        yield
+def _hook(net: Any, x: torch.Tensor) -> RemovableHandle:
+    return net.blocks[0].register_forward_hook(blow_in_backward)
 
 
-@contextmanager
-def _last_hook(net: Any, x: torch.Tensor) -> Iterator[None]:
+def _last_hook(net: Any, x: torch.Tensor) -> RemovableHandle:
     """Nothing of tensor parallelism follows: only data parallelism's peers wait."""
-    handle = x.register_hook(_blow)
-    yield
-    handle.remove()
+    return x.register_hook(blow)
 
 
 HOOKS = (_before_a_layer, _behind_a_forward, _first_hook, _hook, _last_hook)
@@ -124,7 +101,7 @@ def _hooks(rank: int, world_size: int, settings: dict[str, Any], victims: tuple[
                 assert "no more" in str(error) or "an exception in its backward" in str(error), error
             _next_is_stock(net, mesh, wanted, error)
         for victim in victims:  # between forward and backward
-            error = _attempt(net, x, _blow if rank == victim else lambda loss: None)
+            error = _attempt(net, x, blow if rank == victim else lambda loss: None)
             assert isinstance(error, Boom if rank == victim else BrokenStepError), error
             _next_is_stock(net, mesh, wanted, error)
         for place in HOOKS:  # on all ranks alike: each has its own exception, and nothing else
@@ -186,8 +163,8 @@ def _llama(rank: int, world_size: int, transport: str) -> None:
     tokens = batch(rank // 2)[:, :-1]
     feed_forward = model.layers[0].feed_forward
     registers = (
-        lambda: feed_forward.register_forward_pre_hook(_blow),
-        lambda: feed_forward.register_forward_hook(_in_backward),
+        lambda: feed_forward.register_forward_pre_hook(blow),
+        lambda: feed_forward.register_forward_hook(blow_in_backward),
     )
     with serving.applied(model, transport=transport, deadline_s=DEADLINE_S):
         for victim, register in itertools.product((1, 2), registers):

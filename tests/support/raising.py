@@ -1,4 +1,4 @@
-"""An exception at any place of a piece of code: for statements about what is left behind when it fails in the middle."""
+"""An exception in a hook, or at any place of a piece of code: for statements about what is left behind when it fails there."""
 
 from __future__ import annotations
 
@@ -6,6 +6,24 @@ import sys
 from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any
+
+import torch
+from torch import nn
+
+
+class Boom(Exception):
+    pass
+
+
+def blow(*_: Any) -> None:
+    """A hook."""
+    raise Boom("no more")
+
+
+def blow_in_backward(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+    """A forward hook: the backward through the module's output raises Boom."""
+    if out.requires_grad:
+        out.register_hook(blow)
 
 
 class Injected(Exception):
