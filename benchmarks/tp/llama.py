@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,69 +29,37 @@ from torch.distributed.tensor.parallel import (
 )
 
 import commfuse_dp
-from benchmarks.models_llama import rotary_table, rotate
+from benchmarks.models_llama import Llama, Shape, next_token_loss, rotary_table, rotate
 
 VARIANTS = ("compute", "dtensor", "dtensor-keep", "commfuse", "commfuse-keep")
 
 
-class LlamaShape(NamedTuple):
-    width: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    layers: int
-    vocabulary: int
-
-
 class _Attention(nn.Module):
-    def __init__(self, shape: LlamaShape) -> None:
+    """As models_llama's, with a linear for each of queries, keys and values, whose rows tensor parallelism divides by heads."""
+
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.depth = shape.width // shape.heads
+        self.shape = shape
         self.q, self.o = (nn.Linear(shape.width, shape.width, bias=False) for _ in range(2))
-        self.k, self.v = (nn.Linear(shape.width, shape.kv_heads * self.depth, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(shape.width, shape.kv_heads * shape.head_width, bias=False) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
-        q, k, v = (layer(x).view(batch, length, -1, self.depth).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        table = rotary_table(length, self.depth, 500_000.0, x.device)
+        depth = self.shape.head_width
+        q, k, v = (layer(x).view(batch, length, -1, depth).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        table = rotary_table(length, depth, self.shape.theta, x.device)
         o = F.scaled_dot_product_attention(rotate(q, *table), rotate(k, *table), v, is_causal=True, enable_gqa=True)
         return self.o(o.transpose(1, 2).reshape(batch, length, -1))
 
 
 class _FeedForward(nn.Module):
-    def __init__(self, shape: LlamaShape) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.gate, self.up = (nn.Linear(shape.width, shape.hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(shape.hidden, shape.width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class _Block(nn.Module):
-    def __init__(self, shape: LlamaShape) -> None:
-        super().__init__()
-        self.attention_norm, self.feed_forward_norm = nn.RMSNorm(shape.width), nn.RMSNorm(shape.width)
-        self.attention, self.feed_forward = _Attention(shape), _FeedForward(shape)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.feed_forward(self.feed_forward_norm(x))
-
-
-class _Llama(nn.Module):
-    def __init__(self, shape: LlamaShape) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.layers = nn.ModuleList(_Block(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
 
 
 def _mesh(tp: int, dp: int, *, fake: bool) -> DeviceMesh:
@@ -108,9 +76,11 @@ def _mesh(tp: int, dp: int, *, fake: bool) -> DeviceMesh:
     return DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=names)
 
 
-def _build(shape: LlamaShape, mesh: DeviceMesh, seed: int, *, keep: bool) -> nn.Module:
+def _build(shape: Shape, mesh: DeviceMesh, seed: int, *, keep: bool) -> nn.Module:
     torch.manual_seed(seed)
-    model = _Llama(shape)
+    model = Llama(shape)
+    for block in model.layers:
+        block.attention, block.feed_forward = _Attention(shape), _FeedForward(shape)
     dp = mesh["dp"].size()
     sequence, whole = Shard(1), Replicate()
     gather = PrepareModuleInput(input_layouts=(sequence,), desired_input_layouts=(whole,))
@@ -139,7 +109,7 @@ class LlamaVariant:
         self.name = name
         self.notes: dict[str, Any] = {}
         self.losses: list[torch.Tensor] = []
-        shape = LlamaShape(case.width, case.hidden, case.heads, case.heads // 2, case.layers, case.vocabulary)
+        shape = Shape(case.width, case.layers, case.heads, case.heads // 2, case.hidden, case.vocabulary)
         tp = case.world_size // case.dp
         mesh = _mesh(tp, case.dp, fake=name == "compute")
         self._model = _build(shape, mesh, case.seed, keep=name.endswith("-keep"))
@@ -154,8 +124,7 @@ class LlamaVariant:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3, fused=True)
 
     def step(self) -> None:
-        logits = self._model(self._tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), self._tokens[:, 1:].flatten())
+        loss = next_token_loss(self._model, self._tokens[:, :-1], self._tokens[:, 1:])
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()

@@ -6,7 +6,6 @@ sums, sockets, Python). Values are zeros: nothing but times and bytes means anyt
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 import warnings
@@ -33,37 +32,38 @@ class SleepingDevice:
 
     def _kernels(self) -> dict[str, Callable[..., Any]]:
         def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            shape = (*a.shape[:-1], b.shape[-1])
-            self._sleep(2 * math.prod(shape) * a.shape[-1])
-            return a.new_zeros(shape)
+            y = a.new_zeros((*a.shape[:-1], b.shape[-1]))
+            self._sleep(2 * y.numel() * a.shape[-1])
+            return y
 
-        def into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            self._sleep(2 * math.prod((*a.shape[:-1], b.shape[-1])) * a.shape[-1])
-            return out.resize_((*a.shape[:-1], b.shape[-1])).zero_()
+        def into(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+            return out.copy_(product(a, b))
 
         def onto(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **_: Any) -> torch.Tensor:
             self._sleep(2 * total.numel() * a.shape[-1])
             return total
 
-        def attend(q: torch.Tensor, k: torch.Tensor, *_: Any, is_causal: bool = False, **__: Any) -> tuple[torch.Tensor, ...]:
-            self._sleep(_attention_flops(q, k, is_causal))
+        def attend(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float = 0.0, causal: bool = False, **_: Any
+        ) -> tuple[torch.Tensor, ...]:
+            self._sleep(_attention_flops(q, k, causal))
             return q.new_zeros(q.shape), q.new_zeros(q.shape[:-1], dtype=torch.float32)
 
         def attend_backward(
-            grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **__: Any
+            grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **_: Any
         ) -> tuple[torch.Tensor, ...]:
-            self._sleep(2 * _attention_flops(q, k, bool(rest[3])))  # as many products again as forward has, twice
+            self._sleep(2 * _attention_flops(q, k, bool(rest[3])))  # is_causal; four products, where forward has two
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
         return {
             "mm": product,
+            "mm.out": into,
             "bmm": product,
-            "mm.out": lambda a, b, *, out: into(a, b, out),
-            "bmm.out": lambda a, b, *, out: into(a, b, out),
+            "bmm.out": into,
             "addmm": lambda bias, a, b, **_: product(a, b),
+            "addmm.out": lambda bias, a, b, *, out, **_: into(a, b, out=out),
             "addmm_": onto,
-            "addmm.out": lambda bias, a, b, *, out, **_: into(a, b, out),
-            _SDPA: lambda q, k, v, dropout=0.0, is_causal=False, **_: attend(q, k, is_causal=is_causal),
+            _SDPA: attend,
             f"{_SDPA}_backward": attend_backward,
         }
 
