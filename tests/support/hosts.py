@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from commfuse_dp.probe import Probe
 from commfuse_dp.program.hosts import Hosts
+from commfuse_dp.transport.hierarchical.across import AcrossProbe
 from commfuse_dp.transport.hierarchical.device import StreamHierarchicalTransport
-from commfuse_dp.transport.hierarchical.relays import AcrossProbe
 from commfuse_dp.transport.hierarchical.transport import HierarchicalTransport
 from commfuse_dp.transport.shm.sockets import SocketChannel, connect_mesh
 from commfuse_dp.transport.symmetric.transport import SymmetricTransport

@@ -59,7 +59,8 @@ from commfuse_dp.transport.closing import CLOSE_S, close_at_exit, never_free
 from commfuse_dp.transport.grouped.core import Core
 from commfuse_dp.transport.grouped.exchange import GroupedExchange
 from commfuse_dp.transport.grouped.watch import Ballot
-from commfuse_dp.transport.hierarchical.relays import AcrossProbe, Relays
+from commfuse_dp.transport.hierarchical.across import AcrossProbe
+from commfuse_dp.transport.hierarchical.relays import Relays
 from commfuse_dp.transport.symmetric.transport import SymmetricTransport
 
 

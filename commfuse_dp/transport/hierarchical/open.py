@@ -45,7 +45,7 @@ def open_on_cpus(
     hosts: Hosts, rank: int, exchange: ExchangeFn, *, inbox_bytes: int, deadline_s: float, probe: Probe
 ) -> tuple[Transport, str]:
     """Collective: shm inside hosts, tcp between them, and how to say that. Raises TransportError on all ranks alike."""
-    from commfuse_dp.transport.hierarchical.relays import AcrossProbe
+    from commfuse_dp.transport.hierarchical.across import AcrossProbe
     from commfuse_dp.transport.hierarchical.transport import HierarchicalTransport
     from commfuse_dp.transport.shm.transport import ShmTransport
     from commfuse_dp.transport.tcp.transport import TcpTransport
