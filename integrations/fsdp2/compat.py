@@ -262,6 +262,15 @@ def collectives(group: Any) -> tuple[Any, Any]:
     return group._all_gather_comm, group._reduce_scatter_comm
 
 
+def own_collective(group: Any) -> str | None:
+    """The setter that gave the group a collective of the user's own: neither of torch's kinds nor of CommFuse's."""
+    setters = ("set_custom_all_gather", "set_custom_reduce_scatter")
+    for setter, collective in zip(setters, collectives(group), strict=True):
+        if type(collective).__module__.partition(".")[0] not in ("torch", "commfuse_dp"):
+            return setter
+    return None
+
+
 def has_begun(module: FSDPModule) -> bool:
     """Whether a forward of this root has begun: FSDP2 sets up its communication with the first, and resets nothing before."""
     state = module._get_fsdp_state()

@@ -98,6 +98,20 @@ class ShardedGradients(Gradients):
         return (slot for unit in engine.units for slot in unit.slots if isinstance(slot, ModuleSlot))
 
 
+def _refuse_late_setters(group: Any) -> None:
+    """Raises ConfigError for a setter that CommFuse cannot follow for layers that it has taken out of the group."""
+    late = compat.own_collective(group)
+    if late is None and compat.has_all_reduce_hook(group):
+        late = "set_all_reduce_hook"
+    if late is None and compat.reduces_unused(group):
+        late = "set_reduce_scatter_unused_params"
+    if late is not None:
+        raise ConfigError(
+            f"{late} was called after commfuse_dp.apply(), for layers that CommFuse has taken out of their FSDP2 group. "
+            "Call it before commfuse_dp.apply(), which then leaves them there."
+        )
+
+
 class GroupPolicy:
     """A `UnitPolicy`: the live settings of the FSDP2 parameter group that a layer came from."""
 
@@ -118,7 +132,9 @@ class GroupPolicy:
 
     @property
     def reduce_grads(self) -> bool:
-        return self._group().reduce_grads
+        group = self._group()
+        _refuse_late_setters(group)  # here, as every backward asks for this first
+        return group.reduce_grads
 
     @property
     def all_reduce_grads(self) -> bool:
@@ -126,11 +142,4 @@ class GroupPolicy:
 
     @property
     def divide_factor(self) -> float | None:
-        group = self._group()
-        if (hooked := compat.has_all_reduce_hook(group)) or compat.reduces_unused(group):
-            name = "set_all_reduce_hook" if hooked else "set_reduce_scatter_unused_params"
-            raise ConfigError(
-                f"{name} was called after commfuse_dp.apply(), for layers that CommFuse has taken out of their FSDP2 group. "
-                "Call it before commfuse_dp.apply(), which then leaves them there."
-            )
-        return group.gradient_divide_factor
+        return self._group().gradient_divide_factor

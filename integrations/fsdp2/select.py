@@ -196,6 +196,9 @@ def _foreign(group: Any, out: Selection) -> str | None:
         return "CPU offloading: parameters and gradients live on another device than the compute"
     if compat.has_all_reduce_hook(group):
         return "an all-reduce hook (set_all_reduce_hook): it is given what FSDP2 has summed"
+    own = compat.own_collective(group)
+    if own is not None:
+        return f"a collective of your own ({own})"
     return _other_ranks(shard, compat.replicate_group(group), out)
 
 

@@ -20,27 +20,17 @@ from tests.parity.fsdp2.models import (
 )
 from tests.parity.fsdp2.twin import Twin, settings
 from tests.support.cells import slow
+from tests.support.raising import Boom, blow, blow_in_backward
 from tests.support.versions import NEEDS_RESET
-
-
-class Boom(Exception):
-    pass
 
 
 def blow_up(model: nn.Module, phase: str) -> Any:
     """Raise Boom once in the given phase, whatever the layers do."""
-
-    def blow(*_: Any) -> None:
-        raise Boom
-
-    def in_backward(module: nn.Module, args: Any, out: torch.Tensor) -> None:
-        out.register_hook(blow)
-
     if phase == "forward":
         return model.layers[1].down.register_forward_pre_hook(blow)
     if phase == "backward":
-        return model.layers[1].up.register_forward_hook(in_backward)
-    return model.embedding.register_forward_hook(in_backward)
+        return model.layers[1].up.register_forward_hook(blow_in_backward)
+    return model.embedding.register_forward_hook(blow_in_backward)
 
 
 def failing(rank: int, world_size: int, transport: str, reset: bool) -> None:
@@ -111,9 +101,6 @@ class Twice(Stack):
 
 def failing_between_calls(rank: int, world_size: int) -> None:
     """The first call's part of the gradient was waiting for the second's when the backward broke off."""
-
-    def blow(grad: torch.Tensor) -> None:
-        raise Boom
 
     def between(x: torch.Tensor) -> torch.Tensor:
         x.register_hook(blow)

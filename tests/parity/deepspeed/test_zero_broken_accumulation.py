@@ -12,21 +12,14 @@ import torch
 
 from commfuse_dp.errors import CommFuseError
 from tests.parity.deepspeed.pair import Case, Result, batch, check, loss_of, run, settings
+from tests.support.raising import Boom, blow
 
 STEPS, LOST = 4, (1, 2)  # optimizer steps; of which of them the window is begun twice
 
 
-class Boom(Exception):
-    pass
-
-
-def boom(*args: Any) -> None:
-    raise Boom
-
-
 PLACES: dict[str, Callable[[Any], Any]] = {
-    "middle": lambda engine: engine.module.blocks[1].up.register_full_backward_pre_hook(boom),
-    "end": lambda engine: engine.module.embedding.register_full_backward_pre_hook(boom),
+    "middle": lambda engine: engine.module.blocks[1].up.register_full_backward_pre_hook(blow),
+    "end": lambda engine: engine.module.embedding.register_full_backward_pre_hook(blow),
 }
 
 

@@ -11,22 +11,15 @@ import pytest
 import torch
 
 from tests.parity.deepspeed.pair import Case, Result, batch, check, loss_of, run, settings
-
-
-class Boom(Exception):
-    pass
-
-
-def boom(*args: Any) -> None:
-    raise Boom
+from tests.support.raising import Boom, blow
 
 
 def in_forward(engine: Any) -> Any:
-    return engine.module.blocks[1].down.register_forward_hook(boom)
+    return engine.module.blocks[1].down.register_forward_hook(blow)
 
 
 def in_backward(engine: Any) -> Any:
-    return engine.module.blocks[1].up.register_full_backward_pre_hook(boom)
+    return engine.module.blocks[1].up.register_full_backward_pre_hook(blow)
 
 
 class InProduct:

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import pytest
-import torch
 from commfuse_dp.integrations.fsdp2 import compat
 
 from commfuse_dp.errors import CommFuseError
 from tests.parity.fsdp2.models import token_loss, wide_bytes
 from tests.parity.fsdp2.twin import Twin, settings
 from tests.support.cells import slow
-
-
-class Boom(Exception):
-    pass
-
-
-def boom(*_: Any) -> None:
-    raise Boom
-
-
-def in_backward(module: torch.nn.Module, args: Any, out: torch.Tensor) -> None:
-    out.register_hook(boom)
+from tests.support.raising import Boom, blow_in_backward
 
 
 def broken(twin: Twin, raises: bool) -> None:
-    handle = twin.fused.layers[1].up.register_forward_hook(in_backward) if raises else None
+    handle = twin.fused.layers[1].up.register_forward_hook(blow_in_backward) if raises else None
     with pytest.raises((Boom, CommFuseError)) if raises else contextlib.suppress(CommFuseError):
         token_loss(twin.fused, twin.batch()).backward()
     if handle is not None:
