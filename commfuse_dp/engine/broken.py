@@ -7,11 +7,14 @@ Transports that do not recover (streams) go another way, see `GradientStream.dis
 
 from __future__ import annotations
 
+import time
+
 from commfuse_dp.collectives.step_state import StepState
 from commfuse_dp.errors import BrokenStepError, in_a_line
 from commfuse_dp.transport.base import Outcome, Recovery, Transport
 
 ROOM = "a free slot in its gradient inbox"  # what a rank waits for that has no credit
+ROOM_PATIENCE_S = 5.0  # for that, at a peer whose step was broken off
 
 
 class Gradients:
@@ -43,6 +46,7 @@ class Breakage(StepState):
         self.backward = False  # one was begun in this step
         self.onto = False  # it was begun with gradients of earlier ones present
         self._agreed = False  # that this step is lost
+        self._without_room: dict[int, float] = {}  # since when, at peers that have left this step
 
     # ---- inside a step -----------------------------------------------------------------------------------------------
     def by(self, layer: str, error: BaseException) -> None:
@@ -78,7 +82,12 @@ class Breakage(StepState):
         if doing is not ROOM:
             return super()._has_done(peer, doing, recovery)
         outcome = recovery.outcome_of(peer, self.step)
-        return outcome is not None and not outcome.broken  # else it makes room as soon as it knows that its step is lost
+        if outcome is not None and not outcome.broken:
+            return True
+        # It makes room as soon as it begins its next step, and this rank may then come to raise what the peer has raised. A peer
+        # that waits for this rank in a call of another library first never does.
+        since = self._without_room.setdefault(peer, time.monotonic())
+        return time.monotonic() - since >= ROOM_PATIENCE_S
 
     # ---- between steps -----------------------------------------------------------------------------------------------
     def outcome(self, calls: int) -> Outcome:

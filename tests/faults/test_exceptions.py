@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from commfuse_dp.engine import broken
 from commfuse_dp.errors import BrokenStepError
 from tests.parity.fsdp2.models import (
     Stack,
@@ -85,6 +87,30 @@ def failing_alone(rank: int, world_size: int, transport: str) -> None:
 @pytest.mark.parametrize(("world_size", "transport"), [(2, "shm"), (2, "tcp"), slow(3, "tcp")])
 def test_an_exception_of_the_user_on_one_rank_is_told_at_once(workers, world_size, transport):
     workers(world_size).run(failing_alone, transport)
+
+
+def failing_without_room(rank: int, world_size: int) -> None:
+    """As before, and what its peers still owe to rank 0 does not fit into its inbox, which it does not empty meanwhile."""
+    with (
+        mock.patch.object(broken, "ROOM_PATIENCE_S", 0.2),
+        Twin(wide_bytes, config=settings("tcp", inbox_bytes=1 << 10)) as twin,
+    ):
+        twin.step()
+        handle = twin.fused.layers[1].up.register_forward_hook(blow_in_backward) if rank == 0 else None
+        with pytest.raises(Boom if rank == 0 else BrokenStepError) as caught:
+            token_loss(twin.fused, twin.batch()).backward()
+        dist.barrier()
+        if handle is not None:
+            handle.remove()
+        else:
+            assert broken.ROOM in str(caught.value) and "rank 0: an exception in its backward" in str(caught.value)
+        twin.fused.zero_grad()
+        twin.step()
+
+
+@pytest.mark.parametrize("world_size", [2, slow(3)])
+def test_an_exception_on_a_rank_whose_inbox_is_full(workers, world_size):
+    workers(world_size).run(failing_without_room)
 
 
 class Twice(Stack):
