@@ -174,7 +174,7 @@ def markdown(record: dict[str, Any]) -> str:
         if link:
             lines += [
                 f"Link {link['rate_gbit']:.3f} Gbit/s, goodput {summary['link_goodput_gbit']:.3f} both ways at once"
-                + (f": {summary['wire_ms']:.0f} ms on the wire for what vanilla sends." if summary["wire_ms"] else "."),
+                + (f": {summary['wire_ms']:.0f} ms for vanilla's bytes, less a bucket." if summary["wire_ms"] else "."),
                 "",
             ]
         lines += [

@@ -84,8 +84,8 @@ class Breakage(StepState):
         outcome = recovery.outcome_of(peer, self.step)
         if outcome is not None and not outcome.broken:
             return True
-        # It makes room as soon as it begins its next step, and this rank may then come to raise what the peer has raised. A peer
-        # that waits for this rank in a call of another library first never does.
+        # It makes room as soon as it begins its next step, and this rank may then come to raise what the peer has raised. A
+        # peer that first waits for this rank in a call of another library never does.
         since = self._without_room.setdefault(peer, time.monotonic())
         return time.monotonic() - since >= ROOM_PATIENCE_S
 
