@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch.distributed.tensor.parallel import (
 
 import commfuse_dp
 from benchmarks.models_llama import Llama, Shape, next_token_loss, rotary_table, rotate
+from commfuse_dp.probe import Probe
 
 VARIANTS = ("compute", "dtensor", "dtensor-keep", "commfuse", "commfuse-keep")
 
@@ -135,7 +137,15 @@ class LlamaVariant:
         yield
 
     def exposed_ns(self) -> int | None:
-        return 0 if self.name == "compute" else self._report.probe.counters.exposed_ns if self._report is not None else None
+        if self.name == "compute":
+            return 0
+        return sum(probe.counters.exposed_ns for probe in self._probes) if self._report is not None else None
+
+    @property
+    def _probes(self) -> list[Probe]:
+        """Of data parallelism's engine and of tensor parallelism's transport."""
+        reports = (self._report, self._report.tensor_parallel)
+        return [report.probe for report in reports if report is not None]
 
     def end(self) -> None:
         return None
@@ -143,4 +153,6 @@ class LlamaVariant:
     def finish(self) -> None:
         if self._report is not None:
             self.notes["paths"] = sorted({row.path for row in self._report.rows})
+            waits = sum((Counter(probe.exposed_by_layer) for probe in self._probes), Counter[str]())
+            self.notes["exposed_by_layer_ms"] = {name: round(ns / 1e6) for name, ns in waits.items()}  # of all steps, here
             commfuse_dp.remove(self._model)
