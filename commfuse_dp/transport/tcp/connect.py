@@ -24,7 +24,7 @@ from typing import NamedTuple
 from commfuse_dp.errors import MismatchError, TransportError
 from commfuse_dp.transport.base import ExchangeFn
 from commfuse_dp.transport.checks import raise_failures
-from commfuse_dp.transport.tcp.wire import CONTROL_ROLE, DATA_ROLE
+from commfuse_dp.transport.tcp.links import CONTROL_ROLE, DATA_ROLE
 
 ADDRESS_VARIABLE = "COMMFUSE_TCP_ADDRESS"
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"

@@ -10,7 +10,7 @@ import torch
 from commfuse_dp.errors import TransportError
 from commfuse_dp.transport.base import ExchangeFn
 from commfuse_dp.transport.one_sided.memory import FetchedMemory
-from commfuse_dp.transport.tcp.wire import Source
+from commfuse_dp.transport.tcp.links import Source
 
 
 class Region:

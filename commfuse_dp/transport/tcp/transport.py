@@ -28,8 +28,9 @@ from commfuse_dp.transport.one_sided.news import News
 from commfuse_dp.transport.one_sided.parts import Channel, Receiver, payload_span
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
 from commfuse_dp.transport.tcp.connect import Links, connect_all
+from commfuse_dp.transport.tcp.links import CONTROL_LANE, GRAD_LANE, PARAM_LANE, Frame, Outgoing, Source
 from commfuse_dp.transport.tcp.memory import StagedMemory
-from commfuse_dp.transport.tcp.wire import CONTROL_LANE, GRAD_LANE, PARAM_LANE, Frame, Handler, Outgoing, Source, Wire
+from commfuse_dp.transport.tcp.wire import Handler, Wire
 
 LINGER_S = 2.0  # after everything is handed to the kernel: longest wait for the peers' acknowledgement
 

@@ -34,50 +34,36 @@ A real card reads the pages by DMA; measure there with benchmarks/micro_transpor
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import itertools
 import os
 import selectors
 import socket
-import struct
-import termios
 import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from commfuse_dp.probe import now_ns
 from commfuse_dp.transport.one_sided.messages import HEADER_BYTES
+from commfuse_dp.transport.tcp.links import (
+    CONTROL_LANE,
+    CONTROL_ROLE,
+    DATA_ROLE,
+    HEADER,
+    PARAM_LANE,
+    Frame,
+    Link,
+    Outgoing,
+)
+from commfuse_dp.transport.tcp.turns import Turns, unacknowledged
 
 MAGIC = 0xCF
-HEADER = struct.Struct(f"<BBxxIQ{HEADER_BYTES}s")  # magic, lane, payload bytes of this frame, offset, message
 CHUNK_BYTES = 2 << 20
 NOTSENT_BYTES = 2 << 20
 LOWAT_FLOOR = 32 << 10  # below this much still due, a receive low-water mark costs more calls than it saves wake-ups
 READ_BUDGET = 4 << 20  # bytes read from one peer before the others get their turn
 CONTROL_JOIN_BYTES = 32 << 10
-CONTROL_LANE, PARAM_LANE, GRAD_LANE = 0, 1, 2  # by falling priority
-CONTROL_ROLE, DATA_ROLE = 0, 1  # of a connection
-
-
-class Frame(NamedTuple):
-    """A header as it was received."""
-
-    lane: int
-    nbytes: int  # payload bytes that follow this header
-    offset: int  # the chunk's place in its transfer
-    message: bytes
-
-
-class Source(NamedTuple):
-    """Bytes to send: `view` holds them; if `fd` >= 0 they also are [position, position + len(view)) of that file."""
-
-    view: memoryview
-    fd: int = -1
-    position: int = 0
 
 
 class Handler(ABC):
@@ -104,41 +90,6 @@ class Handler(ABC):
         """The I/O thread itself failed; nothing will be sent or received any more."""
 
 
-@dataclass
-class Outgoing:
-    """One transfer in a data lane."""
-
-    lane: int
-    message: bytes
-    source: Source
-    done: int = 0
-    start_ns: int = 0
-
-
-@dataclass
-class _Link:
-    """One connection. The control connection uses `control` only, the other one `lanes` only."""
-
-    peer: int
-    sock: socket.socket
-    control: deque[bytes] = field(default_factory=deque)
-    lanes: tuple[deque[Outgoing], ...] = field(default_factory=lambda: (deque(), deque()))  # parameters, gradients
-    pending: memoryview | None = None  # header and control bytes under way
-    chunk: Outgoing | None = None  # whose payload follows `pending`
-    chunk_left: int = 0
-    writing: bool = False  # registered for EVENT_WRITE
-    head: bytearray = field(default_factory=lambda: bytearray(HEADER.size))
-    head_got: int = 0
-    frame: Frame | None = None  # payload of this frame is being received
-    sink: memoryview | None = None
-    sink_got: int = 0
-    lowat: int = 1
-    open: bool = True
-
-    def idle(self) -> bool:
-        return not (self.pending or self.chunk or self.control or self.lanes[0] or self.lanes[1])
-
-
 class Wire:
     """Sockets to all peers and the thread that serves them. `control` and `data` may be called from any thread.
 
@@ -162,8 +113,10 @@ class Wire:
         self._handler = handler
         self._chunk_bytes = chunk_bytes
         self._zero_copy = zero_copy and hasattr(os, "sendfile")
-        self._links = {(peer, role): _Link(peer, sock) for (peer, role), sock in sockets.items()}
+        self._links = {(peer, role): Link(peer, role, sock) for (peer, role), sock in sockets.items()}
+        self._numbers = itertools.count()
         self._selector = selectors.DefaultSelector()
+        self._turns = Turns([link for link in self._links.values() if link.role == DATA_ROLE], notsent_bytes, self._want_write)
         self._bell_in, self._bell_out = socket.socketpair()
         self._sleeping = False
         self._announcing = threading.Lock()
@@ -197,6 +150,8 @@ class Wire:
             self.push()
 
     def data(self, peer: int, item: Outgoing) -> None:
+        """Queue a transfer. Those to several peers leave one after the other: see turns.py."""
+        item.number = next(self._numbers)
         self._links[peer, DATA_ROLE].lanes[item.lane - PARAM_LANE].append(item)
         self.push()
 
@@ -239,9 +194,11 @@ class Wire:
             with self._announcing:
                 self._sleeping = True
             for link in self._links.values():
-                if link.open and not link.writing and not link.idle():
+                if link.role == CONTROL_ROLE and link.open and not link.writing and not link.idle():
                     self._write(link)
-            events = self._selector.select(0.005 if self._stop else None)
+            while (turn := self._turns.whose()) is not None and not turn.writing:
+                self._write(turn)
+            events = self._selector.select(0.005 if self._stop else self._turns.patience)
             with self._announcing:
                 self._sleeping = False
             for key, mask in events:
@@ -258,7 +215,7 @@ class Wire:
     def _drained(self) -> bool:
         if time.monotonic() >= self._drain_until:
             return True
-        return all(not link.open or (link.idle() and not _unacknowledged(link.sock)) for link in self._links.values())
+        return all(not link.open or (link.idle() and not unacknowledged(link.sock)) for link in self._links.values())
 
     def leave_to_parent(self) -> None:
         """In a process made by fork: close our copies of the descriptors, or the peers would not see the parent's death.
@@ -280,7 +237,7 @@ class Wire:
         self._bell_in.close()
         self._bell_out.close()
 
-    def _shut(self, link: _Link) -> None:
+    def _shut(self, link: Link) -> None:
         if link.open:
             link.open = False
             with contextlib.suppress(KeyError, ValueError):
@@ -291,7 +248,7 @@ class Wire:
         link.lanes[1].clear()
         link.pending = link.chunk = link.sink = None
 
-    def _lose(self, link: _Link, reason: str) -> None:
+    def _lose(self, link: Link, reason: str) -> None:
         """The peer is lost when both of its connections have ended: the other one may still bring its last messages."""
         self._shut(link)
         others = [other for other in self._links.values() if other.peer == link.peer and other.open]
@@ -302,12 +259,13 @@ class Wire:
             self._handler.lost(link.peer, reason)
 
     # ---- sending -----------------------------------------------------------------------------------------------------
-    def _write(self, link: _Link) -> None:
+    def _write(self, link: Link) -> None:
         try:
             while self._next(link):
                 if link.pending is not None:
                     count = link.sock.send(link.pending, socket.MSG_MORE if link.chunk else 0)
                     self.bytes_sent += count
+                    link.written += count
                     link.pending = link.pending[count:] if count < len(link.pending) else None
                 elif not self._write_payload(link):
                     self._want_write(link, True)  # the queue is full now; another call would only tell us so
@@ -319,7 +277,7 @@ class Wire:
         else:
             self._want_write(link, False)
 
-    def _next(self, link: _Link) -> bool:
+    def _next(self, link: Link) -> bool:
         """Choose the next frame if none is under way; False when there is nothing to send."""
         if link.pending is not None or link.chunk is not None:
             return True
@@ -332,6 +290,8 @@ class Wire:
             for _ in range(count):  # not before: `idle` is asked by other threads
                 link.control.popleft()
             return True
+        if link.role == DATA_ROLE and not self._turns.keeps(link):
+            return False
         for lane in link.lanes:
             if lane:
                 item = lane[0]
@@ -346,7 +306,7 @@ class Wire:
                 return True
         return False
 
-    def _write_payload(self, link: _Link) -> bool:
+    def _write_payload(self, link: Link) -> bool:
         """True if the kernel took all of what was offered."""
         item = link.chunk
         assert item is not None
@@ -358,6 +318,7 @@ class Wire:
         else:
             count = link.sock.send(source.view[item.done : item.done + link.chunk_left])
         self.bytes_sent += count
+        link.written += count
         item.done += count
         link.chunk_left -= count
         if not link.chunk_left:
@@ -367,12 +328,12 @@ class Wire:
             return True
         return False
 
-    def _want_write(self, link: _Link, wanted: bool) -> None:
+    def _want_write(self, link: Link, wanted: bool) -> None:
         if link.open and link.writing != wanted:
             link.writing = wanted
             self._selector.modify(link.sock, selectors.EVENT_READ | (selectors.EVENT_WRITE if wanted else 0), link)
 
-    def _read_last(self, link: _Link, reason: str) -> None:
+    def _read_last(self, link: Link, reason: str) -> None:
         """The peer takes nothing any more; but what it had sent before (a goodbye, say) is still in our queue."""
         while link.open:
             before = self.bytes_received
@@ -383,7 +344,7 @@ class Wire:
             self._lose(link, reason)
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
-    def _read(self, link: _Link) -> None:
+    def _read(self, link: Link) -> None:
         budget = READ_BUDGET
         try:
             while budget > 0:
@@ -412,7 +373,7 @@ class Wire:
             return
         self._set_lowat(link)
 
-    def _take(self, link: _Link, count: int) -> None:
+    def _take(self, link: Link, count: int) -> None:
         """Account for `count` bytes that went into the sink and, beyond it, into the header."""
         if link.sink is not None:
             rest = len(link.sink) - link.sink_got
@@ -439,7 +400,7 @@ class Wire:
         else:
             self._handler.deliver(link.peer, frame)
 
-    def _set_lowat(self, link: _Link) -> None:
+    def _set_lowat(self, link: Link) -> None:
         due = len(link.sink) - link.sink_got if link.sink is not None else 0
         wanted = due if due >= LOWAT_FLOOR else 1
         if wanted != link.lowat:
@@ -467,10 +428,3 @@ def _tune(sock: socket.socket, notsent_bytes: int) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, notsent_bytes)
-
-
-def _unacknowledged(sock: socket.socket) -> int:
-    try:
-        return int(struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0\0\0\0"))[0])
-    except OSError:
-        return 0

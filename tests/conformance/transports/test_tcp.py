@@ -20,22 +20,19 @@ from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
 from commfuse_dp.transport.one_sided.messages import HEADER_BYTES
 from commfuse_dp.transport.tcp import connect as tcp_connect
 from commfuse_dp.transport.tcp.connect import ADDRESS_VARIABLE, connect_all
-from commfuse_dp.transport.tcp.transport import TcpTransport
-from commfuse_dp.transport.tcp.wire import (
+from commfuse_dp.transport.tcp.links import (
     CONTROL_LANE,
     CONTROL_ROLE,
     DATA_ROLE,
     GRAD_LANE,
     HEADER,
-    LOWAT_FLOOR,
-    MAGIC,
     PARAM_LANE,
     Frame,
-    Handler,
     Outgoing,
     Source,
-    Wire,
 )
+from commfuse_dp.transport.tcp.transport import TcpTransport
+from commfuse_dp.transport.tcp.wire import LOWAT_FLOOR, MAGIC, Handler, Wire
 from tests.support import single
 from tests.support.leftovers import shared_memory
 from tests.support.processes import RankPipe, RankProcesses

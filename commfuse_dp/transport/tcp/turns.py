@@ -1,0 +1,124 @@
+"""Whose payload leaves: what a rank sends to several peers leaves one after the other, in the order in which it was given.
+
+[Note: One after the other]
+A rank gives its slice of a gather to all its peers at once, first to the one that consumes it first. Connections that send
+at the same time get equal shares of the link: every peer would have its slice when the last byte of all is through (four
+ranks, communication of 0.56 of compute: 66 ms of 435 exposed). One after the other, the first peer has it after a third
+of that time; and since every rank begins with another peer, each has one slice on its way to it at any time.
+
+A connection keeps its turn until the kernel has sent all but UNSENT_BYTES of what it was given, so that the link never runs
+dry. It gives the turn up at the end of a chunk to what has a higher priority or is older. A peer that acknowledges nothing for
+PATIENCE_S (its process was stopped, say) loses it: the others do not wait for that one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+import termios
+import time
+from collections.abc import Callable, Sequence
+
+from commfuse_dp.transport.tcp.links import Link
+
+UNSENT_BYTES = 128 << 10
+PATIENCE_S = 0.1
+_SIOCOUTQNSD = 0x894B  # linux/sockios.h
+
+
+class Turns:
+    """Of the data connections of one wire; used by its I/O thread only."""
+
+    def __init__(self, links: Sequence[Link], notsent_bytes: int, watch: Callable[[Link, bool], None]) -> None:
+        """notsent_bytes: TCP_NOTSENT_LOWAT of the links. watch: whether to wake the thread when a link may be written to."""
+        self._links = links
+        self._notsent_bytes = notsent_bytes
+        self._watch = watch
+        self._holder: Link | None = None
+        self._leaving = False  # the holder's turn is over but for what the kernel has not sent
+        self._taken = 0  # bytes that the holder's peer has acknowledged
+        self._since = 0.0
+        self.patience: float | None = None  # seconds after which `whose` is to be asked again; None: after the next event
+
+    def keeps(self, link: Link) -> bool:
+        """Whether a link without a frame under way goes on with its next one."""
+        own = link.next_up()
+        return own is not None and (len(self._links) == 1 or (link is self._holder and not self._waiting(own)))
+
+    def whose(self) -> Link | None:
+        """The link that may be written to."""
+        if len(self._links) == 1:
+            return self._links[0] if self._links[0].open and not self._links[0].idle() else None
+        holder, waiting = self._holder, self._waiting()
+        self.patience = PATIENCE_S if waiting else None
+        if holder is not None and holder.open:
+            goes_on = holder.under_way() or self.keeps(holder)
+            if goes_on:
+                self._stay()
+            if not waiting or not self._loses(holder, goes_on):
+                return holder if goes_on else None
+        self._stay()
+        self._holder = min(waiting, key=lambda link: link.next_up() or (), default=None)
+        self._taken = -1
+        return self._holder
+
+    def _loses(self, holder: Link, goes_on: bool) -> bool:
+        """Whether the turn passes to others, which wait for it."""
+        if goes_on:
+            return holder.writing and self._stuck(holder)
+        if unsent(holder.sock) <= UNSENT_BYTES or self._stuck(holder):
+            return True
+        if not self._leaving:
+            self._leaving = True
+            _set_lowat(holder.sock, 2 * UNSENT_BYTES)  # the kernel wakes us at half of it
+        self._watch(holder, True)
+        return False
+
+    def _stay(self) -> None:
+        """The holder is not leaving, or has left."""
+        if self._leaving and self._holder is not None:
+            self._leaving = False
+            if self._holder.open:
+                _set_lowat(self._holder.sock, self._notsent_bytes)
+                self._watch(self._holder, self._holder.under_way())
+
+    def _waiting(self, before: tuple[int, int] | None = None) -> list[Link]:
+        """Other links that have something to send, and have not lost their turn in the middle of it. before: of higher priority
+        than this, or older."""
+        found = []
+        for link in self._links:
+            if link is not self._holder and link.open and not link.writing:
+                theirs = link.next_up()
+                if theirs is not None and (before is None or theirs < before):
+                    found.append(link)
+        return found
+
+    def _stuck(self, holder: Link) -> bool:
+        """The peer has acknowledged nothing for PATIENCE_S."""
+        taken, now = holder.written - unacknowledged(holder.sock), time.monotonic()
+        if taken != self._taken:
+            self._taken, self._since = taken, now
+        return now - self._since >= PATIENCE_S
+
+
+def _set_lowat(sock: socket.socket, nbytes: int) -> None:
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, nbytes)
+
+
+def unacknowledged(sock: socket.socket) -> int:
+    """Bytes that the kernel has taken and the peer's has not acknowledged; 0 if it does not say."""
+    return _ask(sock, termios.TIOCOUTQ)
+
+
+def unsent(sock: socket.socket) -> int:
+    """Those of them that have not been sent at all."""
+    return _ask(sock, _SIOCOUTQNSD)
+
+
+def _ask(sock: socket.socket, request: int) -> int:
+    try:
+        return int(struct.unpack("i", fcntl.ioctl(sock.fileno(), request, b"\0\0\0\0"))[0])
+    except OSError:
+        return 0

@@ -1,0 +1,135 @@
+"""What a rank sends over tcp to several peers leaves one after the other."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import random
+import socket
+import struct
+import termios
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from commfuse_dp.transport.tcp import turns
+from commfuse_dp.transport.tcp.links import (
+    CONTROL_ROLE,
+    DATA_ROLE,
+    GRAD_LANE,
+    HEADER,
+    PARAM_LANE,
+    Outgoing,
+    Source,
+)
+from commfuse_dp.transport.tcp.wire import Wire
+from tests.conformance.transports.test_tcp import Recorder, message, tcp_pair
+
+CHUNK = 256 << 10
+LARGE = 24 << 20  # more than the kernel's queues of a connection take
+
+
+@contextmanager
+def sending_to(peers: int) -> Iterator[tuple[Wire, dict[int, socket.socket]]]:
+    """A wire, and by peer the other end of its data connection."""
+    near, far = {}, {}
+    for peer, role in itertools.product(range(1, peers + 1), (DATA_ROLE, CONTROL_ROLE)):
+        near[peer, role], far[peer, role] = tcp_pair()
+    wire = Wire(0, near, Recorder({}), chunk_bytes=CHUNK)
+    wire.start()
+    try:
+        yield wire, {peer: far[peer, DATA_ROLE] for peer in range(1, peers + 1)}
+    finally:
+        wire.close(0.0)
+        for sock in far.values():
+            sock.close()
+
+
+def transfer(number: int, nbytes: int, lane: int = PARAM_LANE) -> Outgoing:
+    return Outgoing(lane, message(number), Source(memoryview(bytes(nbytes))))
+
+
+def waiting(sock: socket.socket) -> int:
+    """Bytes that have come and have not been read."""
+    return int(struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.FIONREAD, b"\0\0\0\0"))[0])
+
+
+def take(sock: socket.socket, nbytes: int) -> dict[bytes, int]:
+    """Payload bytes by message, of frames with so many in all."""
+    got: dict[bytes, int] = {}
+    while sum(got.values()) < nbytes:
+        _, _, size, _, name = HEADER.unpack(sock.recv(HEADER.size, socket.MSG_WAITALL))
+        got[name] = got.get(name, 0) + len(sock.recv(size, socket.MSG_WAITALL))
+    return got
+
+
+def until(ready: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 20.0
+    while not ready():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+def test_peers_are_served_in_the_order_in_which_they_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that was given its message later has nothing of it before all but the last bytes of the earlier one have left."""
+    monkeypatch.setattr(turns, "PATIENCE_S", 20.0)  # as if every peer took what it gets at any time
+    order = [2, 3, 1]
+    with sending_to(3) as (wire, far):
+        for number, peer in enumerate(order):
+            wire.data(peer, transfer(number, LARGE))
+        for at, peer in enumerate(order):
+            assert take(far[peer], LARGE - CHUNK) == {message(at): LARGE - CHUNK}
+            # A chunk is not read and up to two have been sent ahead; the turn passes when the kernel has sent all of them.
+            for later in order[at + 2 :]:
+                assert waiting(far[later]) == 0
+            assert take(far[peer], CHUNK) == {message(at): CHUNK}
+        assert wire.idle()
+
+
+def test_the_next_peer_has_its_turn_without_anything_else_happening() -> None:
+    """Small messages to peers in turn: nothing but the kernel's word that one has left lets the next one go."""
+    generator = random.Random(7)
+    with sending_to(3) as (wire, far):
+        given = [(generator.choice([1, 2, 3]), generator.choice([0, 1, 1000, 200_000])) for _ in range(120)]
+        for number, (peer, nbytes) in enumerate(given):
+            wire.data(peer, transfer(number, nbytes, generator.choice([PARAM_LANE, GRAD_LANE])))
+        for peer, sock in far.items():
+            nbytes = sum(size for to, size in given if to == peer)
+            got = take(sock, nbytes)
+            assert got.items() >= {message(n): size for n, (to, size) in enumerate(given) if to == peer and size}.items()
+        until(wire.idle)
+
+
+def test_what_has_priority_does_not_wait_for_a_transfer_to_another_peer() -> None:
+    """But for the chunk under way, and what the kernel has taken."""
+    with sending_to(2) as (wire, far):
+        wire.data(1, transfer(1, LARGE, GRAD_LANE))
+        until(lambda: waiting(far[1]) > 0)
+        wire.data(2, transfer(2, 5, PARAM_LANE))
+        taken = 0
+        while not waiting(far[2]):
+            taken += sum(take(far[1], CHUNK).values())
+        assert taken < LARGE
+        assert take(far[2], 5) == {message(2): 5}
+        assert take(far[1], LARGE - taken) == {message(1): LARGE - taken}
+
+
+def test_a_peer_that_takes_nothing_loses_its_turn() -> None:
+    with sending_to(3) as (wire, far):
+        for peer in (1, 2, 3):
+            wire.data(peer, transfer(peer, LARGE))
+        for peer in (2, 3):  # nobody reads what was sent to 1
+            assert take(far[peer], LARGE) == {message(peer): LARGE}
+        wire.data(2, transfer(9, 1000))
+        assert take(far[2], 1000) == {message(9): 1000}
+        assert take(far[1], LARGE) == {message(1): LARGE}  # it goes on when the peer does
+
+
+def test_a_peer_that_is_gone_loses_its_turn() -> None:
+    with sending_to(2) as (wire, far):
+        wire.data(1, transfer(1, LARGE))
+        wire.data(2, transfer(2, LARGE))
+        far[1].close()
+        assert take(far[2], LARGE) == {message(2): LARGE}
