@@ -11,7 +11,8 @@ from typing import NamedTuple
 from commfuse_dp.transport.one_sided.messages import HEADER_BYTES
 
 HEADER = struct.Struct(f"<BBxxIQ{HEADER_BYTES}s")  # magic, lane, payload bytes of this frame, offset, message
-CONTROL_LANE, PARAM_LANE, GRAD_LANE = 0, 1, 2  # by falling priority
+CONTROL_LANE, COLLECTIVE_LANE, PARAM_LANE, GRAD_LANE = 0, 1, 2, 3  # by falling priority
+DATA_LANES = (COLLECTIVE_LANE, PARAM_LANE, GRAD_LANE)
 CONTROL_ROLE, DATA_ROLE = 0, 1  # of a connection
 
 
@@ -53,7 +54,7 @@ class Link:
     sock: socket.socket
     written: int = 0  # bytes that the kernel has taken
     control: deque[bytes] = field(default_factory=deque)
-    lanes: tuple[deque[Outgoing], ...] = field(default_factory=lambda: (deque(), deque()))  # parameters, gradients
+    lanes: dict[int, deque[Outgoing]] = field(default_factory=lambda: {lane: deque() for lane in DATA_LANES})
     pending: memoryview | None = None  # header and control bytes under way
     chunk: Outgoing | None = None  # whose payload follows `pending`
     chunk_left: int = 0
@@ -72,10 +73,10 @@ class Link:
 
     def next_up(self) -> tuple[int, int] | None:
         """Priority and number of the transfer that the next frame is of: what is smaller goes first."""
-        for lane in self.lanes:
+        for number, lane in self.lanes.items():
             if lane:
-                return lane[0].lane, lane[0].number
+                return number, lane[0].number
         return None
 
     def idle(self) -> bool:
-        return not (self.pending or self.chunk or self.control or self.lanes[0] or self.lanes[1])
+        return not (self.pending or self.chunk or self.control or any(self.lanes.values()))

@@ -28,7 +28,7 @@ from commfuse_dp.transport.one_sided.news import News
 from commfuse_dp.transport.one_sided.parts import Channel, Receiver, payload_span
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
 from commfuse_dp.transport.tcp.connect import Links, connect_all
-from commfuse_dp.transport.tcp.links import CONTROL_LANE, GRAD_LANE, PARAM_LANE, Frame, Outgoing, Source
+from commfuse_dp.transport.tcp.links import COLLECTIVE_LANE, CONTROL_LANE, GRAD_LANE, PARAM_LANE, Frame, Outgoing, Source
 from commfuse_dp.transport.tcp.memory import StagedMemory
 from commfuse_dp.transport.tcp.wire import Handler, Wire
 
@@ -183,7 +183,9 @@ class TcpTransport(OneSidedTransport):
 
 
 def _lane(message: bytes) -> int:
-    """Gradients yield to everything else. A goodbye must overtake nothing: it goes to the end of the last lane."""
+    """Compute waits for a plain collective whole, and for slices of parameters that were asked for ahead of time later, if at
+    all. Gradients yield to everything else. A goodbye must overtake nothing: it goes to the end of the last lane."""
     kind, channel = msg.HEADER.unpack(message)[:2]
-    low = kind == msg.GOODBYE or (kind == msg.DEPOSIT and channel in (CHANNEL_GRAD, CHANNEL_REPLICA))
-    return GRAD_LANE if low else PARAM_LANE
+    if kind == msg.GOODBYE or (kind == msg.DEPOSIT and channel in (CHANNEL_GRAD, CHANNEL_REPLICA)):
+        return GRAD_LANE
+    return COLLECTIVE_LANE if kind == msg.DEPOSIT else PARAM_LANE

@@ -51,7 +51,6 @@ from commfuse_dp.transport.tcp.links import (
     CONTROL_ROLE,
     DATA_ROLE,
     HEADER,
-    PARAM_LANE,
     Frame,
     Link,
     Outgoing,
@@ -152,7 +151,7 @@ class Wire:
     def data(self, peer: int, item: Outgoing) -> None:
         """Queue a transfer. Those to several peers leave one after the other: see turns.py."""
         item.number = next(self._numbers)
-        self._links[peer, DATA_ROLE].lanes[item.lane - PARAM_LANE].append(item)
+        self._links[peer, DATA_ROLE].lanes[item.lane].append(item)
         self.push()
 
     def push(self) -> None:
@@ -244,8 +243,8 @@ class Wire:
                 self._selector.unregister(link.sock)
             link.sock.close()
         link.control.clear()
-        link.lanes[0].clear()
-        link.lanes[1].clear()
+        for lane in link.lanes.values():
+            lane.clear()
         link.pending = link.chunk = link.sink = None
 
     def _lose(self, link: Link, reason: str) -> None:
@@ -292,7 +291,7 @@ class Wire:
             return True
         if link.role == DATA_ROLE and not self._turns.keeps(link):
             return False
-        for lane in link.lanes:
+        for lane in link.lanes.values():
             if lane:
                 item = lane[0]
                 if not item.done:
