@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from commfuse_dp.transport.one_sided.messages import HEADER_BYTES
+from commfuse_dp.transport.tcp.pace import Pace
 
 HEADER = struct.Struct(f"<BBxxIQ{HEADER_BYTES}s")  # magic, lane, payload bytes of this frame, offset, message
 CONTROL_LANE, COLLECTIVE_LANE, PARAM_LANE, GRAD_LANE = 0, 1, 2, 3  # by falling priority
@@ -52,6 +53,7 @@ class Link:
     peer: int
     role: int
     sock: socket.socket
+    pace: Pace
     written: int = 0  # bytes that the kernel has taken
     control: deque[bytes] = field(default_factory=deque)
     lanes: dict[int, deque[Outgoing]] = field(default_factory=lambda: {lane: deque() for lane in DATA_LANES})

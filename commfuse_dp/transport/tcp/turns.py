@@ -30,10 +30,9 @@ _SIOCOUTQNSD = 0x894B  # linux/sockios.h
 class Turns:
     """Of the data connections of one wire; used by its I/O thread only."""
 
-    def __init__(self, links: Sequence[Link], notsent_bytes: int, watch: Callable[[Link, bool], None]) -> None:
-        """notsent_bytes: TCP_NOTSENT_LOWAT of the links. watch: whether to wake the thread when a link may be written to."""
+    def __init__(self, links: Sequence[Link], watch: Callable[[Link, bool], None]) -> None:
+        """watch: whether to wake the thread when a link may be written to."""
         self._links = links
-        self._notsent_bytes = notsent_bytes
         self._watch = watch
         self._holder: Link | None = None
         self._leaving = False  # the holder's turn is over but for what the kernel has not sent
@@ -71,7 +70,7 @@ class Turns:
             return True
         if not self._leaving:
             self._leaving = True
-            _set_lowat(holder.sock, 2 * UNSENT_BYTES)  # the kernel wakes us at half of it
+            limit_unsent(holder.sock, 2 * UNSENT_BYTES)
         self._watch(holder, True)
         return False
 
@@ -80,7 +79,7 @@ class Turns:
         if self._leaving and self._holder is not None:
             self._leaving = False
             if self._holder.open:
-                _set_lowat(self._holder.sock, self._notsent_bytes)
+                limit_unsent(self._holder.sock, self._holder.pace.queue_bytes)
                 self._watch(self._holder, self._holder.under_way())
 
     def _waiting(self, before: tuple[int, int] | None = None) -> list[Link]:
@@ -102,7 +101,8 @@ class Turns:
         return now - self._since >= PATIENCE_S
 
 
-def _set_lowat(sock: socket.socket, nbytes: int) -> None:
+def limit_unsent(sock: socket.socket, nbytes: int) -> None:
+    """The kernel takes no more while it has so many bytes that it has not sent, and says so when half of them are gone."""
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, nbytes)
 

@@ -14,11 +14,6 @@ every segment spends most of its time in wake-ups: SO_RCVLOWAT holds the wake-up
 The mark never exceeds what is still due of the chunk under way, so the kernel never waits for bytes that do not come; the end
 of a connection is reported whatever the mark. One `recvmsg` takes the rest of a chunk and the next header together.
 
-[Note: Priority is only worth what the kernel's queue allows]
-What is in the kernel's send queue cannot be overtaken. TCP_NOTSENT_LOWAT bounds the unsent part of it; bytes that are sent and
-wait for their acknowledgement are not limited by it, so throughput does not suffer. Smaller values, like smaller chunks, cost
-wake-ups: per GB 2500 of the sender's thread with 512 KB, 900 with 2 MB.
-
 [Note: Sending without a copy]
 `sendfile` from a memfd attaches the pages themselves to the socket: the bytes are read when the network card (or, on one host,
 the receiving process) takes them, not at the call. The memory must therefore rest until the peer *process* has read the bytes.
@@ -55,7 +50,8 @@ from commfuse_dp.transport.tcp.links import (
     Link,
     Outgoing,
 )
-from commfuse_dp.transport.tcp.turns import Turns, unacknowledged
+from commfuse_dp.transport.tcp.pace import Pace
+from commfuse_dp.transport.tcp.turns import Turns, limit_unsent, unacknowledged
 
 MAGIC = 0xCF
 CHUNK_BYTES = 2 << 20
@@ -112,10 +108,10 @@ class Wire:
         self._handler = handler
         self._chunk_bytes = chunk_bytes
         self._zero_copy = zero_copy and hasattr(os, "sendfile")
-        self._links = {(peer, role): Link(peer, role, sock) for (peer, role), sock in sockets.items()}
+        self._links = {(peer, role): Link(peer, role, sock, Pace(notsent_bytes)) for (peer, role), sock in sockets.items()}
         self._numbers = itertools.count()
         self._selector = selectors.DefaultSelector()
-        self._turns = Turns([link for link in self._links.values() if link.role == DATA_ROLE], notsent_bytes, self._want_write)
+        self._turns = Turns([link for link in self._links.values() if link.role == DATA_ROLE], self._want_write)
         self._bell_in, self._bell_out = socket.socketpair()
         self._sleeping = False
         self._announcing = threading.Lock()
@@ -126,7 +122,8 @@ class Wire:
             end.setblocking(False)
         self._selector.register(self._bell_out, selectors.EVENT_READ, None)
         for link in self._links.values():
-            _tune(link.sock, notsent_bytes)
+            _tune(link.sock)
+            limit_unsent(link.sock, notsent_bytes)
             self._selector.register(link.sock, selectors.EVENT_READ, link)
         _WIRES.add(self)
         self._thread = threading.Thread(target=self._run, name=f"commfuse-tcp-{rank}", daemon=True)
@@ -267,14 +264,20 @@ class Wire:
                     link.written += count
                     link.pending = link.pending[count:] if count < len(link.pending) else None
                 elif not self._write_payload(link):
-                    self._want_write(link, True)  # the queue is full now; another call would only tell us so
+                    self._wait_for_room(link)  # the queue is full now; another call would only tell us so
                     return
         except BlockingIOError:
-            self._want_write(link, True)
+            self._wait_for_room(link)
         except OSError as error:
             self._read_last(link, str(error))
         else:
+            link.pace.idle()
             self._want_write(link, False)
+
+    def _wait_for_room(self, link: Link) -> None:
+        self._want_write(link, True)
+        if link.role == DATA_ROLE and link.pace.blocked(time.monotonic(), link.written):
+            limit_unsent(link.sock, link.pace.queue_bytes)
 
     def _next(self, link: Link) -> bool:
         """Choose the next frame if none is under way; False when there is nothing to send."""
@@ -296,7 +299,7 @@ class Wire:
                 item = lane[0]
                 if not item.done:
                     item.start_ns = now_ns()
-                nbytes = min(self._chunk_bytes, len(item.source.view) - item.done)
+                nbytes = min(self._chunk_bytes, link.pace.queue_bytes, len(item.source.view) - item.done)
                 link.pending = memoryview(HEADER.pack(MAGIC, item.lane, nbytes, item.done, item.message))
                 if nbytes:
                     link.chunk, link.chunk_left = item, nbytes
@@ -419,11 +422,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _tune(sock: socket.socket, notsent_bytes: int) -> None:
+def _tune(sock: socket.socket) -> None:
     # SO_SNDBUF and SO_RCVBUF stay untouched: setting them switches the kernel's own tuning off and caps them at
     # net.core.{w,r}mem_max, which is 208 KiB on many systems; measured, the kernel's tuning reaches the rate of the link.
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, notsent_bytes)
