@@ -37,6 +37,7 @@ def sending_to(peers: int) -> Iterator[tuple[Wire, dict[int, socket.socket]]]:
     near, far = {}, {}
     for peer, role in itertools.product(range(1, peers + 1), (DATA_ROLE, CONTROL_ROLE)):
         near[peer, role], far[peer, role] = tcp_pair()
+        far[peer, role].settimeout(20.0)
     wire = Wire(0, near, Recorder({}), chunk_bytes=CHUNK)
     wire.start()
     try:
@@ -90,11 +91,12 @@ def test_peers_are_served_in_the_order_in_which_they_were_given(monkeypatch: pyt
         until(wire.idle)
 
 
-def test_the_next_peer_has_its_turn_without_anything_else_happening() -> None:
-    """Small messages to peers in turn: nothing but the kernel's word that one has left lets the next one go."""
+def test_the_next_peer_has_its_turn_without_anything_else_happening(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages to peers in turn: nothing but the kernel's word that one has left lets the next one go."""
+    monkeypatch.setattr(turns, "PATIENCE_S", 1000.0)
     generator = random.Random(7)
     with sending_to(3) as (wire, far):
-        given = [(generator.choice([1, 2, 3]), generator.choice([0, 1, 1000, 200_000])) for _ in range(120)]
+        given = [(generator.choice([1, 2, 3]), generator.choice([0, 1, 1000, 400_000])) for _ in range(120)]
         for number, (peer, nbytes) in enumerate(given):
             wire.data(peer, transfer(number, nbytes, generator.choice([PARAM_LANE, GRAD_LANE])))
         for peer, sock in far.items():
