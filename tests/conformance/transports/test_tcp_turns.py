@@ -10,6 +10,7 @@ import struct
 import termios
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -96,14 +97,14 @@ def test_the_next_peer_has_its_turn_without_anything_else_happening(monkeypatch:
     """Messages to peers in turn: nothing but the kernel's word that one has left lets the next one go."""
     monkeypatch.setattr(turns, "PATIENCE_S", 1000.0)
     generator = random.Random(7)
-    with sending_to(3) as (wire, far):
+    with sending_to(3) as (wire, far), ThreadPoolExecutor(3) as pool:
         given = [(generator.choice([1, 2, 3]), generator.choice([0, 1, 1000, 400_000])) for _ in range(120)]
         for number, (peer, nbytes) in enumerate(given):
             wire.data(peer, transfer(number, nbytes, generator.choice([PARAM_LANE, GRAD_LANE])))
-        for peer, sock in far.items():
-            nbytes = sum(size for to, size in given if to == peer)
-            got = take(sock, nbytes)
-            assert got.items() >= {message(n): size for n, (to, size) in enumerate(given) if to == peer and size}.items()
+        sent = {peer: {message(n): size for n, (to, size) in enumerate(given) if to == peer and size} for peer in far}
+        taking = {peer: pool.submit(take, sock, sum(sent[peer].values())) for peer, sock in far.items()}
+        for peer, got in taking.items():
+            assert got.result().items() >= sent[peer].items()
         until(wire.idle)
 
 
