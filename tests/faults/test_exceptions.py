@@ -77,7 +77,7 @@ def failing_alone(rank: int, world_size: int, transport: str) -> None:
             if handle is not None:
                 handle.remove()
             else:
-                why = "rank 0: Boom in its forward" if phase == "forward" else "rank 0: an exception in its backward"
+                why = "rank 0: Boom: no more in its forward" if phase == "forward" else "rank 0: an exception in its backward"
                 assert why in str(caught.value), caught.value
             twin.fused.zero_grad()
             twin.step()
