@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import commfuse_dp
 from commfuse_dp import CommFuseError
 from tests.parity.fsdp2 import pair
 from tests.parity.fsdp2.test_sharding import hybrid_mesh
-from tests.support.raising import Boom, blow
+from tests.parity.tensor_parallel.test_tensor_slices import alike, build, gradients
+from tests.support import serving
+from tests.support.raising import Boom, blow, blow_in_backward
 
 BROKEN = 2  # step
 
@@ -82,3 +85,36 @@ def test_on_some_replicas_all_ranks_raise_soon(workers, bad, place):
         assert first.startswith("Boom" if rank in bad else ""), (rank, first)
         assert second.startswith(("CommFuseError", "PeerLostError")), (rank, first, second)
         assert "exception in its backward" in second, (rank, second)
+
+
+def over_tensor_parallelism(rank: int, world_size: int, bad: tuple[int, ...]) -> tuple[str, str]:
+    """2 replicas x 2 shards x 2 tensor-parallel ranks: what a rank got in a broken step, and in the one after it."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    wanted, net = gradients(build(mesh), mesh), build(mesh)
+    found = []
+    with serving.applied(net, deadline_s=60.0):
+        alike(gradients(net, mesh), wanted)
+        for broken_off in (True, False):
+            handle = net.blocks[1].down.register_forward_hook(blow_in_backward) if broken_off and rank in bad else None
+            try:
+                alike(gradients(net, mesh), wanted)
+                found.append("")
+            except (Boom, CommFuseError) as error:
+                found.append(f"{type(error).__name__}: {error}")
+            if handle is not None:
+                handle.remove()
+    return found[0], found[1]
+
+
+@pytest.mark.slow
+def test_over_tensor_parallelism_on_all_ranks(workers):
+    for found in workers(8).run(over_tensor_parallelism, tuple(range(8)), timeout=200):
+        assert found == ("Boom: no more", "")
+
+
+@pytest.mark.slow
+def test_over_tensor_parallelism_on_one_rank(workers):
+    """No rank goes on, and no rank waits for its deadline."""
+    for rank, (first, second) in enumerate(workers(8).run(over_tensor_parallelism, (5,), timeout=200)):
+        assert first.startswith("Boom") == (rank == 5), (rank, first)
+        assert "Error" in second and "exception in its backward" in second, (rank, first, second)

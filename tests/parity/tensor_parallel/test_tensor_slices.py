@@ -54,15 +54,17 @@ def grid(world_size: int) -> DeviceMesh:
 
 
 def build(mesh: DeviceMesh, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    """mesh: of `grid`, or with ("replicate", "shard") in place of "dp"."""
     torch.manual_seed(0)
+    over = mesh["dp"] if "dp" in (mesh.mesh_dim_names or ()) else mesh["replicate", "shard"]
     net = Net(OWN * mesh["tp"].size()).to(dtype)
     gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True)
     rows = RowwiseParallel(output_layouts=Shard(1))
     for block in net.blocks:
         plan = {"": gather, "up": ColwiseParallel(), "gate": ColwiseParallel(), "down": rows}
         parallelize_module(block, mesh["tp"], plan)
-        fully_shard(block, mesh=mesh["dp"], **options)
-    return fully_shard(net, mesh=mesh["dp"], **options)
+        fully_shard(block, mesh=over, **options)
+    return fully_shard(net, mesh=over, **options)
 
 
 def data(mesh: DeviceMesh, step: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
