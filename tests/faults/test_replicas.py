@@ -10,7 +10,7 @@ import commfuse_dp
 from commfuse_dp import CommFuseError
 from tests.parity.fsdp2 import pair
 from tests.parity.fsdp2.test_sharding import hybrid_mesh
-from tests.parity.tensor_parallel.test_tensor_slices import alike, build, data, gradients
+from tests.parity.tensor_parallel import test_tensor_slices as slices
 from tests.support import serving
 from tests.support.raising import Boom, blow, blow_in_backward
 
@@ -90,22 +90,22 @@ def test_on_some_replicas_all_ranks_raise_soon(workers, bad, place):
 def over_tensor_parallelism(rank: int, world_size: int, bad: tuple[int, ...]) -> tuple[str, str]:
     """2 replicas x 2 shards x 2 tensor-parallel ranks: what a rank got in a broken step, and in the one after it."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
-    wanted, net = gradients(build(mesh), mesh), build(mesh)
+    wanted, net = gradients(slices.build(mesh), mesh), slices.build(mesh)
     found = []
     with serving.applied(net, deadline_s=60.0):
-        alike(gradients(net, mesh), wanted)
+        slices.alike(slices.gradients(net, mesh), wanted)
         for broken_off in (True, False):
             handle = net.blocks[1].down.register_forward_hook(blow_in_backward) if broken_off and rank in bad else None
             try:
                 net.zero_grad()
-                net(data(mesh, 7)).square().mean().backward()
+                net(slices.data(mesh, 7)).square().mean().backward()
                 found.append("")
             except (Boom, CommFuseError) as error:
                 found.append(f"{type(error).__name__}: {error}")
             if handle is not None:
                 handle.remove()
         if not found[-1]:
-            alike([param.grad.full_tensor() for param in net.parameters()], wanted)
+            slices.alike([param.grad.full_tensor() for param in net.parameters()], wanted)
     return found[0], found[1]
 
 
