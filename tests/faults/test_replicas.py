@@ -90,7 +90,7 @@ def test_on_some_replicas_all_ranks_raise_soon(workers, bad, place):
 def over_tensor_parallelism(rank: int, world_size: int, bad: tuple[int, ...]) -> tuple[str, str]:
     """2 replicas x 2 shards x 2 tensor-parallel ranks: what a rank got in a broken step, and in the one after it."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
-    wanted, net = gradients(slices.build(mesh), mesh), slices.build(mesh)
+    wanted, net = slices.gradients(slices.build(mesh), mesh), slices.build(mesh)
     found = []
     with serving.applied(net, deadline_s=60.0):
         slices.alike(slices.gradients(net, mesh), wanted)
