@@ -170,7 +170,7 @@ def _exchange_bytes(open_one: Callable[[int, Callable[[Any], list[Any]]], Any]) 
             transport.segments[0].fill_(rank + 1)
             transport.publish((0,), 1)
             peer = 1 - rank
-            out = None if transport.in_place else torch.empty(_NBYTES, dtype=torch.uint8)
+            out = None if transport.in_place else torch.empty(_NBYTES, dtype=torch.uint8, device="cpu")
             received = transport.pull(1, (PullRequest(peer, 0, 0, _NBYTES, out),))[0].wait()
             if not bool((received == peer + 1).all()):
                 raise RuntimeError("the bytes that arrived are not those that were sent")

@@ -296,8 +296,8 @@ def _rows_of(produce: Any, dtype: torch.dtype) -> Any:
 def gather_integers(session: Session, row: list[int]) -> list[list[int]]:
     """Every rank's list (all of one length), in rank order."""
     inner = session if session.transport is None else begin(None, session.transport, torch.device("cpu"))
-    line = torch.tensor([row], dtype=torch.int64)
-    out = torch.empty(session.world_size, len(row), dtype=torch.int64)
+    line = torch.tensor([row], dtype=torch.int64, device="cpu")
+    out = torch.empty(session.world_size, len(row), dtype=torch.int64, device="cpu")
     out[session.rank] = line[0]
     how = (1,) * session.world_size, "pairwise", 1
     bindings = of_gather(line, session.rank, None, out)

@@ -50,7 +50,7 @@ from commfuse_dp.transport.waiting import wait_until
 
 PARTIAL = "its partial gradient"  # what a rank waits for at the end of a backward
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class GradientStream:
@@ -431,7 +431,7 @@ class GradientStream:
     def meet_replicas(self) -> None:
         """Raises CommFuseError if one of them has broken the step off before it came here."""
         if self._replicas is not None:
-            self._replicas.all_reduce(torch.zeros(1), self._breakage.step).wait()
+            self._replicas.all_reduce(torch.zeros(1, device="cpu"), self._breakage.step).wait()
 
     def forget_all(self) -> None:
         """The end: drop every buffer."""

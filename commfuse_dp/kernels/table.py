@@ -143,7 +143,7 @@ class SliceTable:
         self.end_row = at  # the last row + 1
         self.rows = tuple(entry.rows for entry in kept)
         self.total_rows = sum(self.rows)
-        example = kept[0].data if kept else (entries[0].data if entries else torch.empty(0, 0))
+        example = kept[0].data if kept else (entries[0].data if entries else torch.empty(0, 0, device="cpu"))
         self.columns = int(example.shape[-1])
         self.dtype = example.dtype
         self.device = example.device

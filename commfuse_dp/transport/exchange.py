@@ -145,7 +145,7 @@ class _Star:
             dist.send(part, group=self._group, group_dst=peer, tag=_TAG)
 
     def _post(self, peer: int) -> tuple[torch.Tensor, Any]:
-        first = torch.empty(_FIRST, dtype=torch.uint8)
+        first = torch.empty(_FIRST, dtype=torch.uint8, device="cpu")
         return first, dist.irecv(first, group=self._group, group_src=peer, tag=_TAG)
 
     def _receive(self, peer: int, posted: tuple[torch.Tensor, Any]) -> Any:
@@ -155,7 +155,7 @@ class _Star:
         (nbytes,) = _HEAD.unpack_from(data)
         data = data[_HEAD.size :]
         if nbytes > len(data):
-            rest = torch.empty(nbytes - len(data), dtype=torch.uint8)
+            rest = torch.empty(nbytes - len(data), dtype=torch.uint8, device="cpu")
             dist.recv(rest, group=self._group, group_src=peer, tag=_TAG)
             data += rest.numpy().tobytes()
         return pickle.loads(data[:nbytes])

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from commfuse_dp.errors import ConfigError, MismatchError, TransportError
 from commfuse_dp.probe import Probe
 from commfuse_dp.program.hosts import Hosts, check_hosts
+from commfuse_dp.transport.backends import check_ranks_exist, check_sends
 from commfuse_dp.transport.base import ExchangeFn, Transport
 from commfuse_dp.transport.budget import Room
 from commfuse_dp.transport.checks import raise_failures
@@ -89,11 +90,13 @@ def open_transport(
 
     stream_ordered: the caller can use a stream-ordered transport (base.py); else 'symmetric' is never chosen.
 
-    Returns the transport and why it was chosen. Raises ConfigError for an unknown kind, TransportError if a request cannot
-    be met, MismatchError on all ranks if they ask for different kinds, devices, inbox sizes or orders.
+    Returns the transport and why it was chosen. Raises ConfigError for an unknown kind and for ranks that cannot have it
+    (backends.py), TransportError if a request cannot be met, MismatchError on all ranks if they ask for different kinds,
+    devices, inbox sizes or orders.
     """
     if kind not in KINDS:
         raise ConfigError(f"transport={kind!r}: {', '.join(KINDS)} are allowed")
+    check_ranks_exist(group)
     exchange = exchange_of(group)
     wishes = exchange((host_identity(), kind, device.type, inbox_bytes, order))
     for position, what in ((1, "transports"), (2, "devices"), (3, "inbox_bytes"), (4, "orders")):
@@ -171,6 +174,7 @@ def _open(wanted: Wanted) -> tuple[Transport, str]:
                 "streams instead"
             )
         return _open_nccl(wanted), f"{reason}; NCCL in grouped exchanges, ordered by streams"
+    check_sends(wanted.group)
     paired = importlib.import_module("commfuse_dp.transport.two_sided.paired")
     return paired.open_p2p(wanted.group, **wanted.settings("p2p")), reason
 

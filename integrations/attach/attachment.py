@@ -29,6 +29,7 @@ from commfuse_dp.ops.compat import default_store
 from commfuse_dp.ops.gathered import gather_parameters
 from commfuse_dp.ops.linear import fused_linear, register_operand
 from commfuse_dp.probe import Probe
+from commfuse_dp.transport.backends import check_replicas
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.select import open_transport
 
@@ -66,6 +67,8 @@ class Attachment:
         take = self.transaction.acquire
 
         def opened() -> tuple[Transport, str]:
+            if replicate_group is not None:
+                check_replicas(replicate_group)
             return open_transport(
                 config.transport,
                 group=group,
@@ -83,7 +86,6 @@ class Attachment:
         transport, self._transport_reason = self._ranks.together(lambda: take(opened, lambda found: found[0].close()))
         self.transport = transport
         ranks = dist.get_process_group_ranks(replicate_group) if replicate_group is not None else []
-
         replicas = None
         if len(ranks) > 1:  # a communicator of our own: the framework's must not see our all-reduces between its collectives
             over = dist.new_group(ranks, use_local_synchronization=True)

@@ -277,4 +277,6 @@ def _run(function: Callable[..., Any], operands: list[torch.Tensor]) -> tuple[An
 def _numbers(shape: tuple[int, ...], scale: float, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Irregular numbers of both signs, up to `scale`."""
     count = torch.Size(shape).numel()
-    return (torch.sin(torch.arange(1, count + 1, dtype=torch.float64) * 7.31 + seed) * scale).to(dtype).view(shape)
+    return (
+        (torch.sin(torch.arange(1, count + 1, dtype=torch.float64, device="cpu") * 7.31 + seed) * scale).to(dtype).view(shape)
+    )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from commfuse_dp.integrations.attach.forwards import Hook, nothing
 from commfuse_dp.integrations.attach.transaction import Transaction
 from torch import nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from commfuse_dp.engine.engine import Engine, in_backward
@@ -95,7 +96,7 @@ def hook_root(
         engine.enter_forward()
 
     def returned(output: Any) -> None:
-        wanted = [leaf for leaf in _tensors(output) if leaf.requires_grad]
+        wanted = [leaf for leaf in tensors_in(output) if leaf.requires_grad]
         for leaf in wanted:
             leaf.register_hook(arm)
         after()
@@ -116,8 +117,30 @@ def hook_root(
     )
 
 
-def _tensors(output: Any) -> list[torch.Tensor]:
-    leaves = tree_flatten(output)[0]
-    if len(leaves) == 1 and not isinstance(leaves[0], torch.Tensor) and hasattr(leaves[0], "__dict__"):
-        leaves = tree_flatten(dict(vars(leaves[0])))[0]  # an output class that pytree does not know
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+def tensors_in(output: Any) -> list[torch.Tensor]:
+    """All tensors that a forward has returned: in containers, mappings and dataclasses, one in another, or in the attributes of
+    an output of a class of its own."""
+    leaves = tree_leaves(output)  # tree_flatten would leave a cycle of references behind in each call
+    if len(leaves) == 1 and _parts(leaves[0]) is None and hasattr(leaves[0], "__dict__"):
+        leaves = tree_leaves(dict(vars(leaves[0])))
+    found: list[torch.Tensor] = []
+    met: set[int] = set()  # what refers to itself is entered once
+    while leaves:
+        leaf = leaves.pop(0)
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif (parts := _parts(leaf)) is not None and id(leaf) not in met:
+            met.add(id(leaf))
+            leaves += tree_leaves(parts)
+    return found
+
+
+def _parts(leaf: Any) -> list[Any] | None:
+    """Of what pytree does not open."""
+    if isinstance(leaf, torch.Tensor):
+        return []
+    if isinstance(leaf, Mapping):
+        return list(leaf.values())
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        return [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
+    return None

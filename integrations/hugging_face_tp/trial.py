@@ -34,8 +34,8 @@ def layer_obstacle_by_trial(layer: nn.Module, owner: nn.Module, blocks: Sequence
     width = int(served[0].rows[0].module.out_features)
     dtype = next(served[0].rows[0].module.parameters()).dtype
     name = original_type(layer).__name__
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        x = torch.randn(1, _POSITIONS, width, generator=_generator(0)).to(dtype)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        x = torch.randn(1, _POSITIONS, width, generator=_generator(0), device="cpu").to(dtype)
         why = "it returned no tensor"
         for tuples in (False, True) if len(served) < len(blocks) else (False,):  # what an unserved block returns
             try:
@@ -56,8 +56,8 @@ def layer_obstacle_by_trial(layer: nn.Module, owner: nn.Module, blocks: Sequence
 def norm_obstacle_by_trial(module: nn.Module, width: int) -> str | None:
     """Why a module behind the layers cannot run in shards (None: it can)."""
     dtype = next(module.parameters()).dtype
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        x = torch.randn(1, _POSITIONS, width, generator=_generator(0)).to(dtype)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        x = torch.randn(1, _POSITIONS, width, generator=_generator(0), device="cpu").to(dtype)
         try:
             whole, part = (original_type(module).forward(module, rows) for rows in (x, x[:, _SHARD]))  # type: ignore[attr-defined]
         except Exception as error:
@@ -77,7 +77,7 @@ def _generator(seed: int) -> torch.Generator:
 
 def _arguments(owner: nn.Module, x: torch.Tensor) -> dict[str, Any]:
     """What transformers' models hand to every decoder layer."""
-    positions = torch.arange(x.shape[1]).unsqueeze(0)
+    positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
     found = {"attention_mask": None, "position_ids": positions, "past_key_values": None, "use_cache": False}
     rotary = getattr(owner, "rotary_emb", None)
     if rotary is not None:
@@ -156,7 +156,7 @@ def _features(found: Styled, block: Block) -> int:
 
 
 def _fixed(seed: int, features: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(1, _POSITIONS, features, generator=_generator(1 + seed)).to(dtype)
+    return torch.randn(1, _POSITIONS, features, generator=_generator(1 + seed), device="cpu").to(dtype)
 
 
 def _column(fixed: torch.Tensor) -> Callable[..., torch.Tensor]:

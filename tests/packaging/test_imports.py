@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 import commfuse_dp
 from commfuse_dp import CommFuseConfig
@@ -110,6 +111,28 @@ def test_private_names_of_a_framework_are_used_in_integrations_only():
             assert not names & set(FRAMEWORKS), path
         private = [module for _, module in imports(path) if module.startswith("torch.distributed.fsdp")]
         assert not private or room in ("integrations", "examples", "cli", "observe"), (path, private)
+
+
+def without_device(source: str) -> list[str]:
+    """Calls of torch that make a tensor on whatever the default device is just then (`torch.set_default_device("cuda")`)."""
+    makers = {maker.__name__ for maker in _device_constructors()}
+    return [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and (node.func.value.id, node.func.attr in makers) == ("torch", True)
+        and not any(keyword.arg in ("device", None) for keyword in node.keywords)
+    ]
+
+
+def test_tensors_name_their_device():
+    assert without_device("a = torch.empty(3, dtype=torch.uint8); b = torch.zeros(1, device=d)") == [
+        "torch.empty(3, dtype=torch.uint8)"
+    ]
+    found = {str(path): calls for room, path in files() if room != "examples" and (calls := without_device(path.read_text()))}
+    assert not found, found
 
 
 def test_import_is_light_and_quiet():

@@ -163,4 +163,4 @@ class Arena:
 
 def _allocate(nbytes: int) -> torch.Tensor:
     with torch.inference_mode(False):  # else memory from an evaluation could not be written to in training
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")

@@ -39,7 +39,7 @@ from commfuse_dp.errors import Where
 from commfuse_dp.transport.base import NOWHERE, Sending, Tag
 from commfuse_dp.transport.hierarchical.device import StreamHierarchicalTransport
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Crossing:

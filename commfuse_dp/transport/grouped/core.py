@@ -18,7 +18,7 @@ from commfuse_dp.transport.grouped.exchange import GroupedExchange, Labels, Part
 from commfuse_dp.transport.grouped.watch import Ballot, ExchangeWatch, Label, Step
 from commfuse_dp.transport.streams.core import StreamCore
 
-NOTHING = torch.empty(0, dtype=torch.uint8)
+NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 LABEL_WORDS = 16  # int32: a checksum, and what was exchanged last
 _IDENTITY = struct.Struct("<I6q")
 

@@ -66,7 +66,7 @@ class TorchBallot(Ballot):
         self._group = group
 
     def cast(self, row: list[int]) -> Callable[[], list[list[int]] | None]:
-        own = torch.tensor(row, dtype=torch.int64)
+        own = torch.tensor(row, dtype=torch.int64, device="cpu")
         rows = [torch.empty_like(own) for _ in range(self._group.size())]
         work = self._group.allgather([rows], [own])
 

@@ -22,11 +22,12 @@ class FetchedMemory(Memory):
         self._exchange = exchange
         peers = [peer for peer in range(world_size) if peer != rank]
         self.outgoing = {peer: self._take(align(inbox_bytes)) for peer in peers}
-        self.incoming = {peer: torch.empty(align(inbox_bytes), dtype=torch.uint8) for peer in peers}  # pages come when written
+        # Their pages come when they are written.
+        self.incoming = {peer: torch.empty(align(inbox_bytes), dtype=torch.uint8, device="cpu") for peer in peers}
 
     def _take(self, nbytes: int) -> torch.Tensor:
         """Memory that is sent from, zeroed."""
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
 
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
         self.segments = {self._rank: own_segments(sizes, self._rank, self._exchange, self._take)}

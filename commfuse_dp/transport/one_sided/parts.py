@@ -36,7 +36,7 @@ class Receiver(ABC):
     def room_for(self, src: int, header: bytes) -> torch.Tensor:
         """`landing`, or memory that is thrown away, for channels in which every send must find its receive."""
         landing = self.landing(src, header)
-        return landing if landing is not None else torch.empty(msg.payload_bytes(header), dtype=torch.uint8)
+        return landing if landing is not None else torch.empty(msg.payload_bytes(header), dtype=torch.uint8, device="cpu")
 
     @abstractmethod
     def lost(self, src: int, reason: str) -> None:

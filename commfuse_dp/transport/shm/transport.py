@@ -98,7 +98,7 @@ def _map(fd: int, offset: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
 
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class _SharedBlocks:

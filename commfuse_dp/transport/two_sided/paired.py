@@ -180,7 +180,7 @@ class TwoSidedChannel(Channel):
     def _read(self, src: int) -> None:
         """Messages of one peer, until its goodbye or its end."""
         assert self._receiver is not None
-        header = torch.empty(msg.HEADER_BYTES, dtype=torch.uint8)
+        header = torch.empty(msg.HEADER_BYTES, dtype=torch.uint8, device="cpu")
         try:
             while src not in self._parted:
                 self._two_sided.irecv(header, src, lane=CONTROL_LANE, tag=_HEADER_TAG).wait()
@@ -190,7 +190,7 @@ class TwoSidedChannel(Channel):
                 if payload is not None:
                     payload.wait()
                 if text_bytes := msg.text_bytes(message):
-                    text = torch.empty(text_bytes, dtype=torch.uint8)
+                    text = torch.empty(text_bytes, dtype=torch.uint8, device="cpu")
                     self._two_sided.irecv(text, src, lane=CONTROL_LANE, tag=_TEXT_TAG).wait()
                     message += text.numpy().tobytes()
                 if kind == msg.GOODBYE:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import commfuse_dp
+from commfuse_dp import CommFuseError
 from tests.parity.fsdp2 import pair
 from tests.support.cells import slow
 
@@ -170,6 +171,33 @@ def meta_device(rank: int, world_size: int, apply_first: bool) -> None:
 @pytest.mark.parametrize("apply_first", [True, False], ids=["apply-on-meta", "apply-after-to_empty"])
 def test_meta_device_initialisation(workers, apply_first):
     workers(2).run(meta_device, apply_first)
+
+
+def forgotten(rank: int, world_size: int, everywhere: bool) -> None:
+    """The first forward comes before `to_empty`: all ranks say so, and it can be made up for."""
+    stock = pair.build(seed=4)
+    values = get_model_state_dict(stock, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    with torch.device("meta"):
+        net = pair.Net()
+    pair.shard(net)
+    with pair.applied(net):
+        missing = everywhere or rank == 1
+        if not missing:
+            net.to_empty(device="cpu")
+        for _ in range(2):
+            with pytest.raises(CommFuseError, match="materialized from meta device") as error:
+                pair.loss_of(net, pair.batch(rank, world_size, 0))
+            named = "'embedding.weight'" in str(error.value) and "more" in str(error.value)
+            assert named == missing and ("other ranks" in str(error.value)) != missing, str(error.value)
+        net.to_empty(device="cpu")
+        set_model_state_dict(net, values, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        for step in range(2):
+            pair.assert_gradients_of_one_step(net, stock, rank, world_size, step)
+
+
+@pytest.mark.parametrize("everywhere", [True, False], ids=["all-ranks", "one-rank"])
+def test_parameters_still_on_meta_are_named(workers, everywhere):
+    workers(2).run(forgotten, everywhere)
 
 
 def convert(rank: int, world_size: int, dtype: torch.dtype) -> None:

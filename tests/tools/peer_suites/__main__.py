@@ -6,7 +6,8 @@ the JSON block does. All that stock passes must pass, but for the list in expect
 
 [Note: What a row says]
 `served`: tests of the file in which CommFuse served at least one parameter. A test that passes without being served proves
-nothing, and is not hidden: ranks that are threads of one process, and programs that never run a forward, are of this kind.
+nothing, and is not hidden: programs that never run a forward are of this kind. Ranks that FSDP2's tests have as threads of one
+process are processes here, for stock as well.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 import wrapt
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
-_FOREIGN_GROUPS = ("threaded", "fake")  # ranks that are threads of one process, or that do not exist
+_FOREIGN_GROUPS = ("threaded", "fake")  # ranks that are threads of one process (which only other suites have), or do not exist
 
 _sharded: weakref.WeakSet[Any] = weakref.WeakSet()  # what fully_shard was called for
 _served: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -30,6 +30,7 @@ def register(suite: str, *, injected: bool) -> None:
     if suite == "fsdp2":
         wrapt.register_post_import_hook(_pretend_devices, "torch.testing._internal.common_distributed")
         wrapt.register_post_import_hook(_count_devices, "torch.testing._internal.common_fsdp")
+        wrapt.register_post_import_hook(_fork_threads, "torch.testing._internal.common_fsdp")
         wrapt.register_post_import_hook(_sleep_never, "torch.testing._internal.common_utils")
         if injected:
             wrapt.register_post_import_hook(_watch_states, f"{_FSDP2}._fsdp_state")
@@ -85,6 +86,24 @@ def _count_devices(module: Any) -> None:
             cls.world_size = property(lambda self: min(own.__get__(self), most))
 
     module.FSDPTest.__init_subclass__ = classmethod(limit)
+
+
+def _fork_threads(module: Any) -> None:
+    """Ranks that are threads of one process become processes: CommFuse has one rank in each. Stock is run in the same way."""
+
+    class FSDPTestMultiThread(module.FSDPTest):  # type: ignore[misc, name-defined]
+        def perThreadSetUp(self) -> None:
+            pass
+
+        def perThreadTearDown(self) -> None:
+            pass
+
+        def run_test(self, *args: Any) -> None:
+            self.perThreadSetUp()
+            super().run_test(*args)
+            self.perThreadTearDown()
+
+    module.FSDPTestMultiThread = FSDPTestMultiThread
 
 
 def _sleep_never(module: Any) -> None:
