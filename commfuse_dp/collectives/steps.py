@@ -17,7 +17,7 @@ import torch
 from commfuse_dp.collectives import progress
 from commfuse_dp.collectives.end_of_backward import EndOfBackward, at_end_of_backward
 from commfuse_dp.collectives.step_state import StepState
-from commfuse_dp.errors import Where
+from commfuse_dp.errors import CommFuseError, Where
 from commfuse_dp.interrupts import HELD, deliver_held, watch
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, WHOLE, Outcome, Transport
 
@@ -85,6 +85,18 @@ class Steps(StepState):
         if self.together or self._recovery is None or torch._C._current_graph_task_id() != -1:
             return
         watch(self)
+        try:
+            self._next()
+            while self.owed:
+                self.break_owed()
+                self._next()
+        except CommFuseError:
+            raise
+        except BaseException as error:  # a Ctrl-C, in a wait
+            self.not_begun(error)
+            raise
+
+    def _next(self) -> None:
         self.leave()
         if self.end():
             parted = self.parted()

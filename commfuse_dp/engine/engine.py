@@ -107,6 +107,7 @@ class Engine:
         self.ports = self.gradients.ports
         self.on_recovery: Callable[[], None] = lambda: None  # the framework's part, after a step that was broken off
         self.parameters.while_waiting = self.gradients.make_progress
+        self.parameters.heed = self.breakage.heed_absence
         if transport.device is None:
             progress.register(self.gradients.make_progress)
         self._sequences: dict[bool, list[Key]] = {}  # recorded orders, by whether gradients are computed
@@ -150,12 +151,21 @@ class Engine:
         try:
             with untransformed():
                 self._end_step()
+                while self.breakage.owed:
+                    with self._for_good():
+                        self._begin_step()
+                    self.breakage.break_owed()
+                    self._end_step()
                 with self._for_good():
                     self._begin_step()
         except BrokenStepError:  # the step before was lost, this one can be begun
             raise
         except CommFuseError as error:
             self._broken = str(error)
+            raise
+        except BaseException as error:  # a Ctrl-C, in a wait
+            if not self._broken:
+                self.breakage.not_begun(error)
             raise
 
     def _end_step(self) -> None:
