@@ -24,8 +24,8 @@ def settings(**more: Any) -> dict[str, Any]:
 
 
 CELLS = [
-    ("fsdp2", 2, 36, False, {}),
-    slow("fsdp2", 2, 240, False, {}),
+    ("fsdp2", 2, 30, False, {}),
+    slow("fsdp2", 2, 180, False, {}),
     slow("fsdp2", 2, 90, True, {}),
     slow("fsdp2", 2, 60, False, {"replay": False}),
     slow("fsdp2", 2, 60, False, {"transport": "tcp"}),
