@@ -164,6 +164,7 @@ class Left(NamedTuple):
     sent: int  # messages that it has sent to this rank, before it left
     reason: str = ""  # of an exception, where one is known
     final: bool = False
+    absent: bool = False  # it has not even begun the step, and published nothing of it
 
 
 class Transfer(ABC):
@@ -189,9 +190,9 @@ class Recovery(ABC):
     [Note: Broken steps]."""
 
     @abstractmethod
-    def tell_broken(self, epoch: int, reason: str, *, final: bool = False) -> None:
+    def tell_broken(self, epoch: int, reason: str, *, final: bool = False, absent: bool = False) -> None:
         """An exception has broken this rank's step `epoch` off, or it is over here (reason ''): none of its messages follows.
-        final: nothing ever follows.
+        final: nothing ever follows. absent: the step is the next one, which has not begun here.
 
         Never blocks."""
 
