@@ -252,7 +252,7 @@ def _partitioned(
     def compute(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
         if dtype is not None and not torch.is_autocast_enabled(input.device.type):
             return otherwise(module, input)
-        return _biased(module, fused_linear(input, operand, handle, operand.partial_dtype))
+        return fused_linear(input, operand, handle, operand.partial_dtype, module.bias)  # type: ignore[arg-type]
 
     def otherwise(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
         bias = module._parameters.get("bias")
@@ -268,16 +268,9 @@ def _partitioned(
 def _replicated(form: LinearForm, kind: type[nn.Module], operand: UnitOperand, handle: int) -> Callable[..., torch.Tensor]:
     def compute(module: Any, input: torch.Tensor) -> torch.Tensor:
         # Looked up, not remembered: with defer_gather this is where its values are waited for.
-        return _biased(module, replicated_linear(input, module.weight, operand, operand.partial_dtype))
+        return replicated_linear(input, module.weight, operand, operand.partial_dtype, module.bias)
 
     return called_as(form, kind, compute, kind.forward)
-
-
-def _biased(module: Any, out: torch.Tensor) -> torch.Tensor:
-    bias = module.bias
-    if bias is None:
-        return out
-    return out.add_(bias if bias.dtype == out.dtype else bias.to(out.dtype))  # another one under autocast
 
 
 # ---- hooks -----------------------------------------------------------------------------------------------------------

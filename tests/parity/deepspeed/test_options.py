@@ -287,6 +287,7 @@ def cells() -> Iterator[Any]:
         "not reentrant",
         "order changes",
         "reentrant",
+        "summed",
         "torch_autocast",
         "two forwards",
         "uncounted",
