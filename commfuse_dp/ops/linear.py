@@ -201,8 +201,8 @@ def fused_linear(
         y = torch.ops.commfuse.linear(x, operand.anchor, handle, operand.out_features, convert, call_number())
         return y if bias is None else y + bias
     if _is_transformed(x):
-        whole = gather_parameters(operand, handle)
-        return _plain(x, operand, *whole) if bias is None else _plain(x, operand, *whole, bias)  # type: ignore[arg-type]
+        weight, *own = gather_parameters(operand, handle)  # type: ignore[arg-type]
+        return _plain(x, operand, weight, own[0] if own else bias)
     if torch.is_grad_enabled():
         operand.expect_backward()
     return _FusedLinear.apply(x, operand.anchor, bias, operand, partial_dtype, convert)
