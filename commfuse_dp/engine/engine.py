@@ -149,7 +149,7 @@ class Engine:
         if self._broken:
             raise CommFuseError(f"communication broke down in an earlier step and cannot go on: {self._broken}")
         with untransformed():
-            self._require_values()
+            self.parameters.require_values(self._vote)
         try:
             with untransformed():
                 self._end_step()
@@ -296,23 +296,6 @@ class Engine:
                 unit.new_anchor(self.device)
         self.probe.span_since(COMPUTE, "publish", start, begun, kind="publish")
         self._active = True
-
-    def _require_values(self) -> None:
-        """Before the first step, while nothing has been fixed that materialising would change: it can be made up for.
-
-        Raises CommFuseError on all ranks if parameters of one are still on the meta device."""
-        if self.parameters.exposed:
-            return
-        published = [unit for unit in self.units if not unit.replicated]
-        missing = [slot.name for unit in published for slot in unit.slots if slot.local().is_meta]
-        if not self._vote(bool(missing)):
-            return
-        names = f"{missing[:8]}{f' and {len(missing) - 8} more' if len(missing) > 8 else ''}"
-        raise CommFuseError(
-            "parameters should be materialized from meta device before training, but the following were still on meta device: "
-            f"{names if missing else 'those of other ranks'}. Call model.to_empty(device=...) and initialise or load the "
-            "values, on all ranks, before the first forward."
-        )
 
     def ensure_exposed(self) -> None:
         """First step: layouts are fixed now, when dtypes are final and meta parameters have been materialised."""

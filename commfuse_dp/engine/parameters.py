@@ -152,6 +152,24 @@ class ParameterStream:
         self.heed: Callable[[int, Where, str, Callable[[], bool]], None] = lambda *_: None  # of an owner that has not begun
 
     # ---- layout ------------------------------------------------------------------------------------------------------
+    def require_values(self, vote: Callable[[bool], bool]) -> None:
+        """Before the first step, while nothing has been fixed that materialising would change: it can be made up for.
+
+        vote: whether something is true on any rank. Raises CommFuseError on all ranks if parameters of one are still on the
+        meta device."""
+        if self.exposed:
+            return
+        slots = [slot for unit in self._units if not unit.replicated for slot in unit.slots]
+        missing = [slot.name for slot in slots if slot.local().is_meta]
+        if not vote(bool(missing)):
+            return
+        names = f"{missing[:8]}{f' and {len(missing) - 8} more' if len(missing) > 8 else ''}"
+        raise CommFuseError(
+            "parameters should be materialized from meta device before training, but the following were still on meta device: "
+            f"{names if missing else 'those of other ranks'}. Call model.to_empty(device=...) and initialise or load the "
+            "values, on all ranks, before the first forward."
+        )
+
     def expose(self) -> None:
         """Collective. Called when dtypes are final and meta parameters have been materialised."""
         config = self._config

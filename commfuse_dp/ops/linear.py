@@ -41,19 +41,25 @@ from commfuse_dp.ops.products import linear_backward, linear_forward
 class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, anchor: torch.Tensor, operand: ShardedOperand, partial_dtype: torch.dtype, convert: bool
+        ctx: Any,
+        x: torch.Tensor,
+        anchor: torch.Tensor,
+        bias: torch.Tensor | None,
+        operand: ShardedOperand,
+        partial_dtype: torch.dtype,
+        convert: bool,
     ) -> torch.Tensor:
         ctx.operand = operand
         ctx.partial_dtype = partial_dtype
         ctx.save_for_backward(x)
-        y = linear_forward(x, operand, convert=convert)
+        y = linear_forward(x, operand, convert=convert, bias=bias)
         ctx.anchor = operand.anchor  # of the step that a layer called by itself has begun just now
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None, None, None]:
         found = _backward_once(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
-        return found, None, None, None, None
+        return found, None, _summed(grad) if ctx.needs_input_grad[2] else None, None, None, None
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
@@ -67,6 +73,11 @@ def _backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
 _backward_once: Any = torch.autograd.function.once_differentiable(_backward)  # type: ignore[no-untyped-call]
 
 
+def _summed(grad: torch.Tensor) -> torch.Tensor:
+    """The gradient of a bias."""
+    return grad.sum(dim=tuple(range(grad.dim() - 1)))
+
+
 class _ReplicatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -74,22 +85,24 @@ class _ReplicatedLinear(torch.autograd.Function):
         x: torch.Tensor,
         anchor: torch.Tensor,
         weight: torch.Tensor,
+        bias: torch.Tensor | None,
         operand: ShardedOperand,
         partial_dtype: torch.dtype,
     ) -> torch.Tensor:
         ctx.operand = operand
         ctx.partial_dtype = partial_dtype
         ctx.save_for_backward(x, weight)
-        return x @ weight if operand.transposed else torch.nn.functional.linear(x, weight)
+        return torch.nn.functional.linear(x, weight.t() if operand.transposed else weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, torch.Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         linear_backward(grad, x, ctx.operand, False, ctx.partial_dtype)
+        summed = _summed(grad) if ctx.needs_input_grad[3] else None
         if not ctx.needs_input_grad[0]:
-            return None, None, None, None, None
-        return torch.matmul(grad, weight.t() if ctx.operand.transposed else weight), None, None, None, None
+            return None, None, None, summed, None, None
+        return torch.matmul(grad, weight.t() if ctx.operand.transposed else weight), None, None, summed, None, None
 
 
 def autocast(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,19 +123,24 @@ def _plain(x: torch.Tensor, operand: ShardedOperand, weight: torch.Tensor, bias:
 
 
 def replicated_linear(
-    x: torch.Tensor, weight: torch.Tensor, operand: ShardedOperand, partial_dtype: torch.dtype
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    operand: ShardedOperand,
+    partial_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y = x @ W.T (transposed: x @ W), [..., in] -> [..., out], with W whole on every rank: only its gradient is sharded.
+    """y = x @ W.T + b (transposed: x @ W + b), [..., in] -> [..., out], with W whole on every rank: only its gradient is
+    sharded.
 
     For ZeRO-1/2. The wgrad is computed slice by slice, own slice last, and leaves through `operand`; W gets no gradient from
-    autograd.
+    autograd. bias: [out], whole, with a gradient of autograd's.
     """
     if _is_transformed(x):
-        return _plain(x, operand, replicated_parameter(weight, operand))  # type: ignore[arg-type]
-    x, weight = autocast(x), autocast(weight)
+        return _plain(x, operand, replicated_parameter(weight, operand), bias)  # type: ignore[arg-type]
+    x, weight, bias = autocast(x), autocast(weight), None if bias is None else autocast(bias)
     if torch.is_grad_enabled():
         operand.expect_backward()
-    return _ReplicatedLinear.apply(x, operand.anchor, weight.detach(), operand, partial_dtype)
+    return _ReplicatedLinear.apply(x, operand.anchor, weight.detach(), bias, operand, partial_dtype)
 
 
 # ---- torch.compile: the same two functions as registered ops ---------------------------------------------------------
@@ -168,20 +186,26 @@ def _op_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, tor
 linear_op.register_autograd(_op_backward, setup_context=_setup_context)
 
 
-def fused_linear(x: torch.Tensor, operand: ShardedOperand, handle: int, partial_dtype: torch.dtype) -> torch.Tensor:
-    """What a fused module's forward calls. x: [..., in] in the compute dtype (or any, under autocast).
+def fused_linear(
+    x: torch.Tensor, operand: ShardedOperand, handle: int, partial_dtype: torch.dtype, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What a fused module's forward calls. x: [..., in] in the compute dtype (or any, under autocast). bias: [out], whole, with
+    a gradient of autograd's; for a unit that has none (DeepSpeed's).
 
     Forward-mode differentiation, and the transforms of torch.func, get a plain linear over parameters gathered whole."""
     convert = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
     if convert:
         x = autocast(x)
+        bias = None if bias is None else autocast(bias)
     if torch.compiler.is_compiling():
-        return torch.ops.commfuse.linear(x, operand.anchor, handle, operand.out_features, convert, call_number())
+        y = torch.ops.commfuse.linear(x, operand.anchor, handle, operand.out_features, convert, call_number())
+        return y if bias is None else y + bias
     if _is_transformed(x):
-        return _plain(x, operand, *gather_parameters(operand, handle))  # type: ignore[arg-type]
+        weight, *own = gather_parameters(operand, handle)  # type: ignore[arg-type]
+        return _plain(x, operand, weight, own[0] if own else bias)
     if torch.is_grad_enabled():
         operand.expect_backward()
-    return _FusedLinear.apply(x, operand.anchor, operand, partial_dtype, convert)
+    return _FusedLinear.apply(x, operand.anchor, bias, operand, partial_dtype, convert)
 
 
 __all__ = ["autocast", "fused_linear", "linear_backward", "linear_forward", "register_operand", "replicated_linear"]

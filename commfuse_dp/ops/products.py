@@ -36,10 +36,13 @@ from commfuse_dp.ops.operands import ByOwner, ShardedOperand
 from commfuse_dp.ops.pieces import Piece
 
 
-def linear_forward(x: torch.Tensor, operand: ShardedOperand, *, convert: bool = False) -> torch.Tensor:
+def linear_forward(
+    x: torch.Tensor, operand: ShardedOperand, *, convert: bool = False, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """y = x @ W.T + b (transposed: x @ W + b), [..., in] -> [..., out], in x's dtype, slice by slice. No autograd.
 
     convert: cast the parameters to x's dtype (autocast); otherwise the dtypes must agree, as in torch's own linear.
+    bias: [out], whole, for an operand that has none.
     Raises RuntimeError for an x of another width or dtype.
     """
     shape = x.shape
@@ -50,13 +53,15 @@ def linear_forward(x: torch.Tensor, operand: ShardedOperand, *, convert: bool = 
     y = x.new_empty((*shape[:-1], operand.out_features))
     columns = y if flat else y.view(-1, operand.out_features)
     if operand.whole is not None and not convert and operand.whole.forward(rows, columns):
-        return y
+        return y if bias is None else y.add_(bias)
+    if bias is not None:
+        _check(bias, x.dtype, convert)
     if operand.transposed:
-        total = _Sum(rows, columns, operand, with_bias=operand.has_bias, convert=convert)
+        total = _Sum(rows, columns, operand, with_bias=operand.has_bias, convert=convert, bias=bias)
         operand.gather(total.consume)
         total.finish()
     else:
-        operand.gather(_Columns(rows, columns, operand, with_bias=operand.has_bias, convert=convert).consume)
+        operand.gather(_Columns(rows, columns, operand, with_bias=operand.has_bias, convert=convert, bias=bias).consume)
     return y
 
 
@@ -129,11 +134,20 @@ def _check(weight: torch.Tensor, dtype: torch.dtype, convert: bool) -> None:
 class _Columns:
     """out[:, rows of s] = given @ W_s.T (+ b_s), slice by slice. given: [tokens, columns], out: [tokens, rows]."""
 
-    __slots__ = ("_bias", "_convert", "_given", "_operand", "_out", "_split", "_with_bias")
+    __slots__ = ("_bias", "_convert", "_given", "_operand", "_out", "_split", "_whole_bias", "_with_bias")
 
     def __init__(
-        self, given: torch.Tensor, out: torch.Tensor, operand: ShardedOperand, *, with_bias: bool, convert: bool
+        self,
+        given: torch.Tensor,
+        out: torch.Tensor,
+        operand: ShardedOperand,
+        *,
+        with_bias: bool,
+        convert: bool,
+        bias: torch.Tensor | None = None,
     ) -> None:
+        """with_bias: it comes with the slices. bias: it is here."""
+        self._whole_bias = bias
         self._given, self._out, self._with_bias, self._convert = given, out, with_bias, convert
         self._bias: dict[int, tuple[int, torch.Tensor]] = {}  # owner -> first row, its bias
         self._operand = operand
@@ -160,7 +174,9 @@ class _Columns:
             if weight.dtype != dtype:
                 weight = weight.to(dtype)
             out = self._out.narrow(1, row, count)
-            if self._with_bias:
+            if self._whole_bias is not None:
+                torch.addmm(self._whole_bias[row : row + count], given, weight.t(), out=out)
+            elif self._with_bias:
                 low, bias = self._bias[int(item.owner)]
                 torch.addmm(bias[row - low : row - low + count], given, weight.t(), out=out)
             else:
@@ -173,11 +189,19 @@ class _Sum:
     __slots__ = ("_bias", "_convert", "_given", "_joined", "_narrow", "_operand", "_out", "_split", "_started")
 
     def __init__(
-        self, given: torch.Tensor, out: torch.Tensor, operand: ShardedOperand, *, with_bias: bool, convert: bool
+        self,
+        given: torch.Tensor,
+        out: torch.Tensor,
+        operand: ShardedOperand,
+        *,
+        with_bias: bool,
+        convert: bool,
+        bias: torch.Tensor | None = None,
     ) -> None:
+        """with_bias: it comes with the slices. bias: it is here."""
         self._given, self._out, self._convert, self._started = given, out, convert, False
         self._narrow = is_narrow(given.dtype)
-        self._bias = out.new_empty(out.shape[1]) if with_bias else None
+        self._bias = out.new_empty(out.shape[1]) if with_bias else bias
         self._joined: torch.Tensor | None = None  # in a narrow type: all rows
         self._operand = operand
         self._split: _SplitRows | None = None  # from the first piece of a row on

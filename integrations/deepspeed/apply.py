@@ -116,7 +116,7 @@ def _prepare(engine: Any, config: CommFuseConfig, group: dist.ProcessGroup) -> t
         raise ConfigError(
             "order='hierarchical' is for ZeRO-3 and FSDP2; under ZeRO-1 and 2 gradients travel in chains: use order='auto'"
         )
-    units = [_unit(number, layer, engine.optimizer, stage, config, group) for number, layer in enumerate(selection.layers)]
+    units = [_unit(number, layer, engine, stage, config, group) for number, layer in enumerate(selection.layers)]
     return selection, units
 
 
@@ -194,6 +194,7 @@ def _install(
         for module in zero.module.modules():
             transaction.on_undo(functools.partial(unwatch, module))
         watch(zero.module, gather, flat_compat.flat_ranges(zero.optimizer))
+        flat_compat.before_moves(transaction, zero.optimizer, gather.complete)
     _hook_gradients(attachment, zero)
     _hook_destroy(attachment, zero)
     stage = int(zero.zero_optimization_stage())
@@ -205,8 +206,8 @@ def _install(
     )
 
 
-def _unit(number: int, layer: Layer, optimizer: Any, stage: int, config: CommFuseConfig, group: dist.ProcessGroup) -> Unit:
-    name, rank = f"{layer.name}.weight" if layer.name else "weight", dist.get_rank(group)
+def _unit(number: int, layer: Layer, zero: Any, stage: int, config: CommFuseConfig, group: dist.ProcessGroup) -> Unit:
+    name, rank, optimizer = f"{layer.name}.weight" if layer.name else "weight", dist.get_rank(group), zero.optimizer
     slot: PartitionedWeight | ReplicatedWeight
     if layer.place is None:
         bounds = flat_bounds(numel(layer.param), group.size())
@@ -218,11 +219,18 @@ def _unit(number: int, layer: Layer, optimizer: Any, stage: int, config: CommFus
         number,
         layer.name,
         [slot],
-        ZeroPolicy(optimizer, layer.param, stage),
+        ZeroPolicy(optimizer, layer.param, stage, travelling=_travelling(layer), zero=zero),
         config.slices_per_rank,
         flat_bounds=bounds,
         replicated=layer.place is not None,
     )
+
+
+def _travelling(layer: Layer) -> torch.dtype | None:
+    """Dtype in which a layer's weight travels, if that is not its own. Under "torch_autocast" ZeRO-3 rounds on the way what
+    autocast would round behind it. So does a linear here; what is gathered whole comes as it is."""
+    found = compat.travelling_dtype(layer.param)
+    return None if layer.place is not None or layer.form is None or found == layer.param.dtype else found
 
 
 # ---- what a served layer computes ------------------------------------------------------------------------------------
@@ -231,16 +239,26 @@ def _computes(layer: Layer) -> Callable[[UnitOperand, int], Callable[..., torch.
     kind = original_type(layer.module)
     if layer.form is None:
         return gathered(whole_function(kind))
-    return functools.partial(_partitioned if layer.place is None else _replicated, layer.form, kind)
+    if layer.place is not None:
+        return functools.partial(_replicated, layer.form, kind)
+    return functools.partial(_partitioned, layer.form, kind, layer.param.dtype if _travelling(layer) is not None else None)
 
 
-def _partitioned(form: LinearForm, kind: type[nn.Module], operand: UnitOperand, handle: int) -> Callable[..., torch.Tensor]:
+def _partitioned(
+    form: LinearForm, kind: type[nn.Module], dtype: torch.dtype | None, operand: UnitOperand, handle: int
+) -> Callable[..., torch.Tensor]:
+    """dtype: of the parameter, if it travels in another one."""
+
     def compute(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
-        return _biased(module, fused_linear(input, operand, handle, operand.partial_dtype))
+        if dtype is not None and not torch.is_autocast_enabled(input.device.type):
+            return otherwise(module, input)
+        return fused_linear(input, operand, handle, operand.partial_dtype, module.bias)  # type: ignore[arg-type]
 
     def otherwise(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
         bias = module._parameters.get("bias")
         whole = gather_parameters(operand, handle)
+        if dtype is not None:
+            whole = tuple(param.to(dtype) for param in whole)
         return own(module, whole if bias is None else (*whole, bias), input)
 
     own = own_forward(kind)
@@ -250,16 +268,9 @@ def _partitioned(form: LinearForm, kind: type[nn.Module], operand: UnitOperand, 
 def _replicated(form: LinearForm, kind: type[nn.Module], operand: UnitOperand, handle: int) -> Callable[..., torch.Tensor]:
     def compute(module: Any, input: torch.Tensor) -> torch.Tensor:
         # Looked up, not remembered: with defer_gather this is where its values are waited for.
-        return _biased(module, replicated_linear(input, module.weight, operand, operand.partial_dtype))
+        return replicated_linear(input, module.weight, operand, operand.partial_dtype, module.bias)
 
     return called_as(form, kind, compute, kind.forward)
-
-
-def _biased(module: Any, out: torch.Tensor) -> torch.Tensor:
-    bias = module.bias
-    if bias is None:
-        return out
-    return out.add_(bias if bias.dtype == out.dtype else bias.to(out.dtype))  # another one under autocast
 
 
 # ---- hooks -----------------------------------------------------------------------------------------------------------
@@ -277,7 +288,14 @@ def _hook_steps(attachment: Attachment, zero: Any, selection: Selection, units: 
         )
         microbatch_begins = compat.sum_partitions(transaction, optimizer)
 
+    hooks = compat.GradientHooks(optimizer)
+    unheard = _Once(
+        "CommFuse: hooks on gradients of weights were registered after deepspeed.initialize, and are not called: of layers %s. "
+        "Register them before, or add the layers to 'exclude'."
+    )
+
     def before() -> None:
+        unheard([layer.name for layer in selection.layers if hooks.on(layer.param)])
         if not compat.coalescing(optimizer):
             for slot in replicated:
                 slot.forget()
@@ -290,6 +308,18 @@ def _hook_steps(attachment: Attachment, zero: Any, selection: Selection, units: 
     if selection.layers:
         whole = [layer.param for layer in selection.layers if layer.place is not None]
         compat.before_epilogue(transaction, optimizer, functools.partial(collect, engine, optimizer, stage, replicated, whole))
+
+
+class _Once:
+    """A warning about layers, given for the first of them alone."""
+
+    def __init__(self, text: str) -> None:
+        self._text: str | None = text
+
+    def __call__(self, layers: list[str]) -> None:
+        if layers and self._text is not None:
+            log.warning(self._text, ", ".join(layers))
+            self._text = None
 
 
 class _Reader:
@@ -335,25 +365,34 @@ def collect(engine: Engine, optimizer: Any, stage: int, replicated: list[Replica
 
 
 def _hook_gradients(attachment: Attachment, zero: Any) -> None:
-    """After a backward that was broken off: no step of the optimizer, and `zero_grad` clears all that it has left."""
+    """`zero_grad` clears what is accumulated locally, as with stock ZeRO-1. After a backward that was broken off it clears all
+    that this has left, and there is no step of the optimizer before."""
     if compat.engine_obstacle(zero) is not None:
         return
     engine, transaction = attachment.engine, attachment.transaction
     engine.breakage.gradients = ZeroGradients(zero, engine)
-    zero_grad, step = zero.zero_grad, zero.step
+    optimizer, zero_grad, step, optimizer_zero_grad = zero.optimizer, zero.zero_grad, zero.step, zero.optimizer.zero_grad
 
     @functools.wraps(zero_grad)
     def cleared(*args: Any, **kwargs: Any) -> Any:
         zero_grad(*args, **kwargs)
         engine.clear_gradients()
+        if not flat_compat.accumulates_apart(optimizer):
+            engine.drop_accumulated()
+
+    @functools.wraps(optimizer_zero_grad)
+    def emptied(*args: Any, **kwargs: Any) -> Any:
+        optimizer_zero_grad(*args, **kwargs)
+        engine.drop_accumulated()
 
     @functools.wraps(step)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if zero.is_gradient_accumulation_boundary():
+        if compat.steps_now(zero):
             engine.check_gradients()
         return step(*args, **kwargs)
 
     transaction.set(vars(zero), "zero_grad", cleared)
+    transaction.set(vars(optimizer), "zero_grad", emptied)
     transaction.set(vars(zero), "step", checked)
 
 
@@ -400,6 +439,8 @@ def _minimum_bytes(selection: Selection, stage: int, world_size: int, *, rest: b
             for param, _ in selection.left.values()
         ]
     for param, gathers, reductions in params:
-        size = numel(param) * param.element_size() * (world_size - 1) // world_size
-        total += size * (gathers + reductions * param.requires_grad)
+        travelling = compat.travelling_dtype(param).itemsize
+        gathered = gathers * (travelling if stage == 3 else param.element_size())
+        size = numel(param) * (world_size - 1) // world_size
+        total += size * (gathered + reductions * travelling * param.requires_grad)
     return total

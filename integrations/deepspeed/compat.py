@@ -188,6 +188,17 @@ def coalescing(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_coalesce_grad_reduction", False))
 
 
+def unsynchronised(engine: Any) -> bool:
+    """Inside engine.no_sync(), which ZeRO-1 has: gradients stay local until a backward behind it."""
+    return bool(getattr(engine, "inside_no_sync_ctxt", False))
+
+
+def steps_now(engine: Any) -> bool:
+    """Whether engine.step(), called now, would move the parameters."""
+    managed = getattr(engine, "managed_gradient_accumulation", None)  # newer versions; if not, every step is the caller's word
+    return (managed is not None and not managed()) or bool(engine.is_gradient_accumulation_boundary())
+
+
 # ---- gradients over several microbatches ------------------------------------------------------------------------------
 def holds_gradients(engine: Any) -> bool:
     """Whether the optimizer has gradients of earlier microbatches. Asked between a forward and its backward, or later."""
@@ -203,6 +214,8 @@ def forget_gradients(engine: Any) -> None:
     neither what ZeRO has reduced nor its counters."""
     optimizer = engine.optimizer
     engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
+    if hasattr(engine, "_unmanaged_backward_count"):  # newer versions
+        engine._unmanaged_backward_count = 0
     optimizer.zero_grad()
     for flag in ("_backward_active_depth", "_epilogue_ran_this_backward"):  # newer versions
         if hasattr(optimizer, flag):
@@ -222,6 +235,19 @@ def forget_gradients(engine: Any) -> None:
     for bucket in optimizer.ipg_buckets.values():
         bucket.clear()
     optimizer._release_ipg_buffers()
+
+
+class GradientHooks:
+    """Finds hooks of the user's on gradients of parameters. They want this rank's whole gradient before it is reduced, and of a
+    layer computed by slices that is nowhere."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._own = {handle.id for handle in getattr(optimizer, "_grad_acc_hooks", ())}  # DeepSpeed's
+
+    def on(self, param: torch.Tensor) -> bool:
+        if param._backward_hooks:
+            return True
+        return any(key not in self._own for key in getattr(param, "_post_accumulate_grad_hooks", None) or ())
 
 
 # ---- streams of an accelerator ---------------------------------------------------------------------------------------
@@ -369,6 +395,13 @@ def partition_obstacle(param: nn.Parameter, device: torch.device, group: dist.Pr
 def whole_shape(param: torch.Tensor) -> tuple[int, ...]:
     """Of a parameter of any stage."""
     return tuple(getattr(param, "ds_shape", param.shape))
+
+
+def travelling_dtype(param: torch.Tensor) -> torch.dtype:
+    """Dtype in which gradients of a parameter travel, and ZeRO-3 gathers it: under the block "torch_autocast" that of autocast,
+    if its module is in the list there; else its own."""
+    found = getattr(param, "comm_dtype", None)
+    return found if isinstance(found, torch.dtype) else param.dtype
 
 
 def partition(param: torch.Tensor, real: int) -> torch.Tensor:

@@ -5,11 +5,13 @@ compat.py checks at start that they are there. Read in deepspeed 0.19.8: runtime
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+from commfuse_dp.integrations.attach.transaction import Transaction
 from commfuse_dp.integrations.deepspeed import compat
 from torch import nn
 
@@ -46,9 +48,29 @@ def flat_ranges(optimizer: Any) -> dict[int, tuple[int, int, int]]:
     }
 
 
+def before_moves(transaction: Transaction, optimizer: Any, action: Callable[[], object]) -> None:
+    """Call `action` before the optimizer moves its flattened groups to other memory, and back."""
+    for name in ("offload_states", "reload_states"):
+        original = getattr(optimizer, name, None)  # newer versions
+        if original is None:
+            continue
+
+        @functools.wraps(original)
+        def moved(*args: Any, _original: Callable[..., Any] = original, **kwargs: Any) -> Any:
+            action()
+            return _original(*args, **kwargs)
+
+        transaction.set(vars(optimizer), name, moved)
+
+
 def reduces_every_backward(optimizer: Any) -> bool:
     """ZeRO-2; ZeRO-1 accumulates locally and reduces at the boundary of gradient accumulation."""
     return bool(optimizer.partition_gradients) or bool(optimizer.is_gradient_accumulation_boundary())
+
+
+def accumulates_apart(optimizer: Any) -> bool:
+    """Gradients of earlier microbatches lie where the optimizer's `zero_grad` clears them, and that of the engine does not."""
+    return bool(getattr(optimizer, "use_grad_accum_attribute", False))
 
 
 def expect_gradients(optimizer: Any) -> None:

@@ -13,6 +13,7 @@ from commfuse_dp.integrations.deepspeed import compat, flat_compat
 from torch import nn
 
 from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.transport.exchange import exchange_of
 
 
 class Layer(NamedTuple):
@@ -35,6 +36,7 @@ def numel(param: nn.Parameter) -> int:
 
 
 def select(engine: Any, config: CommFuseConfig, group: dist.ProcessGroup, device: torch.device) -> Selection:
+    """Collective over the group: what has a hook of the user's on one rank only is left alone on all."""
     model, stage = engine.module, int(engine.zero_optimization_stage())
     why = "fuse='never'" if config.fuse == "never" else compat.engine_obstacle(engine)
     if why is None and stage == 3:
@@ -45,6 +47,8 @@ def select(engine: Any, config: CommFuseConfig, group: dist.ProcessGroup, device
     places = flat_compat.flat_places(engine.optimizer, group.size()) if why is None and stage != 3 else {}
     parents = {id(child): module for module in model.modules() for child in module.children()}
     external = compat.external_parameters(model)
+    hooks = compat.GradientHooks(engine.optimizer)
+    hooked = set[str]().union(*exchange_of(group)([name for name, param in model.named_parameters() if hooks.on(param)]))
     served: set[int] = set()
     for name, module in model.named_modules():
         if module._parameters.get("weight") is None:
@@ -52,6 +56,8 @@ def select(engine: Any, config: CommFuseConfig, group: dist.ProcessGroup, device
         param = module._parameters["weight"]
         assert param is not None
         reason = why or ("registered as an external parameter" if id(param) in external and stage == 3 else None)
+        if reason is None and (f"{name}.weight" if name else "weight") in hooked:
+            reason = "a hook is registered on its gradient"
         reason = reason or _obstacle(name, module, parents.get(id(module)), param, stage, places, owners, config, group, device)
         if reason is None:
             layers.append(Layer(name, module, param, form_of(module), places.get(id(param))))

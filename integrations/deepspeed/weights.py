@@ -6,9 +6,11 @@ All of it holds DeepSpeed's optimizer and parameters by weak references: see [No
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from commfuse_dp.integrations.attach.forwards import nothing
 from commfuse_dp.integrations.attach.slots import ModuleSlot
 from commfuse_dp.integrations.deepspeed import compat, flat_compat
 from torch import nn
@@ -133,14 +135,18 @@ class ZeroGradients(Gradients):
 class ZeroPolicy:
     """A `UnitPolicy`: what DeepSpeed's optimizer wants done, read anew in every step."""
 
-    compute_dtype = None  # DeepSpeed keeps the parameters in the dtype they are computed in
     keep_after_forward = False
     all_reduce_grads = True
 
-    def __init__(self, optimizer: Any, param: nn.Parameter, stage: int) -> None:
+    def __init__(
+        self, optimizer: Any, param: nn.Parameter, stage: int, *, travelling: torch.dtype | None = None, zero: Any = None
+    ) -> None:
+        """travelling: dtype in which the parameter travels, if that is not its own. zero: DeepSpeed's engine."""
+        self._zero: Callable[[], Any] = weakref.ref(zero) if zero is not None else nothing
         self._optimizer = weakref.ref(optimizer)
         self._param = weakref.ref(param)
         self._stage = stage
+        self.compute_dtype = travelling
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
@@ -149,7 +155,7 @@ class ZeroPolicy:
     @property
     def reduce_grads(self) -> bool:
         optimizer = referent(self._optimizer)
-        if compat.coalescing(optimizer):
+        if compat.coalescing(optimizer) or compat.unsynchronised(self._zero()):
             return False
         return self._stage == 3 or flat_compat.reduces_every_backward(optimizer)
 

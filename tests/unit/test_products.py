@@ -173,6 +173,26 @@ def test_a_replicated_weight(transposed):
     torch.testing.assert_close(operand.partials[0], weight.grad)
 
 
+@pytest.mark.parametrize("kind", ["linear", "transposed", "replicated"])
+def test_a_bias_that_is_here_is_rounded_with_the_product(kind):
+    """As in torch's own linear: added behind it, the result would be rounded twice."""
+    operand = LocalOperand([random(64, 64).bfloat16()], 1, 3, 2, transposed=kind == "transposed")
+    weight = operand.params[0].t() if kind == "transposed" else operand.params[0]
+    x, grad = random(2, 150, 64, seed=1).bfloat16(), random(2, 150, 64, seed=2).bfloat16()
+    biases = [(8 * random(64, seed=3)).bfloat16().requires_grad_() for _ in range(2)]
+    if kind == "replicated":
+        y = fused.replicated_linear(x, operand.params[0], operand, torch.bfloat16, biases[0])
+    else:
+        y = fused.fused_linear(x, operand, 0, torch.bfloat16, biases[0])
+    stock = F.linear(x, weight, biases[1])
+    exact = F.linear(x.double(), weight.double(), biases[1].detach().double())
+    error, wanted = ((found.detach().double() - exact).square().mean().sqrt() for found in (y, stock))
+    assert error <= 1.02 * wanted, error / wanted
+    y.backward(grad)
+    stock.backward(grad)
+    torch.testing.assert_close(biases[0].grad, biases[1].grad, rtol=2**-7, atol=0)
+
+
 def differentiated(run: Any, x: torch.Tensor) -> list[torch.Tensor]:
     """A function by forward mode in two ways, by the transforms of torch.func, and by reverse over forward mode."""
     tangent = random(*x.shape, seed=5)

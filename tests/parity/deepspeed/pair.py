@@ -116,7 +116,10 @@ def launched(rank: int, world_size: int) -> Iterator[Any]:
     with mock.patch.dict(os.environ, kept, clear=True), mock.patch.object(F, "linear", F.linear):
         autoload.activate()  # as the entry point does
         import deepspeed
+        from deepspeed.runtime import torch_autocast
 
+        # DeepSpeed remembers for the whole process that an engine of it has had the block "torch_autocast".
+        vars(torch_autocast).update(TORCH_AUTOCAST_INITIALIZED=False, TORCH_AUTOCAST_DTYPE=None)
         # DeepSpeed compiles nothing: its all-reduce of inference takes a minute, under a lock that a killed rank leaves behind.
         vars(deepspeed.ops)["__compatible_ops__"] = defaultdict(bool)
         deepspeed.utils.logger.setLevel("ERROR")

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.parity.deepspeed.pair import Case, Result, both, check, run, settings, started, train_micro
+from tests.parity.deepspeed.pair import Case, Result, batch, both, check, loss_of, run, settings, started, train_micro
 from tests.support.cells import slow
 
 DEFER = {"defer_gather": True}
@@ -72,6 +72,28 @@ def _read(model: torch.nn.Module, how: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("how", ["state_dict", "parameters", "copy", "attribute"])
 def test_a_look_between_the_steps_waits(workers, how):
     workers(2).run(looked_at, how, timeout=60)
+
+
+def offloaded(engine: Any, rank: int, number: int) -> torch.Tensor:
+    """The parameters go to other memory, and come back, before anybody has read them."""
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    loss = loss_of(engine, batch(rank, number))
+    engine.backward(loss)
+    engine.step()
+    engine.offload_states(include=[OffloadStateTypeEnum.lp_params], pin_memory=True)
+    engine.reload_states()
+    return loss
+
+
+def moved(rank: int, world_size: int, stage: int) -> tuple[Result, Result]:
+    return both(rank, world_size, Case(settings(stage), steps=3, train=offloaded, block={**DEFER, "transport": "tcp"}))
+
+
+@pytest.mark.parametrize("stage", [slow(1), 2])
+def test_what_is_under_way_goes_along_when_states_are_offloaded(workers, stage):
+    for stock, ours in workers(2).run(moved, stage, timeout=60):
+        check(stock, ours)
 
 
 def steps_return_early(rank: int, world_size: int) -> tuple[bool, bool]:

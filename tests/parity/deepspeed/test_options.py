@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.parity.deepspeed.pair import TOKENS, Case, Net, Result, adamw, batch, both, check, loss_of, run, settings
+from tests.parity.deepspeed.pair import TOKENS, Case, Net, Result, adamw, batch, both, check, loss_of, run, settings, sgd
 
 ALL = (1, 2, 3)
 MOST = (2, 3)  # where ZeRO-1 goes the way of ZeRO-2
@@ -116,6 +116,50 @@ def coalesced(engine: Any, rank: int, number: int) -> torch.Tensor:
     return loss
 
 
+class Outside(Net):
+    """One block computes without autocast."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        def run(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            if block is not self.blocks[1]:
+                return block(x)
+            with torch.autocast("cpu", enabled=False):
+                return block(x.float())
+
+        self.run = run
+        return super().forward(tokens)
+
+
+def uncounted(engine: Any, rank: int, number: int) -> torch.Tensor:
+    """The caller alone says what a window is: microbatches of 1, 2 and 3 between the steps, in turns."""
+    for micro in range(1 + number % 3):
+        loss = loss_of(engine, batch(rank, 3 * number + micro))
+        engine.backward(loss)
+    engine.step()
+    return loss
+
+
+def unsynchronised(engine: Any, rank: int, number: int) -> torch.Tensor:
+    """Two backwards that reduce nothing, and one that does."""
+    with engine.no_sync():
+        for micro in range(2):
+            engine.backward(loss_of(engine, batch(rank, 3 * number + micro)))
+    loss = loss_of(engine, batch(rank, 3 * number + 2))
+    engine.backward(loss)
+    engine.step()
+    return loss
+
+
+def cleared(engine: Any, rank: int, number: int) -> torch.Tensor:
+    """Of every window of three microbatches the first is given up."""
+    loss = loss_of(engine, batch(rank, number))
+    engine.backward(loss)
+    if number % 3 == 0:
+        (engine if number % 2 else engine.optimizer).zero_grad()
+    engine.step()
+    return loss
+
+
 def groups(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     flat = [param for param in params if len(getattr(param, "ds_shape", param.shape)) == 1]
     rest = [param for param in params if len(getattr(param, "ds_shape", param.shape)) != 1]
@@ -126,6 +170,7 @@ def client(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, eps=1e-4)
 
 
+AUTOCAST = {"enabled": True, "dtype": "bfloat16"}  # the parameters stay in fp32
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.01, "warmup_max_lr": 0.1, "warmup_num_steps": 3}}
 
 # name -> (stages, the case at a stage)
@@ -175,6 +220,12 @@ OPTIONS: dict[str, tuple[tuple[int, ...], Callable[[int], Case]]] = {
     "loss.backward": (MOST, lambda s: Case(settings(s, accumulation=2), train=direct)),
     "two forwards": (MOST, lambda s: Case(settings(s), train=two_forwards)),
     "coalesced": (ALL, lambda s: Case(settings(s), train=coalesced)),
+    "torch_autocast": (ALL, lambda s: Case(settings(s, torch_autocast=AUTOCAST, accumulation=2))),
+    "torch_autocast in part": (SHARDED, lambda s: Case(settings(s, torch_autocast=AUTOCAST), make=Outside)),
+    "no_sync": ((1,), lambda s: Case(settings(s), train=unsynchronised)),
+    "cleared": ((1,), lambda s: Case(settings(s, accumulation=3), train=cleared)),
+    "summed": ((1, 2), lambda s: Case(settings(s, gradient_allreduce_op="sum", optimizer=sgd(lr=0.05)))),
+    "uncounted": (ALL, lambda s: Case(settings(s, managed_gradient_accumulation=False), train=uncounted)),
     "late ranks": (
         ALL,
         lambda s: Case(settings(s, accumulation=2), prepare=late, block={"inbox_bytes": 8192, "transport": "tcp"}),
@@ -236,11 +287,14 @@ def cells() -> Iterator[Any]:
         "not reentrant",
         "order changes",
         "reentrant",
+        "summed",
+        "torch_autocast",
         "two forwards",
+        "uncounted",
         "used twice",
         "zero.Init",
     )
-    both = ("coalesced",)
+    both = ("coalesced", "uncounted")
     for name, (stages, _) in OPTIONS.items():
         for stage in stages:
             quick = (stage == max(stages) and name not in variations) or (stage == min(stages) and name in both)
@@ -249,7 +303,7 @@ def cells() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "stage"), list(cells()))
 def test_same_as_stock(workers, name, stage):
-    dtype = "bf16" if "bf16" in OPTIONS[name][1](stage).settings else "fp32"
+    dtype = "bf16" if {"bf16", "torch_autocast"} & OPTIONS[name][1](stage).settings.keys() else "fp32"
     for stock, ours in workers(2).run(option, name, stage, timeout=90):
         check(stock, ours, dtype=dtype)
         if name == "all persistent":

@@ -99,3 +99,39 @@ def test_no_rank_goes_on_before_gradients_are_cleared(workers, stage, cells, dty
     for stock, results in workers(2).run(accumulated, stage, cells, dtype, timeout=300):
         for ours in results:
             check(stock, ours, dtype=dtype)
+
+
+def uncounted(rank: int, world_size: int, stage: int) -> tuple[Result, Result]:
+    """The caller alone says when a window ends: `engine.step()` right behind the backward that was broken off."""
+
+    def window(engine: Any, rank: int, number: int) -> torch.Tensor:
+        for micro in range(2):
+            loss = loss_of(engine, batch(rank, 2 * number + micro))
+            engine.backward(loss)
+        engine.step()
+        return loss
+
+    def after_a_broken_one(engine: Any, rank: int, number: int) -> torch.Tensor:
+        engine.backward(loss_of(engine, batch(rank, 100 + number)))
+        handle = PLACES["middle"](engine)
+        with contextlib.suppress(Boom, CommFuseError):
+            engine.backward(loss_of(engine, batch(rank, 200 + number)))
+        handle.remove()
+        with pytest.raises(CommFuseError, match="zero_grad"):
+            engine.step()
+        engine.zero_grad()
+        samples = engine.global_samples
+        loss = window(engine, rank, number)
+        assert engine.global_samples - samples == 2 * engine.train_batch_size()
+        return loss
+
+    case = Case(settings(stage, managed_gradient_accumulation=False), steps=2, train=window)
+    stock = run(rank, world_size, case, fused=False)
+    case.train = after_a_broken_one
+    return stock, run(rank, world_size, case, fused=True)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_no_step_of_a_window_that_nobody_counts(workers, stage):
+    for stock, ours in workers(2).run(uncounted, stage, timeout=90):
+        check(stock, ours)

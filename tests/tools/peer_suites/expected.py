@@ -66,5 +66,12 @@ EXPECTED: dict[str, dict[str, str]] = {
         "test_zero_linear_direct_init.py::*::test_wrapper_and_parameter_storage_lifecycle": (
             "watches the weight that ZeRO-3's memory-efficient linear saves for backward; CommFuse's linear saves none"
         ),
+        "test_zero_coalesce_grad_reduction.py::*::test_multi_bucket_flush[[]2]": (
+            "legal rounding: expects bf16 sums of one order to the last bit, of layers that are used three times; 10 of 16,384 "
+            "gradients that nearly cancel differ, and Adam's first step takes their signs"
+        ),
+        "test_zero_autocast.py::*::test_lower_precision_model[[]dtype0-[123]-True]": (
+            "asks whether a module's class is nn.Linear itself; that of a served layer is a subclass of it"
+        ),
     },
 }

@@ -4,7 +4,7 @@ Its own module name, beside no `tests` folder, since the foreign suites have pac
 imports of the suite (wrapt), so that processes that import neither torch nor DeepSpeed do nothing.
 
 Environment: PEERS_SUITE, PEERS_MODE ("stock" or "commfuse"), PEERS_DEVICES (as many as the suite shall believe to have),
-PEERS_FOLDER (where `current` names the running test, and `applied.jsonl` collects what was served).
+PEERS_FOLDER (where `current` names the running test, and `applied.jsonl` collects what was served), PEERS_PARTITION_ALL.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ def register(suite: str, *, injected: bool) -> None:
             lambda module: setattr(module.CPU_Accelerator, "current_device", lambda self: "cpu"),
             "deepspeed.accelerator.cpu_accelerator",
         )
+        wrapt.register_post_import_hook(_name_sparse_modules, "deepspeed.runtime.engine")
+        if os.environ.get("PEERS_PARTITION_ALL"):
+            wrapt.register_post_import_hook(_keep_nothing_whole, "deepspeed.runtime.zero.config")
         if injected:  # by COMMFUSE=1, which does the same as an empty block "commfuse" in every configuration
             wrapt.register_post_import_hook(_watch_engines, "commfuse_dp.integrations.deepspeed.apply")
 
@@ -178,6 +181,23 @@ def _serve(module: Any) -> None:
 
 
 # ---- DeepSpeed ----------------------------------------------------------------------------------------------------------
+def _name_sparse_modules(module: Any) -> None:
+    """Its tests compare an attribute of checkpoints' engines that newer versions have no more."""
+    if not hasattr(module.DeepSpeedEngine, "sparse_tensor_module_names"):
+        module.DeepSpeedEngine.sparse_tensor_module_names = frozenset()
+
+
+def _keep_nothing_whole(module: Any) -> None:
+    """ZeRO-3 keeps parameters below 100,000 elements whole, that is all of these tests' models, and partitions nothing."""
+
+    def build(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not {"stage3_param_persistence_threshold", "param_persistence_threshold"} & kwargs.keys():
+            kwargs["stage3_param_persistence_threshold"] = 0
+        wrapped(*args, **kwargs)
+
+    wrapt.wrap_function_wrapper(module, "DeepSpeedZeroConfig.__init__", build)
+
+
 def _watch_engines(module: Any) -> None:
     import torch.distributed as dist
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 _FOLDER = Path(os.environ["PEERS_FOLDER"])
 
@@ -14,6 +17,22 @@ _FOLDER = Path(os.environ["PEERS_FOLDER"])
 def pytest_configure(config: Any) -> None:
     if os.environ["PEERS_SUITE"] == "deepspeed":
         multiprocessing.get_context("forkserver").set_forkserver_preload(["deepspeed", "commfuse_dp.integrations.fsdp2"])
+
+
+def pytest_collectstart(collector: Any) -> None:
+    """DeepSpeed's fixtures that run on several ranks are classes, marked as older versions of pytest mark fixtures."""
+    if not isinstance(collector, pytest.Module) or os.environ["PEERS_SUITE"] != "deepspeed":
+        return
+    for name, kind in list(vars(collector.obj).items()):
+        if isinstance(kind, type) and getattr(kind, "is_dist_fixture", False) and isinstance(kind.world_size, int):
+            setattr(collector.obj, f"launch_{name}", pytest.fixture(name=name)(_launching(kind)))
+
+
+def _launching(kind: Any) -> Callable[[Any], None]:
+    def launch(request: Any) -> None:
+        kind()(request)
+
+    return launch
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
