@@ -34,6 +34,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(select, "exchange_of", lambda group: exchange)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)  # no backend is asked for
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(cuda, "CudaDevice", device)
     monkeypatch.setattr(grouped.torch.cuda, "current_device", lambda: seen.get("current", 0))
