@@ -78,11 +78,11 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
         "cases": [],
     }
     scales = SWEEP if arguments.sweep == "sequence" else (1,)
-    rate = _rate(arguments, base)  # of all lengths: compute of linear layers and communication grow alike
     for scale in scales:
         case = replace(base, tokens=int(base.tokens * scale))
         title = f"{case.op}, {case.passes}, {case.tokens} tokens, {case.world_size} ranks, link {arguments.link}"
         _say(f"== {title}")
+        rate = _rate(arguments, case)  # a link's bucket is the same for all lengths
         record["cases"].append({"title": title, **_measure(case, rate, arguments)})
         _store(record, arguments.json)
     return record
