@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable
 
 from commfuse_dp.errors import BrokenStepError, CommFuseError, Where, in_a_line
-from commfuse_dp.transport.base import Outcome, Recovery, Transport
+from commfuse_dp.transport.base import Left, Outcome, Recovery, Transport
 
 
 class StepState:
@@ -28,6 +28,7 @@ class StepState:
         self._rank = transport.rank
         self._peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
         self.together: list[StepState] = []  # of other transports, whose steps are the same ones: what breaks one breaks all
+        self.owed: list[str] = []  # causes of steps that were broken off here before they began: see `not_begun`
         self.begin(0)
 
     def begin(self, step: int) -> None:
@@ -51,6 +52,10 @@ class StepState:
         """The exception has come out of the root's forward: whoever catches it begins another step."""
         self.by("its forward", error)
 
+    def interrupted(self, error: BaseException) -> None:
+        """Ctrl-C has raised, wherever the program is."""
+        self._tell(in_a_line(error, f"step {self.step}"))
+
     def _tell(self, cause: str) -> None:
         for state in (self, *self.together):
             state._break_off(cause)
@@ -66,11 +71,22 @@ class StepState:
         for state in (self, *self.together):
             state._say(cause, final=True)
 
-    def _say(self, cause: str, *, final: bool = False) -> None:
+    def not_begun(self, error: BaseException) -> None:
+        """An exception has kept this rank from beginning the next step, in which its peers may be: it is lost. Whoever begins
+        steps begins it all the same before its next one, and breaks it off (`break_owed`), so that ranks go on side by side."""
+        if self._recovery is not None:
+            self.owed.append(in_a_line(error, f"the start of step {self.step + len(self.owed) + 1}"))
+            self._say(f"rank {self._rank}: {self.owed[-1]}", absent=True)
+
+    def break_owed(self) -> None:
+        """The step that has just begun is one of those."""
+        self._tell(self.owed.pop(0))
+
+    def _say(self, cause: str, *, final: bool = False, absent: bool = False) -> None:
         recovery = self._recovery
         if recovery is not None:
             with contextlib.suppress(CommFuseError):
-                recovery.tell_broken(self.step, cause, final=final)
+                recovery.tell_broken(self.step + absent * len(self.owed), cause, final=final, absent=absent)
 
     def check(self) -> None:
         """Raises BrokenStepError if the step was broken off here."""
@@ -87,11 +103,21 @@ class StepState:
         left = recovery.left(peer) if recovery is not None else None
         if recovery is None or left is None or left.epoch < self.step or not self._has_done(peer, doing, recovery) or come():
             return
+        raise self._lost(left, peer, where, doing)
+
+    def heed_absence(self, peer: int, where: Where, doing: str, come: Callable[[], bool]) -> None:
+        """`heed`, for what a peer has published if it has begun the step."""
+        recovery = self._recovery
+        left = recovery.left(peer) if recovery is not None else None
+        if left is not None and left.absent and left.epoch >= self.step and not come():
+            raise self._lost(left, peer, where, doing)
+
+    def _lost(self, left: Left, peer: int, where: Where, doing: str) -> BrokenStepError:
         reason = left.reason or (
             f"rank {peer} has begun the step after step {self.step} without going through with this one; an exception outside "
             "CommFuse's layers was caught there, look at its log, or it runs another program"
         )
-        raise BrokenStepError(
+        return BrokenStepError(
             f"rank {self._rank} waited for rank {peer}: {doing} ({where}). It will not come: {reason}. This step is lost; "
             "catch the exception on all ranks, clear the gradients and go on with the next one, or stop all ranks.",
             rank=self._rank,

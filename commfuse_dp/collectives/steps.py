@@ -17,7 +17,8 @@ import torch
 from commfuse_dp.collectives import progress
 from commfuse_dp.collectives.end_of_backward import EndOfBackward, at_end_of_backward
 from commfuse_dp.collectives.step_state import StepState
-from commfuse_dp.errors import Where
+from commfuse_dp.errors import CommFuseError, Where
+from commfuse_dp.interrupts import HELD, deliver_held, watch
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, WHOLE, Outcome, Transport
 
 _known: weakref.WeakKeyDictionary[Transport, Steps] = weakref.WeakKeyDictionary()
@@ -53,6 +54,8 @@ class Steps(StepState):
     # ---- inside a step -----------------------------------------------------------------------------------------------
     def call(self) -> int:
         """A call begins: its number in this step. Raises BrokenStepError if the step was broken off."""
+        if HELD.pending:
+            deliver_held()
         self.check()
         self._calls += 1
         if torch._C._current_graph_task_id() != -1 and (self._armed is None or self._armed() is None):
@@ -62,6 +65,10 @@ class Steps(StepState):
     def forward_raised(self, error: BaseException) -> None:
         if not self.together:  # who begins them hears of it
             super().forward_raised(error)
+
+    def interrupted(self, error: BaseException) -> None:
+        if self._calls and not self.complete and not self.together:  # else there is no step, or who begins them hears of it
+            super().interrupted(error)
 
     def _end_backward(self, complete: bool) -> None:
         self._armed = None
@@ -77,6 +84,19 @@ class Steps(StepState):
         Raises BrokenStepError on all ranks if some have gone through with a backward that others have not."""
         if self.together or self._recovery is None or torch._C._current_graph_task_id() != -1:
             return
+        watch(self)
+        try:
+            self._next()
+            while self.owed:
+                self.break_owed()
+                self._next()
+        except CommFuseError:
+            raise
+        except BaseException as error:  # a Ctrl-C, in a wait
+            self.not_begun(error)
+            raise
+
+    def _next(self) -> None:
         self.leave()
         if self.end():
             parted = self.parted()

@@ -11,6 +11,7 @@ from commfuse_dp.engine.parameters import Consume
 from commfuse_dp.engine.partials import PartialGradients, Produce
 from commfuse_dp.engine.plan import Unit, UnitSlice
 from commfuse_dp.engine.whole import Whole
+from commfuse_dp.interrupts import HELD, deliver_held
 from commfuse_dp.ops.pieces import Piece
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ class Backward:
             for port in engine.ports:
                 if port.under_way:
                     engine.move_on()
+            if HELD.pending:
+                deliver_held()
         except BaseException as error:
             breakage.by(unit.name, error)
             raise

@@ -35,6 +35,7 @@ from commfuse_dp.engine.room import Footprint, footprint
 from commfuse_dp.engine.whole import WholeProducts
 from commfuse_dp.engine.window import Key
 from commfuse_dp.errors import BrokenStepError, CommFuseError, Where
+from commfuse_dp.interrupts import HELD, deliver_held, unwatch, watch
 from commfuse_dp.kernels.choice import Chooser, Row
 from commfuse_dp.kernels.gemms import Gemms
 from commfuse_dp.ops.compat import untransformed
@@ -106,6 +107,7 @@ class Engine:
         self.ports = self.gradients.ports
         self.on_recovery: Callable[[], None] = lambda: None  # the framework's part, after a step that was broken off
         self.parameters.while_waiting = self.gradients.make_progress
+        self.parameters.heed = self.breakage.heed_absence
         if transport.device is None:
             progress.register(self.gradients.make_progress)
         self._sequences: dict[bool, list[Key]] = {}  # recorded orders, by whether gradients are computed
@@ -143,17 +145,27 @@ class Engine:
         """The root's forward begins: publish this version of the parameters. Ignored inside a backward (recomputation)."""
         if in_backward():
             return
+        watch(self)
         if self._broken:
             raise CommFuseError(f"communication broke down in an earlier step and cannot go on: {self._broken}")
         try:
             with untransformed():
                 self._end_step()
+                while self.breakage.owed:
+                    with self._for_good():
+                        self._begin_step()
+                    self.breakage.break_owed()
+                    self._end_step()
                 with self._for_good():
                     self._begin_step()
         except BrokenStepError:  # the step before was lost, this one can be begun
             raise
         except CommFuseError as error:
             self._broken = str(error)
+            raise
+        except BaseException as error:  # a Ctrl-C, in a wait
+            if not self._broken:
+                self.breakage.not_begun(error)
             raise
 
     def _end_step(self) -> None:
@@ -322,6 +334,12 @@ class Engine:
         """The root's forward has returned or raised."""
         self._in_forward = False
 
+    def interrupted(self, error: BaseException) -> None:
+        """Ctrl-C has raised. A step that is under way is lost, and peers hear of it: torch does not call hooks for that."""
+        self._in_forward = False
+        if self._active:
+            self.breakage.interrupted(error)
+
     def end_forward(self, outputs_require_grad: bool) -> None:
         """The root's forward has returned; without a backward to come the step ends here."""
         if not outputs_require_grad:
@@ -365,6 +383,8 @@ class Engine:
         self.ready(unit)
         try:
             self.parameters.gather(unit, consume, keep=not self.transport.in_place and self.keeps(unit))
+            if HELD.pending:
+                deliver_held()
         except BaseException as error:
             self.breakage.in_forward(unit.name, error)
             raise
@@ -408,6 +428,7 @@ class Engine:
         self.armed = None
         self._active = False
         self.breakage.complete = True
+        deliver_held()
 
     @contextlib.contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
@@ -457,6 +478,7 @@ class Engine:
         with contextlib.suppress(CommFuseError):  # a peer may be gone already
             # Else the peers' close() goes on serving this rank for a while.
             self.parameters.stop(Where("(close)", self.step), self._outcome())
+        unwatch(self)
         progress.unregister(self.gradients.make_progress)
         self.transport.close()
         self.parameters.forget_all()

@@ -33,6 +33,7 @@ from commfuse_dp.transport.waiting import wait_until
 Consume = Callable[[UnitSlice, "list[Piece]"], None]
 
 PUSH_BYTES = 1 << 20
+SLICE = "a parameter slice"  # what is waited for
 
 
 def _window_memory(transport: Transport, budget: int, device: torch.device) -> BufferPool | Arena:
@@ -148,6 +149,7 @@ class ParameterStream:
         self._finished = 0  # epoch that the peers know to be over here
         self.exposed = False
         self.while_waiting: Callable[[], object] = lambda: None  # useful work to do while a slice is late
+        self.heed: Callable[[int, Where, str, Callable[[], bool]], None] = lambda *_: None  # of an owner that has not begun
 
     # ---- layout ------------------------------------------------------------------------------------------------------
     def expose(self) -> None:
@@ -430,10 +432,13 @@ class ParameterStream:
                 if transfer.done():
                     return True
                 self.while_waiting()
-                return transfer.done()
+                if transfer.done():
+                    return True
+                self.heed(item.owner, where, SLICE, transfer.done)
+                return False
 
             where = Where(unit.name, self._epoch, str(item), item.nbytes)
-            wait_until(self._transport, ready, peer=item.owner, where=where, doing="a parameter slice")
+            wait_until(self._transport, ready, peer=item.owner, where=where, doing=SLICE)
             self._probe.exposed(unit.name, start, now_ns())
         if self._probe.timing is not None:
             self._probe.waited(unit.name, self._probe.mark(), (transfer.landed,))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from commfuse_dp.errors import DeadlineError, PeerLostError, Where
+from commfuse_dp.interrupts import HELD, deliver_held
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.checks import too_late
 
@@ -20,6 +21,8 @@ def wait_until(transport: Transport, ready: Callable[[], bool], *, peer: int, wh
     recovery = transport.recovery
     try:
         while True:
+            if HELD.pending:
+                deliver_held()
             before = transport.activity
             if ready():
                 return

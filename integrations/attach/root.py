@@ -35,6 +35,7 @@ def follow_forward(
     root, under_way = weakref.ref(model), [False]
 
     def on_begin(args: Any) -> None:
+        under_way[0] = False  # a KeyboardInterrupt does not call `on_end`
         begin()
         under_way[0] = True
 

@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor
 from commfuse_dp.collectives.steps import follow_steps
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.errors import ConfigError
+from commfuse_dp.interrupts import unwatch
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import Transport
 
@@ -175,6 +176,7 @@ def _follow_steps(attachment: Attachment, model: nn.Module, group: dist.ProcessG
     steps = follow_steps(attachment.transport)
     if steps is None:
         return
+    attachment.transaction.on_undo(lambda: unwatch(steps))
     follow_forward(attachment.transaction, model, begin=steps.begin_next, raised=steps.forward_raised)
     if data is not None:
         engine, vote = data.engine, any_of(group, torch.device("cpu"))

@@ -23,9 +23,9 @@ class BothRounds(Recovery):
     def _of(self, peer: int) -> Rounds:
         return self._inner if peer in self._siblings else self._outer
 
-    def tell_broken(self, epoch: int, reason: str, *, final: bool = False) -> None:
-        self._inner.tell_broken(epoch, reason, final=final)
-        self._outer.tell_broken(epoch, reason, final=final)
+    def tell_broken(self, epoch: int, reason: str, *, final: bool = False, absent: bool = False) -> None:
+        self._inner.tell_broken(epoch, reason, final=final, absent=absent)
+        self._outer.tell_broken(epoch, reason, final=final, absent=absent)
 
     def left(self, peer: int) -> Left | None:
         return self._of(peer).left(peer)

@@ -12,7 +12,7 @@ Every message is one fixed little-endian header of 40 bytes: the kind, four 32-b
 | DATA    |         |       | request |      |        | nbytes | y bytes                                      |
 | ABORT   | culprit |       |         |      |        | length | y bytes of UTF-8 text                        |
 | GOODBYE |         |       |         |      |        |        |                                              |
-| BROKEN  | final   | epoch |         |      | sent   | length | y bytes of UTF-8 text                        |
+| BROKEN  | flags   | epoch |         |      | sent   | length | y bytes of UTF-8 text                        |
 | ROUND   | number  | begun |         |      | sent   |        |                                              |
 
 `sent`: deposits that the sender has made for the receiver so far. `round`, ROUND: see recovery.py. PULL and DATA occur only
@@ -58,9 +58,9 @@ def pack_abort(culprit: int, reason: str) -> bytes:
     return pack(ABORT, culprit, y=len(text)) + text
 
 
-def pack_broken(epoch: int, sent: int, reason: str, *, final: bool) -> bytes:
+def pack_broken(epoch: int, sent: int, reason: str, flags: int) -> bytes:
     text = _short(reason)
-    return pack(BROKEN, int(final), epoch, x=sent, y=len(text)) + text
+    return pack(BROKEN, flags, epoch, x=sent, y=len(text)) + text
 
 
 def _short(text: str) -> bytes:

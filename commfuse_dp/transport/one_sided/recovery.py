@@ -46,11 +46,11 @@ class Rounds(Recovery):
         self._begun = dict.fromkeys(peers, 0)  # round that each peer has begun
 
     # ---- a broken step -----------------------------------------------------------------------------------------------
-    def tell_broken(self, epoch: int, reason: str, *, final: bool = False) -> None:
+    def tell_broken(self, epoch: int, reason: str, *, final: bool = False, absent: bool = False) -> None:
         transport = self._transport
         if transport._closed or transport._failure is not None:
             return
-        transport._post_each(lambda peer: msg.pack_broken(epoch, self.sent[peer], reason, final=final))
+        transport._post_each(lambda peer: msg.pack_broken(epoch, self.sent[peer], reason, final | absent << 1))
 
     def left(self, peer: int) -> Left | None:
         return self._left.get(peer)
@@ -141,8 +141,8 @@ class Rounds(Recovery):
         calls = -1 if calls == _IN_DOUBT else calls
         self._outcomes[src, epoch] = Outcome(bool(flags & 1), scatters, calls, bool(flags & 2), bool(flags & 4))
 
-    def on_broken(self, src: int, final: int, epoch: int, sent: int, reason: str) -> None:
-        self._left[src] = Left(epoch, sent, reason, bool(final))
+    def on_broken(self, src: int, flags: int, epoch: int, sent: int, reason: str) -> None:
+        self._left[src] = Left(epoch, sent, reason, bool(flags & 1), bool(flags & 2))
 
     def on_round(self, src: int, number: int, begun: int, sent: int) -> None:
         if begun:

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 import torch
 
 from commfuse_dp.errors import DeadlineError, TransportError
+from commfuse_dp.interrupts import rests
 from commfuse_dp.transport.base import ExchangeFn
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.parts import Channel, Receiver
@@ -266,7 +267,7 @@ class SocketChannel(Channel):
             return
         if self._held and timeout_s > 0:
             self.push()
-        for fd, events in self._epoll.poll(timeout_s):
+        for fd, events in self._epoll.poll(0) if timeout_s <= 0 else _sleep(self._epoll, timeout_s):
             peer = self._peer_of.get(fd)
             if peer is None:
                 if fd == self._bell:
@@ -366,6 +367,12 @@ class SocketChannel(Channel):
         self._mesh.close()
         self._epoll.close()  # the set itself belongs to the parent, which keeps it: only these descriptors go
         os.close(self._bell)
+
+
+@rests
+def _sleep(epoll: select.epoll, timeout_s: float) -> list[tuple[int, int]]:
+    """What may be done. It is told again as long as it was not."""
+    return epoll.poll(timeout_s)
 
 
 def _after_fork_in_child() -> None:

@@ -1,0 +1,247 @@
+"""When a Ctrl-C raises: at once, but not while code of ours is at work. Signals are real, the code at work is made up."""
+
+from __future__ import annotations
+
+import _thread
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from commfuse_dp import interrupts
+from commfuse_dp.interrupts import HELD, OURS, Handler, deliver_held, rests, unwatch, watch
+
+PATIENCE_S = 30.0  # in which what must come has come, however busy the machine is
+
+OUR_FILE = os.path.join(OURS[1], "made_up.py")
+TORCH_FILE = os.path.join(os.path.dirname(torch.__file__), "made_up.py")
+LIBRARY_FILE = os.path.join(os.path.dirname(os.__file__), "made_up.py")
+USER_FILES = ("/home/user/train.py", os.path.join(os.path.dirname(pytest.__file__), "made_up.py"))
+
+press = functools.partial(signal.raise_signal, signal.SIGINT)  # the handler is called in the frame that calls this
+
+
+class User:
+    def __init__(self) -> None:
+        self.heard: list[BaseException] = []
+
+    def interrupted(self, error: BaseException) -> None:
+        self.heard.append(error)
+
+
+@pytest.fixture
+def user() -> Iterator[User]:
+    """A step runs, with the handler that a program begins with."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    made = User()
+    watch(made)
+    try:
+        yield made
+    finally:
+        unwatch(made)
+        HELD.pending = False
+        signal.signal(signal.SIGINT, before)
+
+
+def in_file(file: str, *actions: Callable[[], object]) -> Callable[[], None]:
+    """A function of a source file that does this, one after the other."""
+    scope: dict[str, Any] = {}
+    exec(compile("def work(actions):\n    for action in actions:\n        action()\n", file, "exec"), scope)
+    return functools.partial(scope["work"], actions)
+
+
+def linger() -> None:
+    """Code of the user's that runs until it is interrupted."""
+    limit = time.monotonic() + PATIENCE_S
+    while time.monotonic() < limit:
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def unasked(monkeypatch) -> list[Callable[[], None]]:
+    """Nobody asks again but who calls what is in here."""
+    found: list[Callable[[], None]] = []
+
+    def start(function: Callable[[], None], arguments: object) -> None:
+        found.append(function)
+
+    monkeypatch.setattr(interrupts, "_thread", SimpleNamespace(start_new_thread=start, interrupt_main=_thread.interrupt_main))
+    return found
+
+
+def done(order: list[str]) -> Callable[[], object]:
+    return functools.partial(order.append, "done")
+
+
+@pytest.mark.parametrize("between", [None, TORCH_FILE, LIBRARY_FILE, "<string>"])
+def test_it_raises_behind_what_is_half_done(user, between):
+    order: list[str] = []
+    action = press if between is None else in_file(between, press)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        in_file(OUR_FILE, action, done(order))()
+        linger()
+    assert order == ["done"]
+    assert user.heard == [caught.value]
+    assert not HELD.pending
+
+
+@pytest.mark.parametrize("file", [*USER_FILES, TORCH_FILE, LIBRARY_FILE])
+def test_elsewhere_it_raises_at_once(user, file):
+    order: list[str] = []
+    with pytest.raises(KeyboardInterrupt) as caught:
+        in_file(file, press, done(order))()
+    assert not order and user.heard == [caught.value]
+
+
+def test_a_hook_of_the_user_is_no_code_of_ours(user):
+    order: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        in_file(OUR_FILE, in_file(USER_FILES[0], press), done(order))()
+    assert not order
+
+
+def test_it_raises_in_a_sleep(user):
+    order: list[str] = []
+
+    @rests
+    def sleep() -> None:
+        press()
+
+    code = sleep.__code__.replace(co_filename=OUR_FILE)
+    interrupts._resting.add(code)
+    ours = type(sleep)(code, sleep.__globals__)
+    with pytest.raises(KeyboardInterrupt):
+        in_file(OUR_FILE, ours, done(order))()
+    assert not order
+
+
+def test_where_an_exception_is_planned_for_it_raises(user, unasked):
+    order: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        in_file(OUR_FILE, press, done(order), deliver_held, done(order))()
+    assert order == ["done"]
+
+
+def test_who_insists_is_heard(user, unasked, monkeypatch):
+    order: list[str] = []
+    in_file(OUR_FILE, press, press, done(order))()  # twice at once: a launcher passes on what the terminal has sent, too
+    assert order == ["done"] and HELD.pending
+    monkeypatch.setattr(interrupts, "INSIST_S", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        in_file(OUR_FILE, press, done(order))()
+    assert order == ["done"] and not HELD.pending
+
+
+def test_a_handler_of_the_program_is_called_once_and_need_not_raise(user, unasked):
+    calls: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: calls.append((number, frame)))
+    watch(user)
+    in_file(OUR_FILE, press, deliver_held)()
+    press()
+    assert [number for number, _ in calls] == [signal.SIGINT] * 2
+    assert calls[0][1] is not None and calls[0][1].f_code.co_filename == OUR_FILE
+    assert not user.heard
+
+
+def test_a_handler_that_is_put_back_is_that_of_before(user):
+    calls: list[str] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: calls.append("for a while"))
+    watch(user)
+    press()
+    signal.signal(signal.SIGINT, before)
+    watch(user)
+    with pytest.raises(KeyboardInterrupt):
+        press()
+    assert calls == ["for a while"]
+
+
+def test_a_handler_that_calls_the_one_of_before(user, unasked):
+    calls: list[str] = []
+    before = signal.getsignal(signal.SIGINT)
+    assert isinstance(before, Handler)
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        calls.append("called")
+        before(number, frame)
+
+    signal.signal(signal.SIGINT, handler)
+    watch(user)
+    order: list[str] = []
+    in_file(OUR_FILE, press, done(order))()
+    assert order == ["done"] and not calls
+    with pytest.raises(KeyboardInterrupt):
+        in_file(OUR_FILE, deliver_held)()
+    assert calls == ["called"]
+
+
+def test_a_handler_that_comes_while_a_signal_is_held_back_gets_it(user, unasked):
+    calls: list[str] = []
+    in_file(OUR_FILE, press)()
+    signal.signal(signal.SIGINT, lambda number, frame: calls.append("called"))
+    (ask_again,) = unasked
+    ask_again()
+    assert calls == ["called"] and not HELD.pending
+
+
+def test_it_is_asked_for_as_long_as_it_is_held_back(user, unasked):
+    """An answer that comes when the signal has been delivered is none."""
+    in_file(OUR_FILE, press)()
+    (ask_again,) = unasked
+    order: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        in_file(OUR_FILE, deliver_held)()
+    ask_again()  # returns
+    HELD.asked = True  # the thread has come so far, and then the signal is delivered
+    in_file(OUR_FILE, press, done(order))()
+    assert order == ["done"] and not HELD.pending and len(unasked) == 1
+
+
+@pytest.mark.parametrize("kind", [signal.SIG_IGN, signal.SIG_DFL])
+def test_a_program_without_a_handler_stays_without(kind):
+    before = signal.signal(signal.SIGINT, kind)
+    user = User()
+    try:
+        watch(user)
+        assert signal.getsignal(signal.SIGINT) is kind
+    finally:
+        unwatch(user)
+        signal.signal(signal.SIGINT, before)
+
+
+def test_the_last_one_takes_it_away():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    first, second = User(), User()
+    try:
+        watch(first)
+        watch(second)
+        watch(first)
+        unwatch(first)
+        assert isinstance(signal.getsignal(signal.SIGINT), Handler)
+        unwatch(second)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_steps_in_a_thread_are_none_of_its_business(user):
+    other = User()
+
+    def run() -> None:
+        watch(other)
+        HELD.pending = True
+        deliver_held()
+        HELD.pending = False
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    with pytest.raises(KeyboardInterrupt):
+        press()
+    assert user.heard and not other.heard
