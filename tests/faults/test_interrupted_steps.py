@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from commfuse_dp.transport.shm import sockets
-from tests.faults.interrupted_steps import DEFECTS, NAMED, ShardedRig, interruptible, plans, run, table
+from tests.faults.interrupted_rigs import ShardedRig
+from tests.faults.interrupted_steps import DEFECTS, NAMED, interruptible, plans, run, table
 from tests.support.cells import slow
 from tests.support.versions import NEEDS_RESET
 
