@@ -142,7 +142,9 @@ class Window:
     def stop(self, where: Where) -> list[Key]:
         """Let everything go (transfers under way are waited for: they write into the buffers). Returns the recording."""
         for entry in self._entries.values():
-            entry.transfer.wait(where)
+            transfer = getattr(entry, "transfer", None)
+            if transfer is not None:  # else an exception has come before it was pulled
+                transfer.wait(where)
             self._free(entry)
         self._entries.clear()
         self._pins.clear()

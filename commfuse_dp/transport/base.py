@@ -51,6 +51,8 @@ what will not come. Where there is a `recovery` the ranks find out and begin the
   that has taken in all of these and still misses one knows that it will never come, and raises BrokenStepError. Nobody raises
   for what may still come: ranks that all fail at the same place each meet their own exception.
 * every rank learns the outcome of a step on all ranks with `wait_finished`, and so all decide alike whether to `recover`.
+* a rank that is interrupted before it has begun a step says that, too (`absent`): who waits there for what it would publish
+  raises, and the rank begins that step later, only to break it off. So ranks never are in different steps.
 
 [Note: Lockstep transports]
 Where `lockstep` is True nothing is asked for: whatever a rank does with the peer t places further on, in the order of the ring,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -198,3 +199,24 @@ def test_what_was_fetched_for_uses_that_did_not_come_is_given_up():
     rig.window.done((4, 1, 0))
     assert rig.window.used == SIZES[5]
     rig.window.stop(NOWHERE)
+
+
+def test_an_exception_before_the_pull_leaves_nothing():
+    """Two slices are planned for one pull, and there is no memory for the second."""
+    rig = Rig(1200)
+    take, taken = rig.pool.take_later, []
+
+    def once(nbytes: int) -> Any:
+        taken.append(nbytes)
+        if len(taken) == 2:
+            raise MemoryError
+        return take(nbytes)
+
+    rig.pool.take_later = once  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        rig.window.start(1, [(0, 1, 0), (1, 1, 0)])
+    assert not rig.transport.pulls and rig.window.used == SIZES[0]
+    rig.window.stop(NOWHERE)
+    assert rig.window.used == 0
+    rig.epoch = 1
+    rig.step([(0, False), (1, False)])

@@ -15,8 +15,8 @@ Every message is one fixed little-endian header of 40 bytes: the kind, four 32-b
 | BROKEN  | flags   | epoch |         |      | sent   | length | y bytes of UTF-8 text                        |
 | ROUND   | number  | begun |         |      | sent   |        |                                              |
 
-`sent`: deposits that the sender has made for the receiver so far. `round`, ROUND: see recovery.py. PULL and DATA occur only
-where peers cannot map each other's memory.
+`sent`: deposits that the sender has made for the receiver so far. `round`, ROUND: see recovery.py. Flags of BROKEN: 1 final,
+2 absent. PULL and DATA occur only where peers cannot map each other's memory.
 """
 
 from __future__ import annotations
