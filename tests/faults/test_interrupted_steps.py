@@ -35,7 +35,6 @@ CELLS = [
     slow("fsdp2", 3, 45, False, {}),
     pytest.param("fsdp2", 2, 45, False, {"exclude": ("layers.2",)}, marks=[pytest.mark.slow, NEEDS_RESET]),
     slow("tensor parallel", 2, 60, False, {}),
-    slow("zero", 2, 24, False, {}),
 ]
 
 
