@@ -131,6 +131,7 @@ def test_where_an_exception_is_planned_for_it_raises(user, unasked):
 
 def test_who_insists_is_heard(user, unasked, monkeypatch):
     order: list[str] = []
+    monkeypatch.setattr(interrupts, "INSIST_S", 1000.0)
     in_file(OUR_FILE, press, press, done(order))()  # twice at once: a launcher passes on what the terminal has sent, too
     assert order == ["done"] and HELD.pending
     monkeypatch.setattr(interrupts, "INSIST_S", 0.0)
