@@ -15,6 +15,7 @@ from commfuse_dp.transport.base import Outcome, Recovery, Transport
 
 ROOM = "a free slot in its gradient inbox"  # what a rank waits for that has no credit
 ROOM_PATIENCE_S = 5.0  # for that, at a peer whose step was broken off
+_ANOTHER_WAIT_S = 1.0  # who waits looks more often
 
 
 class Gradients:
@@ -46,7 +47,8 @@ class Breakage(StepState):
         self.backward = False  # one was begun in this step
         self.onto = False  # it was begun with gradients of earlier ones present
         self._agreed = False  # that this step is lost
-        self._without_room: dict[int, float] = {}  # since when, at peers that have left this step
+        # By peer that has left this step: since when this rank waits for room there, and when it last looked.
+        self._without_room: dict[int, tuple[float, float]] = {}
 
     # ---- inside a step -----------------------------------------------------------------------------------------------
     def by(self, layer: str, error: BaseException) -> None:
@@ -86,8 +88,12 @@ class Breakage(StepState):
             return True
         # It makes room as soon as it begins its next step, and this rank may then come to raise what the peer has raised. A
         # peer that first waits for this rank in a call of another library never does.
-        since = self._without_room.setdefault(peer, time.monotonic())
-        return time.monotonic() - since >= ROOM_PATIENCE_S
+        now, transport = time.monotonic(), self._transport()
+        since, asked = self._without_room.get(peer, (now, now))
+        if now - asked > _ANOTHER_WAIT_S:
+            since = now
+        self._without_room[peer] = since, now
+        return transport is not None and now - since >= min(ROOM_PATIENCE_S, transport.deadline_s / 2)
 
     # ---- between steps -----------------------------------------------------------------------------------------------
     def outcome(self, calls: int) -> Outcome:

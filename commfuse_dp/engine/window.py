@@ -89,7 +89,7 @@ class Held:
 
     def __init__(self, buffer: torch.Tensor, nbytes: int) -> None:
         self.nbytes = nbytes  # as accounted
-        self.transfer: Transfer  # set at once by the pull
+        self.transfer: Transfer  # missing until the pull, between which and here only an exception can come
         self.buffer: torch.Tensor | None = buffer
         self.refs = 1
         self.pins = 0  # refs that hold it for a backward, beyond the budget

@@ -75,7 +75,7 @@ _backward_once: Any = torch.autograd.function.once_differentiable(_backward)  # 
 
 def _summed(grad: torch.Tensor) -> torch.Tensor:
     """The gradient of a bias."""
-    return grad.sum(dim=tuple(range(grad.dim() - 1)))
+    return grad.sum_to_size(grad.shape[-1])  # sum(dim=()) of an input without a batch would be over all of it
 
 
 class _ReplicatedLinear(torch.autograd.Function):

@@ -52,10 +52,10 @@ def linear_forward(
     rows = x if flat else x.reshape(-1, operand.in_features)
     y = x.new_empty((*shape[:-1], operand.out_features))
     columns = y if flat else y.view(-1, operand.out_features)
-    if operand.whole is not None and not convert and operand.whole.forward(rows, columns):
-        return y if bias is None else y.add_(bias)
     if bias is not None:
         _check(bias, x.dtype, convert)
+    if operand.whole is not None and not convert and operand.whole.forward(rows, columns):
+        return y if bias is None else y.add_(bias)
     if operand.transposed:
         total = _Sum(rows, columns, operand, with_bias=operand.has_bias, convert=convert, bias=bias)
         operand.gather(total.consume)

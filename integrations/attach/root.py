@@ -125,13 +125,13 @@ def tensors_in(output: Any) -> list[torch.Tensor]:
     if len(leaves) == 1 and _parts(leaves[0]) is None and hasattr(leaves[0], "__dict__"):
         leaves = tree_leaves(dict(vars(leaves[0])))
     found: list[torch.Tensor] = []
-    met: set[int] = set()  # what refers to itself is entered once
+    met: dict[int, Any] = {}  # what refers to itself is entered once; kept, or another object would get its id
     while leaves:
         leaf = leaves.pop(0)
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
         elif (parts := _parts(leaf)) is not None and id(leaf) not in met:
-            met.add(id(leaf))
+            met[id(leaf)] = leaf
             leaves += tree_leaves(parts)
     return found
 

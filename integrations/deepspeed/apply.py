@@ -295,7 +295,7 @@ def _hook_steps(attachment: Attachment, zero: Any, selection: Selection, units: 
     )
 
     def before() -> None:
-        unheard([layer.name for layer in selection.layers if hooks.on(layer.param)])
+        unheard(lambda: [layer.name for layer in selection.layers if hooks.on(layer.param)])
         if not compat.coalescing(optimizer):
             for slot in replicated:
                 slot.forget()
@@ -316,9 +316,9 @@ class _Once:
     def __init__(self, text: str) -> None:
         self._text: str | None = text
 
-    def __call__(self, layers: list[str]) -> None:
-        if layers and self._text is not None:
-            log.warning(self._text, ", ".join(layers))
+    def __call__(self, layers: Callable[[], list[str]]) -> None:
+        if self._text is not None and (found := layers()):
+            log.warning(self._text, ", ".join(found))
             self._text = None
 
 

@@ -398,8 +398,8 @@ def whole_shape(param: torch.Tensor) -> tuple[int, ...]:
 
 
 def travelling_dtype(param: torch.Tensor) -> torch.dtype:
-    """Dtype in which gradients of a parameter travel, and ZeRO-3 gathers it: under the block "torch_autocast" that of autocast,
-    if its module is in the list there; else its own."""
+    """Dtype in which ZeRO-3 gathers a parameter, and in which its gradient travels if no other is asked for: under the block
+    "torch_autocast" that of autocast, if its module is in the list there; else its own."""
     found = getattr(param, "comm_dtype", None)
     return found if isinstance(found, torch.dtype) else param.dtype
 

@@ -193,6 +193,20 @@ def test_a_bias_that_is_here_is_rounded_with_the_product(kind):
     torch.testing.assert_close(biases[0].grad, biases[1].grad, rtol=2**-7, atol=0)
 
 
+@pytest.mark.parametrize("replicated", [False, True])
+def test_a_bias_that_is_here_for_an_input_without_a_batch(replicated):
+    operand = LocalOperand([random(6, 4)], 1, 3, 2)
+    x, bias = random(4, seed=1), random(6, seed=3).requires_grad_()
+    if replicated:
+        y = fused.replicated_linear(x, operand.params[0], operand, torch.float64, bias)
+    else:
+        y = fused.fused_linear(x, operand, 0, torch.float64, bias)
+    torch.testing.assert_close(y, F.linear(x, operand.params[0], bias))
+    grad = random(6, seed=4)
+    y.backward(grad)
+    torch.testing.assert_close(bias.grad, grad)
+
+
 def differentiated(run: Any, x: torch.Tensor) -> list[torch.Tensor]:
     """A function by forward mode in two ways, by the transforms of torch.func, and by reverse over forward mode."""
     tangent = random(*x.shape, seed=5)

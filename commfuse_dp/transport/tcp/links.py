@@ -46,7 +46,7 @@ class Outgoing:
     number: int = 0  # in which order the wire was given it
 
 
-@dataclass
+@dataclass(eq=False)
 class Link:
     """One connection. The control connection uses `control` only, the other one `lanes` only."""
 

@@ -7,8 +7,9 @@ ranks, communication of 0.56 of compute: 66 ms of 435 exposed). One after the ot
 of that time; and since every rank begins with another peer, each has one slice on its way to it at any time.
 
 A connection keeps its turn until the kernel has sent all but UNSENT_BYTES of what it was given, so that the link never runs
-dry. It gives the turn up at the end of a chunk to what has a higher priority or is older. A peer that acknowledges nothing for
-PATIENCE_S (its process was stopped, say) loses it: the others do not wait for that one.
+dry. At the end of a chunk it gives the turn up in the same way to what has a higher priority or is older. A peer that
+acknowledges nothing for PATIENCE_S (its process was stopped, say) loses it: the others do not wait for that one. (So where a
+round trip takes longer, connections share the link as ever.)
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class Turns:
             return self._links[0] if self._links[0].open and not self._links[0].idle() else None
         holder, waiting = self._holder, self._waiting()
         self.patience = PATIENCE_S if waiting else None
+        if not waiting:
+            self._taken = -1  # the time in which nobody waits does not count
         if holder is not None and holder.open:
             goes_on = holder.under_way() or self.keeps(holder)
             if goes_on:
@@ -58,7 +61,7 @@ class Turns:
             if not waiting or not self._loses(holder, goes_on):
                 return holder if goes_on else None
         self._stay()
-        self._holder = min(waiting, key=lambda link: link.next_up() or (), default=None)
+        self._holder = min(waiting, key=waiting.get) if waiting else None  # type: ignore[arg-type]
         self._taken = -1
         return self._holder
 
@@ -82,15 +85,15 @@ class Turns:
                 limit_unsent(self._holder.sock, self._holder.pace.queue_bytes)
                 self._watch(self._holder, self._holder.under_way())
 
-    def _waiting(self, before: tuple[int, int] | None = None) -> list[Link]:
-        """Other links that have something to send, and have not lost their turn in the middle of it. before: of higher priority
-        than this, or older."""
-        found = []
+    def _waiting(self, before: tuple[int, int] | None = None) -> dict[Link, tuple[int, int]]:
+        """Other links that have something to send, and have not lost their turn in the middle of it; with their `next_up`.
+        before: of higher priority than this, or older."""
+        found = {}
         for link in self._links:
             if link is not self._holder and link.open and not link.writing:
                 theirs = link.next_up()
                 if theirs is not None and (before is None or theirs < before):
-                    found.append(link)
+                    found[link] = theirs
         return found
 
     def _stuck(self, holder: Link) -> bool:

@@ -5,8 +5,8 @@ What it knows: frames, lanes, chunks, sockets. What it does not know: epochs, cr
 A frame is a 16-byte prefix (magic, lane, payload bytes, offset), the 40-byte message it belongs to (messages.py) and a payload.
 Every peer has two connections. Control messages have one to themselves: a request must not queue behind megabytes of payload in
 the kernel's send buffer (measured at 2 Gbit/s: 9 of 30 ms of an exchange of 5 MB). On the other, data are cut into chunks, each
-a frame of its own, so that a slice of parameters waits for at most one chunk of gradients. Within a lane the order is kept;
-between lanes it is not.
+a frame of its own, so that a slice of parameters waits for at most one chunk of gradients, and for what the kernel has taken of
+one for another peer (turns.py). Within a lane the order is kept; between lanes it is not.
 
 [Note: Few wake-ups]
 The cores that move the bytes are those that compute, so CPU seconds per GB is the figure that counts here. A receiver woken for
@@ -189,11 +189,10 @@ class Wire:
         while not (self._stop and self._drained()):
             with self._announcing:
                 self._sleeping = True
-            for link in self._links.values():
-                if link.role == CONTROL_ROLE and link.open and not link.writing and not link.idle():
-                    self._write(link)
+            self._write_control()
             while (turn := self._turns.whose()) is not None and not turn.writing:
                 self._write(turn)
+                self._write_control()
             events = self._selector.select(0.005 if self._stop else self._turns.patience)
             with self._announcing:
                 self._sleeping = False
@@ -207,6 +206,11 @@ class Wire:
                     self._read(link)
                 if mask & selectors.EVENT_WRITE and link.open:
                     self._write(link)
+
+    def _write_control(self) -> None:
+        for link in self._links.values():
+            if link.role == CONTROL_ROLE and link.open and not link.writing and link.control:
+                self._write(link)
 
     def _drained(self) -> bool:
         if time.monotonic() >= self._drain_until:

@@ -108,8 +108,9 @@ def test_the_next_peer_has_its_turn_without_anything_else_happening(monkeypatch:
         until(wire.idle)
 
 
-def test_what_has_priority_does_not_wait_for_a_transfer_to_another_peer() -> None:
+def test_what_has_priority_does_not_wait_for_a_transfer_to_another_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the chunk under way, and what the kernel has taken."""
+    monkeypatch.setattr(turns, "PATIENCE_S", 20.0)
     with sending_to(2) as (wire, far):
         wire.data(1, transfer(1, LARGE, GRAD_LANE))
         until(lambda: waiting(far[1]) > 0)
