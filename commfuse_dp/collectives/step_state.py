@@ -77,7 +77,8 @@ class StepState:
         However many are owed, peers hear of the first: they come to the others only with this rank."""
         if self._recovery is not None:
             self.owed.append(in_a_line(error, f"the start of step {self.step + len(self.owed) + 1}"))
-            self._say(f"rank {self._rank}: {self.owed[-1]}", absent=True)
+            for state in (self, *self.together):
+                state._say(f"rank {self._rank}: {self.owed[-1]}", absent=True)
 
     def break_owed(self) -> None:
         """The step that has just begun is one of those."""

@@ -93,3 +93,18 @@ def test_of_several_that_are_owed_the_next_is_not_begun_either():
     pair.absent.not_begun(KeyboardInterrupt())
     with pytest.raises(BrokenStepError):
         pair.wait()
+
+
+def test_peers_of_other_transports_hear_of_it():
+    """Each in the numbers of its own steps."""
+    pair, other = Pair(), Pair()
+    pair.begin(4, 5)
+    other.begin(7, 8)
+    pair.absent.together = [other.absent]
+    pair.absent.not_begun(KeyboardInterrupt())
+    assert not other.absent.owed  # who begins steps begins both
+    assert other.told.here is not None and (other.told.here.epoch, other.told.here.absent) == (8, True)
+    with pytest.raises(BrokenStepError, match="KeyboardInterrupt"):
+        other.peer.heed(0, WHERE, "to send a partial", lambda: False)
+    with pytest.raises(BrokenStepError):
+        pair.wait()
