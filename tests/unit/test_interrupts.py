@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from commfuse_dp import interrupts
+from commfuse_dp.engine.engine import Engine
 from commfuse_dp.interrupts import HELD, OURS, Handler, deliver_held, rests, unwatch, watch
 
 PATIENCE_S = 30.0  # in which what must come has come, however busy the machine is
@@ -246,3 +247,24 @@ def test_steps_in_a_thread_are_none_of_its_business(user):
     with pytest.raises(KeyboardInterrupt):
         press()
     assert user.heard and not other.heard
+
+
+@pytest.mark.parametrize("place", ["finish", "drain"])
+def test_the_end_of_a_backward_raises_before_the_step_counts_as_gone_through(user, unasked, place):
+    """Later it comes outside of our code: peers have gone through, too."""
+    engine, told = Engine.__new__(Engine), []
+    pressed = in_file(OUR_FILE, press)
+    parts = {name: pressed if name == place else (lambda: None) for name in ("finish", "drain")}
+    engine._backward = SimpleNamespace(finish=parts["finish"])  # type: ignore[assignment]
+    engine.gradients = SimpleNamespace(drain=parts["drain"])  # type: ignore[assignment]
+    engine.transport = SimpleNamespace(device=None)  # type: ignore[assignment]
+    engine.probe = SimpleNamespace(ended=lambda *_: None)  # type: ignore[assignment]
+    engine.breakage = SimpleNamespace(by=lambda what, error: told.append(error), complete=False)  # type: ignore[assignment]
+    if place == "finish":
+        with pytest.raises(KeyboardInterrupt) as caught:
+            engine.finish_backward()
+        assert told == [caught.value]
+    else:
+        engine.finish_backward()
+        assert HELD.pending and not told
+    assert engine.breakage.complete == (place == "drain")
