@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from commfuse_dp import interrupts
+from commfuse_dp.engine import replicas
 from commfuse_dp.engine.engine import Engine
 from commfuse_dp.interrupts import HELD, OURS, Handler, deliver_held, rests, unwatch, watch
 
@@ -268,3 +270,34 @@ def test_the_end_of_a_backward_raises_before_the_step_counts_as_gone_through(use
         engine.finish_backward()
         assert HELD.pending and not told
     assert engine.breakage.complete == (place == "drain")
+
+
+@pytest.mark.parametrize("interruptible", [True, False])
+def test_a_wait_for_replicas_raises_where_that_is_planned_for(user, unasked, monkeypatch, interruptible):
+    """The other replica comes after the third look."""
+    looks: list[str] = []
+
+    class Work:
+        def wait(self, patience: object = None) -> None:
+            looks.append("look")
+            if len(looks) == 1:
+                in_file(OUR_FILE, press)()
+            if len(looks) < 3:
+                raise RuntimeError("time is up")
+
+        def is_completed(self) -> bool:
+            return False
+
+    made_up = SimpleNamespace(
+        PrefixStore=lambda name, store: store, get_rank=lambda: 0, get_process_group_ranks=lambda _: [0, 1]
+    )
+    monkeypatch.setattr(replicas, "dist", made_up)
+    group: Any = SimpleNamespace(size=lambda: 2, group_name="replicas")
+    waiting = replicas.Replicating(replicas.ReplicaGroup(group, HashStore(), PATIENCE_S), Work(), 1, 1)
+    if interruptible:
+        with pytest.raises(KeyboardInterrupt):
+            waiting.wait(interruptible=True)
+        assert len(looks) == 1
+    else:
+        waiting.wait()
+        assert len(looks) == 3 and HELD.pending
