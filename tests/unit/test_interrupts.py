@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from commfuse_dp.integrations import fsdp2
 from torch.distributed import HashStore
 
 from commfuse_dp import interrupts
@@ -23,7 +24,16 @@ from commfuse_dp.interrupts import HELD, OURS, Handler, deliver_held, rests, unw
 
 PATIENCE_S = 30.0  # in which what must come has come, however busy the machine is
 
-OUR_FILE = os.path.join(OURS[1], "made_up.py")
+OUR_FILE = os.path.join(OURS[0], "engine", "made_up.py")
+OTHER_FILES = (
+    "observe/made_up.py",
+    "errors.py",
+    "config.py",
+    "__init__.py",
+    "integrations/made_up.py",
+    "a_new_room/made_up.py",
+)
+PROGRAMS = ("cli/made_up.py", "launch/made_up.py", "examples/demo/made_up.py", "run.py", "mpi_launch.py", "autoload.py")
 TORCH_FILE = os.path.join(os.path.dirname(torch.__file__), "made_up.py")
 LIBRARY_FILE = os.path.join(os.path.dirname(os.__file__), "made_up.py")
 USER_FILES = ("/home/user/train.py", os.path.join(os.path.dirname(pytest.__file__), "made_up.py"))
@@ -95,7 +105,18 @@ def test_it_raises_behind_what_is_half_done(user, between):
     assert not HELD.pending
 
 
-@pytest.mark.parametrize("file", [*USER_FILES, TORCH_FILE, LIBRARY_FILE])
+@pytest.mark.parametrize("file", OTHER_FILES)
+def test_all_of_the_package_is_ours(user, unasked, file):
+    order: list[str] = []
+    in_file(os.path.join(OURS[0], file), press, done(order))()
+    assert order == ["done"] and HELD.pending
+
+
+def test_integrations_that_lie_beside_the_package_are_ours():
+    assert fsdp2.__file__.startswith(OURS)
+
+
+@pytest.mark.parametrize("file", [*USER_FILES, TORCH_FILE, LIBRARY_FILE, *(os.path.join(OURS[0], name) for name in PROGRAMS)])
 def test_elsewhere_it_raises_at_once(user, file):
     order: list[str] = []
     with pytest.raises(KeyboardInterrupt) as caught:
