@@ -105,7 +105,7 @@ class Handler:
                 return
             if asked or time.monotonic() - held.since < INSIST_S:
                 return
-        _deliver(frame)
+        _deliver(self.behind, frame)  # not who is set now: that one may have called this
 
 
 def half_done(frame: FrameType | None) -> bool:
@@ -150,17 +150,18 @@ def unwatch(user: Interruptible) -> None:
 def deliver_held() -> None:
     """To be called where an exception may come, if `HELD.pending`: the program's handler is called, which may raise."""
     if HELD.pending and threading.get_ident() == threading.main_thread().ident:
-        _deliver(sys._getframe(1))
+        handler: Any = signal.getsignal(signal.SIGINT)
+        if isinstance(handler, Handler):
+            handler = handler.behind
+        if callable(handler):
+            _deliver(handler, sys._getframe(1))
+        else:  # the program has changed its mind since
+            HELD.pending = False
+            signal.raise_signal(signal.SIGINT)
 
 
-def _deliver(frame: FrameType | None) -> None:
+def _deliver(handler: Callable[[int, FrameType | None], Any], frame: FrameType | None) -> None:
     HELD.pending = False
-    handler: Any = signal.getsignal(signal.SIGINT)
-    if isinstance(handler, Handler):
-        handler = handler.behind
-    if not callable(handler):  # the program has changed its mind since
-        signal.raise_signal(signal.SIGINT)
-        return
     HELD.delivering = True
     try:
         handler(signal.SIGINT, frame)

@@ -206,6 +206,22 @@ def test_a_handler_that_calls_the_one_of_before(user, unasked):
     assert calls == ["called"]
 
 
+def test_a_handler_that_calls_the_one_of_before_is_called_once(user):
+    """No step has begun since it was set."""
+    calls: list[str] = []
+    before = signal.getsignal(signal.SIGINT)
+    assert isinstance(before, Handler)
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        calls.append("called")
+        before(number, frame)
+
+    signal.signal(signal.SIGINT, handler)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        press()
+    assert calls == ["called"] and user.heard == [caught.value]
+
+
 def test_a_handler_that_comes_while_a_signal_is_held_back_gets_it(user, unasked):
     calls: list[str] = []
     in_file(OUR_FILE, press)()
