@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -50,16 +51,27 @@ class User:
 
 
 @pytest.fixture
-def user() -> Iterator[User]:
-    """A step runs, with the handler that a program begins with."""
+def user(monkeypatch) -> Iterator[User]:
+    """A step runs, with the handler that a program begins with. Engines of other tests are none of its business."""
+    asking: list[threading.Thread] = []
+
+    def start(function: Callable[[], None], arguments: tuple[()]) -> None:
+        asking.append(threading.Thread(target=function))
+        asking[-1].start()
+
+    monkeypatch.setattr(interrupts, "_thread", SimpleNamespace(start_new_thread=start, interrupt_main=_thread.interrupt_main))
+    monkeypatch.setattr(interrupts, "_users", weakref.WeakSet())
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     made = User()
     watch(made)
     try:
         yield made
     finally:
-        unwatch(made)
         HELD.pending = False
+        for thread in asking:  # while our handler is there, which hears that nothing is held back
+            thread.join()
+        HELD.asked = False
+        unwatch(made)
         signal.signal(signal.SIGINT, before)
 
 
