@@ -43,13 +43,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 ASK_S = 0.005  # until a signal that is held back is asked for again
 INSIST_S = 1.0  # a second one that comes later than this after the first is not held back
 
-_ROOMS = ("collectives", "device", "engine", "kernels", "ops", "program", "transport", "probe.py")
-_PACKAGE = os.path.dirname(os.path.abspath(__file__))
-OURS = (
-    *(os.path.join(_PACKAGE, room) for room in _ROOMS),
-    os.path.join(_PACKAGE, "integrations"),
-    os.path.join(os.path.dirname(_PACKAGE), "integrations"),  # an editable installation
-)
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+OURS = (_PACKAGE, os.path.join(os.path.dirname(os.path.dirname(_PACKAGE)), "integrations") + os.sep)  # editable: it lies beside
+_PROGRAMS = ("cli" + os.sep, "examples" + os.sep, "launch" + os.sep, "run.py", "mpi_launch.py", "autoload.py")  # hold no state
+_NOT_OURS = tuple(_PACKAGE + program for program in _PROGRAMS)
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = (os.path.join(_LIBRARY, "site-packages"), os.path.join(_LIBRARY, "dist-packages"))
 
@@ -108,7 +105,7 @@ class Handler:
                 return
             if asked or time.monotonic() - held.since < INSIST_S:
                 return
-        _deliver(frame)
+        _deliver(self.behind, frame)  # not who is set now: that one may have called this
 
 
 def half_done(frame: FrameType | None) -> bool:
@@ -120,10 +117,11 @@ def half_done(frame: FrameType | None) -> bool:
         file = code.co_filename
         if code in _resting:
             return False
-        if file.startswith(OURS):
+        here = file == __file__
+        if not here and file.startswith(OURS) and not file.startswith(_NOT_OURS):
             return True
         library = file.startswith(_LIBRARY) and not file.startswith(_INSTALLED)
-        if not library and file != __file__ and not file.startswith(("<", torch_files)):
+        if not here and not library and not file.startswith(("<", torch_files)):
             return False
         frame = frame.f_back
     return False
@@ -152,17 +150,18 @@ def unwatch(user: Interruptible) -> None:
 def deliver_held() -> None:
     """To be called where an exception may come, if `HELD.pending`: the program's handler is called, which may raise."""
     if HELD.pending and threading.get_ident() == threading.main_thread().ident:
-        _deliver(sys._getframe(1))
+        handler: Any = signal.getsignal(signal.SIGINT)
+        if isinstance(handler, Handler):
+            handler = handler.behind
+        if callable(handler):
+            _deliver(handler, sys._getframe(1))
+        else:  # the program has changed its mind since
+            HELD.pending = False
+            signal.raise_signal(signal.SIGINT)
 
 
-def _deliver(frame: FrameType | None) -> None:
+def _deliver(handler: Callable[[int, FrameType | None], Any], frame: FrameType | None) -> None:
     HELD.pending = False
-    handler: Any = signal.getsignal(signal.SIGINT)
-    if isinstance(handler, Handler):
-        handler = handler.behind
-    if not callable(handler):  # the program has changed its mind since
-        signal.raise_signal(signal.SIGINT)
-        return
     HELD.delivering = True
     try:
         handler(signal.SIGINT, frame)

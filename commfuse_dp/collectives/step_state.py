@@ -73,10 +73,12 @@ class StepState:
 
     def not_begun(self, error: BaseException) -> None:
         """An exception has kept this rank from beginning the next step, in which its peers may be: it is lost. Whoever begins
-        steps begins it all the same before its next one, and breaks it off (`break_owed`), so that ranks go on side by side."""
+        steps begins it all the same before its next one, and breaks it off (`break_owed`), so that ranks go on side by side.
+        However many are owed, peers hear of the first: they come to the others only with this rank."""
         if self._recovery is not None:
             self.owed.append(in_a_line(error, f"the start of step {self.step + len(self.owed) + 1}"))
-            self._say(f"rank {self._rank}: {self.owed[-1]}", absent=True)
+            for state in (self, *self.together):
+                state._say(f"rank {self._rank}: {self.owed[-1]}", absent=True)
 
     def break_owed(self) -> None:
         """The step that has just begun is one of those."""
@@ -86,7 +88,7 @@ class StepState:
         recovery = self._recovery
         if recovery is not None:
             with contextlib.suppress(CommFuseError):
-                recovery.tell_broken(self.step + absent * len(self.owed), cause, final=final, absent=absent)
+                recovery.tell_broken(self.step + absent, cause, final=final, absent=absent)
 
     def check(self) -> None:
         """Raises BrokenStepError if the step was broken off here."""
@@ -109,7 +111,7 @@ class StepState:
         """`heed`, for what a peer has published if it has begun the step."""
         recovery = self._recovery
         left = recovery.left(peer) if recovery is not None else None
-        if left is not None and left.absent and left.epoch >= self.step and not come():
+        if left is not None and left.absent and left.epoch == self.step and not come():  # of the step before it has
             raise self._lost(left, peer, where, doing)
 
     def _lost(self, left: Left, peer: int, where: Where, doing: str) -> BrokenStepError:

@@ -423,6 +423,8 @@ class Engine:
         """End of a backward pass: everything owed is sent, all sums are finished and delivered."""
         with self._guarded("(end of backward)"):
             self._backward.finish()
+            if HELD.pending:  # behind `drain` the step counts as gone through
+                deliver_held()
             begun = now_ns()
             self.gradients.drain()
             if self.transport.device is None:
@@ -430,7 +432,6 @@ class Engine:
         self.armed = None
         self._active = False
         self.breakage.complete = True
-        deliver_held()
 
     @contextlib.contextmanager
     def _guarded(self, what: str) -> Iterator[None]:

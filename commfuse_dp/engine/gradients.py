@@ -357,11 +357,12 @@ class GradientStream:
             self._push()
         self._send_kept()
         while self._replicating:
-            scatter, total, work = self._replicating.popleft()
+            scatter, total, work = self._replicating[0]
             start = now_ns()
             with self._ordering.reducing():
                 begun = self._probe.mark()
-                work.wait()
+                work.wait(interruptible=True)
+                self._replicating.popleft()  # not before: what breaks the wait off leaves it under way, and its memory in use
                 self._probe.tail(f"{scatter.unit.name} (replicas)", begun)
                 self._deliver(scatter, total.div_(scatter.bound.divisor))
             if begun is None:
@@ -431,7 +432,7 @@ class GradientStream:
     def meet_replicas(self) -> None:
         """Raises CommFuseError if one of them has broken the step off before it came here."""
         if self._replicas is not None:
-            self._replicas.all_reduce(torch.zeros(1, device="cpu"), self._breakage.step).wait()
+            self._replicas.all_reduce(torch.zeros(1, device="cpu"), self._breakage.step).wait(interruptible=True)
 
     def forget_all(self) -> None:
         """The end: drop every buffer."""

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_dp.errors import CommFuseError
+from commfuse_dp.interrupts import HELD, deliver_held
 
 _FINAL = "for good"
 _PATIENCE = timedelta(milliseconds=200)  # of a wait, before it looks at what the replicas say
@@ -35,8 +36,9 @@ class Replicating:
     def __init__(self, group: ReplicaGroup, work: Any, index: int, step: int) -> None:
         self._group, self._work, self._index, self._step = group, work, index, step
 
-    def wait(self) -> None:
-        self._group.wait(self._work, self._index, self._step)
+    def wait(self, *, interruptible: bool = False) -> None:
+        """interruptible: a Ctrl-C that was held back may raise in here."""
+        self._group.wait(self._work, self._index, self._step, interruptible=interruptible)
 
 
 class ReplicaGroup:
@@ -62,9 +64,11 @@ class ReplicaGroup:
         self._begun += 1
         return Replicating(self, dist.all_reduce(tensor, group=self._group, async_op=True), self._begun, step)
 
-    def wait(self, work: Any, index: int, step: int) -> None:
+    def wait(self, work: Any, index: int, step: int, *, interruptible: bool) -> None:
         limit = time.monotonic() + self._deadline_s
         while self._store is not None:
+            if interruptible and HELD.pending:
+                deliver_held()
             try:
                 work.wait(_PATIENCE)
                 return

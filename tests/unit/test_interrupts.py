@@ -8,19 +8,33 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from commfuse_dp.integrations import fsdp2
+from torch.distributed import HashStore
 
 from commfuse_dp import interrupts
+from commfuse_dp.engine import replicas
+from commfuse_dp.engine.engine import Engine
 from commfuse_dp.interrupts import HELD, OURS, Handler, deliver_held, rests, unwatch, watch
 
 PATIENCE_S = 30.0  # in which what must come has come, however busy the machine is
 
-OUR_FILE = os.path.join(OURS[1], "made_up.py")
+OUR_FILE = os.path.join(OURS[0], "engine", "made_up.py")
+OTHER_FILES = (
+    "observe/made_up.py",
+    "errors.py",
+    "config.py",
+    "__init__.py",
+    "integrations/made_up.py",
+    "a_new_room/made_up.py",
+)
+PROGRAMS = ("cli/made_up.py", "launch/made_up.py", "examples/demo/made_up.py", "run.py", "mpi_launch.py", "autoload.py")
 TORCH_FILE = os.path.join(os.path.dirname(torch.__file__), "made_up.py")
 LIBRARY_FILE = os.path.join(os.path.dirname(os.__file__), "made_up.py")
 USER_FILES = ("/home/user/train.py", os.path.join(os.path.dirname(pytest.__file__), "made_up.py"))
@@ -37,16 +51,27 @@ class User:
 
 
 @pytest.fixture
-def user() -> Iterator[User]:
-    """A step runs, with the handler that a program begins with."""
+def user(monkeypatch) -> Iterator[User]:
+    """A step runs, with the handler that a program begins with. Engines of other tests are none of its business."""
+    asking: list[threading.Thread] = []
+
+    def start(function: Callable[[], None], arguments: tuple[()]) -> None:
+        asking.append(threading.Thread(target=function))
+        asking[-1].start()
+
+    monkeypatch.setattr(interrupts, "_thread", SimpleNamespace(start_new_thread=start, interrupt_main=_thread.interrupt_main))
+    monkeypatch.setattr(interrupts, "_users", weakref.WeakSet())
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     made = User()
     watch(made)
     try:
         yield made
     finally:
-        unwatch(made)
         HELD.pending = False
+        for thread in asking:  # while our handler is there, which hears that nothing is held back
+            thread.join()
+        HELD.asked = False
+        unwatch(made)
         signal.signal(signal.SIGINT, before)
 
 
@@ -92,7 +117,18 @@ def test_it_raises_behind_what_is_half_done(user, between):
     assert not HELD.pending
 
 
-@pytest.mark.parametrize("file", [*USER_FILES, TORCH_FILE, LIBRARY_FILE])
+@pytest.mark.parametrize("file", OTHER_FILES)
+def test_all_of_the_package_is_ours(user, unasked, file):
+    order: list[str] = []
+    in_file(os.path.join(OURS[0], file), press, done(order))()
+    assert order == ["done"] and HELD.pending
+
+
+def test_integrations_that_lie_beside_the_package_are_ours():
+    assert fsdp2.__file__.startswith(OURS)
+
+
+@pytest.mark.parametrize("file", [*USER_FILES, TORCH_FILE, LIBRARY_FILE, *(os.path.join(OURS[0], name) for name in PROGRAMS)])
 def test_elsewhere_it_raises_at_once(user, file):
     order: list[str] = []
     with pytest.raises(KeyboardInterrupt) as caught:
@@ -182,6 +218,22 @@ def test_a_handler_that_calls_the_one_of_before(user, unasked):
     assert calls == ["called"]
 
 
+def test_a_handler_that_calls_the_one_of_before_is_called_once(user):
+    """No step has begun since it was set."""
+    calls: list[str] = []
+    before = signal.getsignal(signal.SIGINT)
+    assert isinstance(before, Handler)
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        calls.append("called")
+        before(number, frame)
+
+    signal.signal(signal.SIGINT, handler)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        press()
+    assert calls == ["called"] and user.heard == [caught.value]
+
+
 def test_a_handler_that_comes_while_a_signal_is_held_back_gets_it(user, unasked):
     calls: list[str] = []
     in_file(OUR_FILE, press)()
@@ -246,3 +298,55 @@ def test_steps_in_a_thread_are_none_of_its_business(user):
     with pytest.raises(KeyboardInterrupt):
         press()
     assert user.heard and not other.heard
+
+
+@pytest.mark.parametrize("place", ["finish", "drain"])
+def test_the_end_of_a_backward_raises_before_the_step_counts_as_gone_through(user, unasked, place):
+    """Later it comes outside of our code: peers have gone through, too."""
+    engine, told = Engine.__new__(Engine), []
+    pressed = in_file(OUR_FILE, press)
+    parts = {name: pressed if name == place else (lambda: None) for name in ("finish", "drain")}
+    engine._backward = SimpleNamespace(finish=parts["finish"])  # type: ignore[assignment]
+    engine.gradients = SimpleNamespace(drain=parts["drain"])  # type: ignore[assignment]
+    engine.transport = SimpleNamespace(device=None)  # type: ignore[assignment]
+    engine.probe = SimpleNamespace(ended=lambda *_: None)  # type: ignore[assignment]
+    engine.breakage = SimpleNamespace(by=lambda what, error: told.append(error), complete=False)  # type: ignore[assignment]
+    if place == "finish":
+        with pytest.raises(KeyboardInterrupt) as caught:
+            engine.finish_backward()
+        assert told == [caught.value]
+    else:
+        engine.finish_backward()
+        assert HELD.pending and not told
+    assert engine.breakage.complete == (place == "drain")
+
+
+@pytest.mark.parametrize("interruptible", [True, False])
+def test_a_wait_for_replicas_raises_where_that_is_planned_for(user, unasked, monkeypatch, interruptible):
+    """The other replica comes after the third look."""
+    looks: list[str] = []
+
+    class Work:
+        def wait(self, patience: object = None) -> None:
+            looks.append("look")
+            if len(looks) == 1:
+                in_file(OUR_FILE, press)()
+            if len(looks) < 3:
+                raise RuntimeError("time is up")
+
+        def is_completed(self) -> bool:
+            return False
+
+    made_up = SimpleNamespace(
+        PrefixStore=lambda name, store: store, get_rank=lambda: 0, get_process_group_ranks=lambda _: [0, 1]
+    )
+    monkeypatch.setattr(replicas, "dist", made_up)
+    group: Any = SimpleNamespace(size=lambda: 2, group_name="replicas")
+    waiting = replicas.Replicating(replicas.ReplicaGroup(group, HashStore(), PATIENCE_S), Work(), 1, 1)
+    if interruptible:
+        with pytest.raises(KeyboardInterrupt):
+            waiting.wait(interruptible=True)
+        assert len(looks) == 1
+    else:
+        waiting.wait()
+        assert len(looks) == 3 and HELD.pending
