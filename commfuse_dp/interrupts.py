@@ -187,5 +187,6 @@ def _ask_again() -> None:
             HELD.pending = False
             _thread.interrupt_main(signal.SIGINT)
             return
-        HELD.asked = True
-        _thread.interrupt_main(signal.SIGINT)
+        if not HELD.asked:  # else the last one is still to come: it would take this mark, and the next would be a new signal
+            HELD.asked = True
+            _thread.interrupt_main(signal.SIGINT)
