@@ -22,7 +22,8 @@ time, also by code that puts back what was there before: the next step puts a ha
 that is closed takes it away. In threads nothing of this is needed, for signals never raise there.
 
 If the program's handler raises, whoever runs a step is told first (`Interruptible`), so that peers need not wait until this
-rank begins its next one: hooks of torch that are `always_call`ed are not for a KeyboardInterrupt.
+rank begins its next one: hooks of torch that are `always_call`ed are not for a KeyboardInterrupt. Not so after a second Ctrl-C
+inside our code, which may hold the locks that telling takes: then peers hear of it from where it passes through, or later.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ _INSTALLED = (os.path.join(_LIBRARY, "site-packages"), os.path.join(_LIBRARY, "d
 class Interruptible(Protocol):
     """Whoever runs steps."""
 
-    def interrupted(self, error: BaseException) -> None:
-        """The handler of Ctrl-C has raised, wherever the program is."""
+    def interrupted(self, error: BaseException, *, tell: bool) -> None:
+        """The handler of Ctrl-C has raised, wherever the program is. tell: peers may be told; else it came in code of ours,
+        which may hold the lock that this takes."""
         ...
 
 
@@ -98,14 +100,15 @@ class Handler:
         if held.delivering:  # a handler that was set after this one calls it, or Ctrl-C comes again while one runs
             self.behind(number, frame)
             return
-        if half_done(frame):
+        insisted = half_done(frame)
+        if insisted:
             if not held.pending:
                 held.since, held.pending = time.monotonic(), True
                 _thread.start_new_thread(_ask_again, ())
                 return
             if asked or time.monotonic() - held.since < INSIST_S:
                 return
-        _deliver(self.behind, frame)  # not who is set now: that one may have called this
+        _deliver(self.behind, frame, tell=not insisted)  # not who is set now: that one may have called this
 
 
 def half_done(frame: FrameType | None) -> bool:
@@ -154,13 +157,13 @@ def deliver_held() -> None:
         if isinstance(handler, Handler):
             handler = handler.behind
         if callable(handler):
-            _deliver(handler, sys._getframe(1))
+            _deliver(handler, sys._getframe(1), tell=True)
         else:  # the program has changed its mind since
             HELD.pending = False
             signal.raise_signal(signal.SIGINT)
 
 
-def _deliver(handler: Callable[[int, FrameType | None], Any], frame: FrameType | None) -> None:
+def _deliver(handler: Callable[[int, FrameType | None], Any], frame: FrameType | None, *, tell: bool) -> None:
     HELD.pending = False
     HELD.delivering = True
     try:
@@ -168,7 +171,7 @@ def _deliver(handler: Callable[[int, FrameType | None], Any], frame: FrameType |
     except BaseException as error:
         HELD.delivering = False
         for user in list(_users):
-            user.interrupted(error)
+            user.interrupted(error, tell=tell)
         raise
     finally:
         HELD.delivering = False
@@ -184,5 +187,6 @@ def _ask_again() -> None:
             HELD.pending = False
             _thread.interrupt_main(signal.SIGINT)
             return
-        HELD.asked = True
-        _thread.interrupt_main(signal.SIGINT)
+        if not HELD.asked:  # else the last one is still to come: it would take this mark, and the next would be a new signal
+            HELD.asked = True
+            _thread.interrupt_main(signal.SIGINT)

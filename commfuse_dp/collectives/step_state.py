@@ -52,9 +52,10 @@ class StepState:
         """The exception has come out of the root's forward: whoever catches it begins another step."""
         self.by("its forward", error)
 
-    def interrupted(self, error: BaseException) -> None:
+    def interrupted(self, error: BaseException, *, tell: bool = True) -> None:
         """Ctrl-C has raised, wherever the program is."""
-        self._tell(in_a_line(error, f"step {self.step}"))
+        if tell:
+            self._tell(in_a_line(error, f"step {self.step}"))
 
     def _tell(self, cause: str) -> None:
         for state in (self, *self.together):

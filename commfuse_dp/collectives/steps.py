@@ -66,9 +66,9 @@ class Steps(StepState):
         if not self.together:  # who begins them hears of it
             super().forward_raised(error)
 
-    def interrupted(self, error: BaseException) -> None:
+    def interrupted(self, error: BaseException, *, tell: bool = True) -> None:
         if self._calls and not self.complete and not self.together:  # else there is no step, or who begins them hears of it
-            super().interrupted(error)
+            super().interrupted(error, tell=tell)
 
     def _end_backward(self, complete: bool) -> None:
         self._armed = None

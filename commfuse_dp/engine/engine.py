@@ -336,11 +336,13 @@ class Engine:
         """The root's forward has returned or raised."""
         self._in_forward = False
 
-    def interrupted(self, error: BaseException) -> None:
+    def interrupted(self, error: BaseException, *, tell: bool) -> None:
         """Ctrl-C has raised. A step that is under way is lost, and peers hear of it: torch does not call hooks for that."""
         self._in_forward = False
-        if self._active:
+        if self._active and tell:
             self.breakage.interrupted(error)
+        elif self._active:
+            self.breakage.in_forward("(Ctrl-C)", error)
 
     def end_forward(self, outputs_require_grad: bool) -> None:
         """The root's forward has returned; without a backward to come the step ends here."""

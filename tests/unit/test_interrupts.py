@@ -45,9 +45,11 @@ press = functools.partial(signal.raise_signal, signal.SIGINT)  # the handler is 
 class User:
     def __init__(self) -> None:
         self.heard: list[BaseException] = []
+        self.may_tell: list[bool] = []
 
-    def interrupted(self, error: BaseException) -> None:
+    def interrupted(self, error: BaseException, *, tell: bool) -> None:
         self.heard.append(error)
+        self.may_tell.append(tell)
 
 
 @pytest.fixture
@@ -174,6 +176,12 @@ def test_who_insists_is_heard(user, unasked, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         in_file(OUR_FILE, press, done(order))()
     assert order == ["done"] and not HELD.pending
+    assert user.may_tell == [False]  # our code may hold the lock that this takes
+    with pytest.raises(KeyboardInterrupt):
+        press()
+    with pytest.raises(KeyboardInterrupt):
+        in_file(OUR_FILE, press, deliver_held)()
+    assert user.may_tell == [False, True, True]
 
 
 def test_a_handler_of_the_program_is_called_once_and_need_not_raise(user, unasked):
