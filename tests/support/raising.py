@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Collection
 from types import FrameType
@@ -61,11 +62,15 @@ def _watched(folder: str, enter: Callable[[str, FrameType], Any], action: Callab
             file = code.co_filename.rpartition(f"/{folder}/")[2]
             enter(f"{file}:{code.co_firstlineno} {code.co_name}", frame)
 
+    collects = gc.isenabled()
+    gc.disable()  # finalizers of what was dropped before are no part of the action, and what they raise comes to nobody
     sys.setprofile(profile)
     try:
         action()
     finally:
         sys.setprofile(None)
+        if collects:
+            gc.enable()
 
 
 def inside(name: str, *, but_not: Collection[str] = ()) -> Callable[[FrameType], bool]:
