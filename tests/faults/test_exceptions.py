@@ -65,20 +65,26 @@ def test_the_step_after_an_exception(workers, world_size, transport, reset):
     workers(world_size).run(failing, transport, reset)
 
 
+def lost_by_rank_0(twin: Twin, rank: int, phase: str) -> str:
+    """A step that it raises in, and that its peers hear of before it begins anything else. What this rank was told."""
+    handle = blow_up(twin.fused, phase) if rank == 0 else None
+    with pytest.raises(Boom if rank == 0 else BrokenStepError) as caught:
+        token_loss(twin.fused, twin.batch()).backward()
+    dist.barrier()
+    if handle is not None:
+        handle.remove()
+    return str(caught.value)
+
+
 def failing_alone(rank: int, world_size: int, transport: str) -> None:
     """Rank 0 raises outside of CommFuse's layers, and begins nothing else before its peers have ended."""
     for phase in ("forward", "backward"):
         with Twin(wide_bytes, config=settings(transport, prefetch_bytes=8192)) as twin:
             twin.step()
-            handle = blow_up(twin.fused, phase) if rank == 0 else None
-            with pytest.raises(Boom if rank == 0 else BrokenStepError) as caught:
-                token_loss(twin.fused, twin.batch()).backward()
-            dist.barrier()
-            if handle is not None:
-                handle.remove()
-            else:
+            told = lost_by_rank_0(twin, rank, phase)
+            if rank != 0:
                 why = "rank 0: Boom: no more in its forward" if phase == "forward" else "rank 0: an exception in its backward"
-                assert why in str(caught.value), caught.value
+                assert why in told, told
             twin.fused.zero_grad()
             twin.step()
             twin.step()
@@ -96,14 +102,9 @@ def failing_without_room(rank: int, world_size: int) -> None:
         Twin(wide_bytes, config=settings("tcp", inbox_bytes=1 << 10)) as twin,
     ):
         twin.step()
-        handle = twin.fused.layers[1].up.register_forward_hook(blow_in_backward) if rank == 0 else None
-        with pytest.raises(Boom if rank == 0 else BrokenStepError) as caught:
-            token_loss(twin.fused, twin.batch()).backward()
-        dist.barrier()
-        if handle is not None:
-            handle.remove()
-        else:
-            assert broken.ROOM in str(caught.value) and "rank 0: an exception in its backward" in str(caught.value)
+        told = lost_by_rank_0(twin, rank, "backward")
+        if rank != 0:
+            assert broken.ROOM in told and "rank 0: an exception in its backward" in told
         twin.fused.zero_grad()
         twin.step()
 

@@ -207,8 +207,8 @@ def test_a_handler_that_is_put_back_is_that_of_before(user):
     assert calls == ["for a while"]
 
 
-def test_a_handler_that_calls_the_one_of_before(user, unasked):
-    calls: list[str] = []
+def call_the_one_of_before(calls: list[str]) -> None:
+    """Set a handler that does, and says so."""
     before = signal.getsignal(signal.SIGINT)
     assert isinstance(before, Handler)
 
@@ -217,6 +217,11 @@ def test_a_handler_that_calls_the_one_of_before(user, unasked):
         before(number, frame)
 
     signal.signal(signal.SIGINT, handler)
+
+
+def test_a_handler_that_calls_the_one_of_before(user, unasked):
+    calls: list[str] = []
+    call_the_one_of_before(calls)
     watch(user)
     order: list[str] = []
     in_file(OUR_FILE, press, done(order))()
@@ -229,14 +234,7 @@ def test_a_handler_that_calls_the_one_of_before(user, unasked):
 def test_a_handler_that_calls_the_one_of_before_is_called_once(user):
     """No step has begun since it was set."""
     calls: list[str] = []
-    before = signal.getsignal(signal.SIGINT)
-    assert isinstance(before, Handler)
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        calls.append("called")
-        before(number, frame)
-
-    signal.signal(signal.SIGINT, handler)
+    call_the_one_of_before(calls)
     with pytest.raises(KeyboardInterrupt) as caught:
         press()
     assert calls == ["called"] and user.heard == [caught.value]
