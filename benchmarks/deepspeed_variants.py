@@ -49,7 +49,7 @@ class Zero(Variant):
 
     def make_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         import deepspeed
-        from commfuse_dp.integrations.deepspeed.apply import leave_alone
+        from commfuse_dp.integrations.deepspeed.backend import leave_alone
 
         optimizer = super().make_optimizer(parameters)
         config = {

@@ -5,6 +5,7 @@ Started by `launch.run_case` as `python -m benchmarks.worker CASE.json RESULT.js
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import platform
@@ -25,7 +26,7 @@ from benchmarks.clock import Clock, Footprint, clock_of
 from benchmarks.cuda_variants import Fsdp2SeparateGroup, Fsdp2Symmetric, resident_bytes, why_not
 from benchmarks.models import Batch, batches
 from benchmarks.variants import CommFuse, Compute, Ddp, Fsdp2, Variant, gathered_bytes
-from commfuse_dp.launch.ranks import die_with_parent
+from commfuse_dp.launch.ranks import run_as_rank
 from commfuse_dp.observe.clock import clock_domain
 from commfuse_dp.observe.interface import InterfaceBytes, read_interface
 
@@ -39,7 +40,6 @@ TRIED = ("fsdp2-symm",)  # variants that may fail: whether this machine can run 
 
 
 def main(case_file: str, result_file: str) -> None:
-    die_with_parent()
     rank = int(os.environ["RANK"])
     result = work(Case.load(Path(case_file)), lambda text: print(PROGRESS + text, flush=True) if rank == 0 else None)
     if rank == 0:
@@ -351,4 +351,4 @@ def _softirq() -> float:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_as_rank(functools.partial(main, *sys.argv[1:]))

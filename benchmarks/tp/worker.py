@@ -5,6 +5,7 @@ Started by `benchmarks.launch.run_case` as `python -m benchmarks.tp.worker CASE.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -24,7 +25,7 @@ from benchmarks.tp.sleeping import SleepingDevice
 from benchmarks.tp.stock import stock
 from benchmarks.tp.variants import CommFuse, Compute, RowOnly, Seams, Slicing, Vanilla
 from benchmarks.worker import PROGRESS, Trial, check_losses, facts_of, gather_objects, meet, run_rounds
-from commfuse_dp.launch.ranks import die_with_parent
+from commfuse_dp.launch.ranks import run_as_rank
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.select import open_transport
@@ -129,7 +130,6 @@ class TpVariant:
 
 
 def main(case_file: str, result_file: str) -> None:
-    die_with_parent()
     case = TpCase.load(Path(case_file))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group("gloo", timeout=timedelta(seconds=case.deadline_s))
@@ -187,4 +187,4 @@ def measure(case: TpCase, rank: int, transport: Transport, say: Any, device: Sle
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_as_rank(functools.partial(main, *sys.argv[1:]))

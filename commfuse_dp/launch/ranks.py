@@ -16,9 +16,10 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, NamedTuple, NoReturn
 
 from commfuse_dp.errors import CommFuseError
 
@@ -179,6 +180,25 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+
+
+def run_as_rank(main: Callable[[], int | None]) -> NoReturn:
+    """The whole of a rank's process: `main`, which returns its exit status (None: 0); an exception is printed, and is 1.
+
+    [Note: No finalization] The process ends without the interpreter's own clean-up. With FSDP2 a device mesh keeps gloo's
+    threads alive behind `destroy_process_group` (torch 2.13). Such a thread lets go of the last collective's tensors some time
+    after that has returned, and takes the GIL for it; if the interpreter is being finalized it is ended there, inside a
+    destructor, and the process aborts: "terminate called without an active exception". After an error threads of a backend may
+    still wait for a peer that is gone."""
+    die_with_parent()
+    try:
+        status = main() or 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def python_module(name: str) -> list[str]:

@@ -20,7 +20,7 @@ from commfuse_dp.examples.demo.settings import SETTINGS_VARIABLE, DemoSettings
 from commfuse_dp.examples.demo.variants import COMMFUSE, COMPUTE_ONLY, FSDP2, Variant, build_variants
 
 from commfuse_dp.errors import CommFuseError
-from commfuse_dp.launch.ranks import die_with_parent
+from commfuse_dp.launch.ranks import run_as_rank
 from commfuse_dp.observe import draw_timeline, read_interface, view_step, write_trace
 
 RAW, TIMELINE, TRACE = "raw.json", "timeline.png", "trace.json"
@@ -224,7 +224,6 @@ def _ranks(count: int) -> str:
 
 
 def main() -> int:
-    die_with_parent()
     settings = DemoSettings.from_json(os.environ[SETTINGS_VARIABLE])
     rank = int(os.environ["RANK"])
     torch.set_num_threads(settings.threads)
@@ -250,8 +249,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Without the interpreter's own clean-up: after an error, threads of a backend may still wait for a peer that is gone.
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    run_as_rank(main)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -191,3 +192,57 @@ def test_every_package_is_installed():
     listed = set(re.findall(r'"(commfuse_dp[\w.]*)"', text.partition("packages = [")[2].partition("]")[0]))
     found = {path.parent.relative_to(ROOT.parent).parts for top in (ROOT, *OUTSIDE.values()) for path in top.rglob("*.py")}
     assert {".".join(parts if parts[0] == ROOT.name else (ROOT.name, *parts)) for parts in found} == listed
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+PROGRAMS = ROOT.parent / "benchmarks"
+
+
+def file_of(module: str) -> Path | None:
+    """The source of a module of this repository; None: it is somebody else's."""
+    package, *rest = module.split(".")
+    if package == "commfuse_dp":
+        above = OUTSIDE[rest.pop(0)] if rest and rest[0] in OUTSIDE else ROOT
+    elif package == "benchmarks":
+        above = PROGRAMS
+    else:
+        return None
+    found = above.joinpath(*rest)
+    return found / "__init__.py" if found.is_dir() else found.with_suffix(".py")
+
+
+@functools.cache
+def names_of(path: Path) -> set[str] | None:
+    """What `from module import name` finds at the top level of a file; None if it may be anything (`__getattr__`)."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return None if "__getattr__" in found else found
+
+
+def _is_module(name: str) -> bool:
+    path = file_of(name)
+    return path is not None and path.is_file()
+
+
+def test_what_the_benchmarks_import_is_there():
+    """Most of it is imported inside functions, of variants that only a measurement runs."""
+    missing, looked_at = [], 0
+    for path in PROGRAMS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            target = file_of(node.module or "") if isinstance(node, ast.ImportFrom) else None
+            if target is None:
+                continue
+            assert target.is_file(), f"{path}:{node.lineno}: no module {node.module}"
+            names = names_of(target)
+            for alias in node.names:
+                looked_at += 1
+                if names is not None and alias.name not in names and not _is_module(f"{node.module}.{alias.name}"):
+                    missing.append(f"{path.name}:{node.lineno}: {node.module} has no {alias.name}")
+    assert looked_at > 100
+    assert not missing, "\n".join(missing)

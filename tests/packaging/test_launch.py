@@ -119,6 +119,28 @@ def test_no_rank_outlives_its_parent(number: signal.Signals) -> None:
     assert all(wait_gone(pid) for pid in pids)
 
 
+@pytest.mark.parametrize(
+    ("main", "status", "error"),
+    [("lambda: None", 0, ""), ("lambda: 3", 3, ""), ("lambda: 1 / 0", 1, "ZeroDivisionError: division by zero")],
+)
+def test_a_rank_ends_without_the_interpreters_finalization(main: str, status: int, error: str) -> None:
+    """Else threads of gloo that outlive its group abort the process now and then."""
+    text = f"""
+import atexit
+from commfuse_dp.launch.ranks import run_as_rank
+atexit.register(print, "finalized")
+print("printed", end="")
+run_as_rank({main})
+"""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(program(text), stdin=pipe, stdout=pipe, stderr=pipe, text=True) as rank:
+        assert rank.stdout is not None and rank.stderr is not None
+        printed, said = rank.stdout.read(), rank.stderr.read()  # not `communicate`, which ends its input first
+        assert rank.wait() == status
+    assert printed == "printed"
+    assert said.strip().endswith(error) and (error or not said)
+
+
 def test_a_taken_port_is_a_clear_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
