@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import json
 import statistics
 import sys
@@ -59,12 +60,15 @@ def frames(action: Callable[[], Any]) -> int:
         nonlocal count
         count += event == "call" and frame.f_code.co_filename.startswith(OURS)
 
-    before = sys.getprofile()
+    before, collects = sys.getprofile(), gc.isenabled()
+    gc.disable()  # a finalizer of what was dropped before is no part of the action
     sys.setprofile(note)
     try:
         action()
     finally:
         sys.setprofile(before)
+        if collects:
+            gc.enable()
     return count
 
 

@@ -70,5 +70,5 @@ class UnitOperand:
     @property
     def partial_dtype(self) -> torch.dtype:
         """Dtype in which partial gradients travel: the narrower of the computed and the reduced one (they are summed wide)."""
-        computed, reduced = self.compute_dtype, self._unit.policy.reduce_dtype
+        computed, reduced = self._unit.dtype, self._unit.policy.reduce_dtype  # not `compute_dtype`: a frame a layer
         return reduced if reduced is not None and reduced.itemsize < computed.itemsize else computed

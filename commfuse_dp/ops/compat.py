@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 log = logging.getLogger("commfuse_dp")
 
@@ -18,6 +19,11 @@ log = logging.getLogger("commfuse_dp")
 def transforms_active() -> bool:
     """Inside torch.func's grad, vjp, jvp, vmap and what is made of them: tensors may be wrapped, and have no memory."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def in_dual_level() -> bool:
+    """Inside `torch.autograd.forward_ad.dual_level`: tensors may have tangents. True if this torch does not say."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def untransformed() -> AbstractContextManager[object]:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from commfuse_dp.ops.compat import transforms_active
+from commfuse_dp.ops.compat import in_dual_level, transforms_active
 from commfuse_dp.ops.gathered import gather_parameters, replicated_parameter
 from commfuse_dp.ops.operands import ShardedOperand, call_number, check_same_parameters, operand_of, register_operand
 from commfuse_dp.ops.products import linear_backward, linear_forward
@@ -46,27 +46,26 @@ class _FusedLinear(torch.autograd.Function):
         anchor: torch.Tensor,
         bias: torch.Tensor | None,
         operand: ShardedOperand,
-        partial_dtype: torch.dtype,
         convert: bool,
     ) -> torch.Tensor:
         ctx.operand = operand
-        ctx.partial_dtype = partial_dtype
         ctx.save_for_backward(x)
         y = linear_forward(x, operand, convert=convert, bias=bias)
         ctx.anchor = operand.anchor  # of the step that a layer called by itself has begun just now
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None, None]:
         found = _backward_once(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
-        return found, None, _summed(grad) if ctx.needs_input_grad[2] else None, None, None, None
+        return found, None, _summed(grad) if ctx.needs_input_grad[2] else None, None, None
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
     (x,) = ctx.saved_tensors
-    if ctx.anchor is not ctx.operand.anchor:  # asked here, too: a call costs a frame per layer
-        check_same_parameters(ctx.operand, ctx.anchor)
-    return linear_backward(grad, x, ctx.operand, ctx.needs_input_grad[0], ctx.partial_dtype)
+    operand = ctx.operand
+    if ctx.anchor is not operand.anchor:  # asked here, too: a call costs a frame per layer
+        check_same_parameters(operand, ctx.anchor)
+    return linear_backward(grad, x, operand, ctx.needs_input_grad[0], operand.partial_dtype)
 
 
 # With create_graph=True: what is differentiated a second time raises. Without, its wrapper would be a dozen frames a layer.
@@ -87,22 +86,20 @@ class _ReplicatedLinear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         operand: ShardedOperand,
-        partial_dtype: torch.dtype,
     ) -> torch.Tensor:
         ctx.operand = operand
-        ctx.partial_dtype = partial_dtype
         ctx.save_for_backward(x, weight)
         return torch.nn.functional.linear(x, weight.t() if operand.transposed else weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, torch.Tensor | None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, torch.Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        linear_backward(grad, x, ctx.operand, False, ctx.partial_dtype)
+        linear_backward(grad, x, ctx.operand, False, ctx.operand.partial_dtype)
         summed = _summed(grad) if ctx.needs_input_grad[3] else None
         if not ctx.needs_input_grad[0]:
-            return None, None, None, summed, None, None
-        return torch.matmul(grad, weight.t() if ctx.operand.transposed else weight), None, None, summed, None, None
+            return None, None, None, summed, None
+        return torch.matmul(grad, weight.t() if ctx.operand.transposed else weight), None, None, summed, None
 
 
 def autocast(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,7 +112,7 @@ def autocast(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_transformed(x: torch.Tensor) -> bool:
     """Forward-mode differentiation, or a transform of torch.func, wants to see every operation on x."""
-    return transforms_active() or forward_ad.unpack_dual(x).tangent is not None
+    return transforms_active() or (in_dual_level() and forward_ad.unpack_dual(x).tangent is not None)
 
 
 def _plain(x: torch.Tensor, operand: ShardedOperand, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -126,7 +123,6 @@ def replicated_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     operand: ShardedOperand,
-    partial_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y = x @ W.T + b (transposed: x @ W + b), [..., in] -> [..., out], with W whole on every rank: only its gradient is
@@ -140,7 +136,7 @@ def replicated_linear(
     x, weight, bias = autocast(x), autocast(weight), None if bias is None else autocast(bias)
     if torch.is_grad_enabled():
         operand.expect_backward()
-    return _ReplicatedLinear.apply(x, operand.anchor, weight.detach(), bias, operand, partial_dtype)
+    return _ReplicatedLinear.apply(x, operand.anchor, weight.detach(), bias, operand)
 
 
 # ---- torch.compile: the same two functions as registered ops ---------------------------------------------------------
@@ -186,9 +182,7 @@ def _op_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, tor
 linear_op.register_autograd(_op_backward, setup_context=_setup_context)
 
 
-def fused_linear(
-    x: torch.Tensor, operand: ShardedOperand, handle: int, partial_dtype: torch.dtype, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def fused_linear(x: torch.Tensor, operand: ShardedOperand, handle: int, bias: torch.Tensor | None = None) -> torch.Tensor:
     """What a fused module's forward calls. x: [..., in] in the compute dtype (or any, under autocast). bias: [out], whole, with
     a gradient of autograd's; for a unit that has none (DeepSpeed's).
 
@@ -205,7 +199,7 @@ def fused_linear(
         return _plain(x, operand, weight, own[0] if own else bias)
     if torch.is_grad_enabled():
         operand.expect_backward()
-    return _FusedLinear.apply(x, operand.anchor, bias, operand, partial_dtype, convert)
+    return _FusedLinear.apply(x, operand.anchor, bias, operand, convert)
 
 
 __all__ = ["autocast", "fused_linear", "linear_backward", "linear_forward", "register_operand", "replicated_linear"]

@@ -225,7 +225,7 @@ def fused(form: LinearForm, kind: type[nn.Module] = nn.Linear) -> Callable[[Unit
 
     def make(operand: UnitOperand, handle: int) -> Callable[..., torch.Tensor]:
         def compute(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
-            return fused_linear(input, operand, handle, operand.partial_dtype)
+            return fused_linear(input, operand, handle)
 
         def otherwise(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
             return own(module, gather_parameters(operand, handle), input)

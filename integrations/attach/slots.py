@@ -70,10 +70,11 @@ class ModuleSlot(ABC):
 
     def holds_known(self, module: nn.Module) -> bool:
         """Whether `module` holds a parameter of ours under this name."""
-        param = held(module, self.param_name)
         if torch.compiler.is_compiling():  # in a graph: no state of ours, whose changes would be part of the graph
+            param = held(module, self.param_name)
             return param is not None and self.fits(param)
-        known = module.__dict__.get(KNOWN)
+        own = module.__dict__  # every layer asks in every pass: `held` would be two frames more
+        param, known = own["_parameters"].get(self.param_name), own.get(KNOWN)
         if known is not None and param is known.get(self.param_name):
             return param is not None
         param = self._put_back(module, param)
@@ -97,8 +98,8 @@ class ModuleSlot(ABC):
         """The module's own, or the last one that fitted. Raises CommFuseError if neither exists."""
         module = self._module()
         if module is not None:
-            param = held(module, self.param_name)
-            known = module.__dict__.get(KNOWN)
+            own = module.__dict__  # as in `holds_known`
+            param, known = own["_parameters"].get(self.param_name), own.get(KNOWN)
             if param is not None and known is not None and param is known.get(self.param_name):
                 return param  # type: ignore[return-value]
             if self.holds_known(module):

@@ -252,7 +252,7 @@ def _partitioned(
     def compute(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
         if dtype is not None and not torch.is_autocast_enabled(input.device.type):
             return otherwise(module, input)
-        return fused_linear(input, operand, handle, operand.partial_dtype, module.bias)  # type: ignore[arg-type]
+        return fused_linear(input, operand, handle, module.bias)  # type: ignore[arg-type]
 
     def otherwise(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
         bias = module._parameters.get("bias")
@@ -268,7 +268,7 @@ def _partitioned(
 def _replicated(form: LinearForm, kind: type[nn.Module], operand: UnitOperand, handle: int) -> Callable[..., torch.Tensor]:
     def compute(module: Any, input: torch.Tensor) -> torch.Tensor:
         # Looked up, not remembered: with defer_gather this is where its values are waited for.
-        return replicated_linear(input, module.weight, operand, operand.partial_dtype, module.bias)
+        return replicated_linear(input, module.weight, operand, module.bias)
 
     return called_as(form, kind, compute, kind.forward)
 

@@ -262,13 +262,14 @@ def collectives(group: Any) -> tuple[Any, Any]:
     return group._all_gather_comm, group._reduce_scatter_comm
 
 
+_KNOWN = ("torch.", "commfuse_dp.")
+
+
 def own_collective(group: Any) -> str | None:
     """The setter that gave the group a collective of the user's own: neither of torch's kinds nor of CommFuse's."""
-    setters = ("set_custom_all_gather", "set_custom_reduce_scatter")
-    for setter, collective in zip(setters, collectives(group), strict=True):
-        if type(collective).__module__.partition(".")[0] not in ("torch", "commfuse_dp"):
-            return setter
-    return None
+    if not type(group._all_gather_comm).__module__.startswith(_KNOWN):
+        return "set_custom_all_gather"
+    return None if type(group._reduce_scatter_comm).__module__.startswith(_KNOWN) else "set_custom_reduce_scatter"
 
 
 def has_begun(module: FSDPModule) -> bool:

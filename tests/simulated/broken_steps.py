@@ -180,8 +180,8 @@ class Rig:
 
     def _layer(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if self.replicated:
-            return replicated_linear(x, self.params[index][0], self.operands[index], torch.float64)
-        return fused_linear(x, self.operands[index], 0, torch.float64)
+            return replicated_linear(x, self.params[index][0], self.operands[index])
+        return fused_linear(x, self.operands[index], 0)
 
     def step(self, number: int) -> None:
         """Forward and backward of the batch of that number."""

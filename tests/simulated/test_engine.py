@@ -195,8 +195,8 @@ def run_rank(
 
     def linear(x: torch.Tensor, layer: int) -> torch.Tensor:
         if replicated:
-            return replicated_linear(x, params[layer][0], operands[layer], torch.float64)
-        return fused_linear(x, operands[layer], 0, torch.float64)
+            return replicated_linear(x, params[layer][0], operands[layer])
+        return fused_linear(x, operands[layer], 0)
 
     for number, step in enumerate(steps):
         policy.reduce_grads = step.reduce
@@ -305,9 +305,9 @@ def test_a_backward_broken_off_is_forgotten_by_the_next_step(trigger, replicated
             x = data(rank, number)
             for layer, operand in enumerate(operands):
                 if replicated:
-                    x = torch.tanh(replicated_linear(x, params[layer][0], operand, torch.float64))
+                    x = torch.tanh(replicated_linear(x, params[layer][0], operand))
                 else:
-                    x = torch.tanh(fused_linear(x, operand, 0, torch.float64))
+                    x = torch.tanh(fused_linear(x, operand, 0))
                 if broken and layer == trigger:
                     x.register_hook(fail)
             engine.end_forward(True)
@@ -353,7 +353,7 @@ def test_a_chain_loads_every_link_once(owner):
         engine.begin_step()
         x = data(rank, 0).requires_grad_()
         for layer, operand in zip(params, operands, strict=True):
-            x = replicated_linear(x, layer[0], operand, torch.float64)
+            x = replicated_linear(x, layer[0], operand)
         x.sum().backward()
         received = engine.probe.counters.grad_bytes_received
         assert received == (0 if rank == (owner + 1) % n else layers * WIDTH * WIDTH * 8)
@@ -381,7 +381,7 @@ def test_bytes_are_the_minimum():
         engine.begin_step()
         x = data(rank, 0).requires_grad_()
         for operand in operands:
-            x = fused_linear(x, operand, 0, torch.float64)
+            x = fused_linear(x, operand, 0)
         x.sum().backward()
         counters = engine.probe.counters
         engine.close()

@@ -77,7 +77,7 @@ def run_steps(transport: Transport, policy: Policy, steps: int, dtype: torch.dty
         engine.begin_step()
         x = data(rank, step).to(policy.compute_dtype or dtype)
         for operand in operands:
-            x = torch.tanh(fused_linear(x, operand, 0, x.dtype))
+            x = torch.tanh(fused_linear(x, operand, 0))
         engine.end_forward(True)
         x.sum().backward()
     engine.close()

@@ -253,7 +253,7 @@ def test_a_backward_broken_off_is_forgotten_by_the_next_step(trigger, inside):
             engine.begin_step()
             x = data(rank, number)
             for layer, operand in enumerate(operands):
-                x = torch.tanh(fused_linear(x, operand, 0, torch.float64))
+                x = torch.tanh(fused_linear(x, operand, 0))
                 if broken and layer == trigger and not inside:
                     x.register_hook(fail)
             engine.end_forward(True)
@@ -306,7 +306,7 @@ def test_waits_are_measured_by_layer(cost):
         engine.begin_step()
         x = data(rank, 0)
         for operand in operands:
-            x = torch.tanh(fused_linear(x, operand, 0, torch.float64))
+            x = torch.tanh(fused_linear(x, operand, 0))
         engine.end_forward(True)
         x.sum().backward()
         engine.probe.settle()

@@ -177,10 +177,7 @@ def run_step(case: Case) -> list[tuple[Done, list[list[Program]]]]:
         engine.begin_step()
         x = torch.randn(2, WIDTH, dtype=torch.float64).requires_grad_()
         for number, operand in enumerate(operands):
-            if engine.units[number].replicated:
-                x = replicated_linear(x, whole[number], operand, torch.float64)
-            else:
-                x = fused_linear(x, operand, 0, torch.float64)
+            x = replicated_linear(x, whole[number], operand) if engine.units[number].replicated else fused_linear(x, operand, 0)
         engine.end_forward(True)
         x.sum().backward()
         found = programs_of(engine)

@@ -81,7 +81,7 @@ def train(
                     engine.begin_step()
                     y = data(rank, number)
                     for unit in units:
-                        y = fused_linear(y, UnitOperand(engine, unit), 0, torch.float64)
+                        y = fused_linear(y, UnitOperand(engine, unit), 0)
                     engine.end_forward(True)
                     y.sum().backward()
             recorder.detach()

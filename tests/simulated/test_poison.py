@@ -204,7 +204,7 @@ def swapped(open_transport: Callable[[int, ExchangeFn], Transport], end: Callabl
             engine.begin_step()
             x = data(rank, 0)
             for operand in reversed(operands) if rank else operands:
-                x = torch.tanh(fused_linear(x, operand, 0, torch.float64))
+                x = torch.tanh(fused_linear(x, operand, 0))
             engine.end_forward(True)
             with pytest.raises((MismatchError, PeerLostError)) as caught:
                 x.sum().backward()

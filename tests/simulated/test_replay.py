@@ -91,7 +91,7 @@ def run(kind: str, seed: int, steps: list[dict[str, Any]], *, replay: bool) -> l
             x = data(rank, number).requires_grad_()
             order = list(range(LAYERS))
             for layer in reversed(order) if facts["turned"] else order:
-                x = torch.tanh(fused_linear(x, operands[layer], 0, torch.float64))
+                x = torch.tanh(fused_linear(x, operands[layer], 0))
             engine.end_forward(True)
             x.sum().backward()
         engine.reduce_accumulated()

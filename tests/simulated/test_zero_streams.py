@@ -246,7 +246,7 @@ def stage3_rank(transport: Transport, config: CommFuseConfig, *, micro: int, win
             engine.begin_step()
             x = data(rank, number)
             for layer, operand in enumerate(operands):
-                x = torch.tanh(fused_linear(x, operand, 0, torch.float64))
+                x = torch.tanh(fused_linear(x, operand, 0))
                 if layer == SHARED:
                     x.register_hook(lambda grad, number=number: read_by_others(number) or grad)
             engine.end_forward(True)
@@ -326,7 +326,7 @@ def replicated_rank(transport: Transport, config: CommFuseConfig, *, windows: in
         engine.begin_step()
         x = data(rank, number)
         for param, operand in zip(params, operands, strict=True):
-            x = torch.tanh(replicated_linear(x, param, operand, torch.float64))
+            x = torch.tanh(replicated_linear(x, param, operand))
         engine.end_forward(True)
         loss = x.sum() * SCALE
         params[SHARED].grad = extra(rank, number) * n  # of other code: DeepSpeed's bucket has it, and divides

@@ -82,7 +82,7 @@ def test_forward_and_backward_are_the_linear_of_the_whole_weight(case):
     if case["strided"] and x.dim() == 2:
         x = x.t().contiguous().t()
     x.requires_grad_(case["input_grad"])
-    y = fused.fused_linear(x, operand, 0, operand.partial_dtype)
+    y = fused.fused_linear(x, operand, 0)
     exact = [p.double().requires_grad_() for p in params]
     exact_x = x.detach().double().requires_grad_()
     weight, *bias = exact
@@ -109,7 +109,7 @@ def test_forward_and_backward_are_the_linear_of_the_whole_weight(case):
 def test_order_own_first_then_own_last_and_wgrad_before_dgrad():
     operand = LocalOperand([torch.randn(12, 4), torch.randn(12)], rank=2, world_size=4, slices=1)
     x = torch.randn(3, 4, requires_grad=True)
-    fused.fused_linear(x, operand, 0, torch.float32).sum().backward()
+    fused.fused_linear(x, operand, 0).sum().backward()
     assert operand.visits[:4] == [("gather", 2), ("gather", 3), ("gather", 0), ("gather", 1)]
     assert operand.visits[4:] == [(what, owner) for owner in (3, 0, 1, 2) for what in ("produce", "consume")]
 
@@ -120,7 +120,7 @@ def test_gradcheck_of_the_input():
     x = torch.randn(2, 5, generator=generator, dtype=torch.float64, requires_grad=True)
 
     def function(value: torch.Tensor) -> torch.Tensor:
-        return fused.fused_linear(value, LocalOperand(params, 1, 3, 2), 0, torch.float64)
+        return fused.fused_linear(value, LocalOperand(params, 1, 3, 2), 0)
 
     assert torch.autograd.gradcheck(function, (x,))
 
@@ -128,7 +128,7 @@ def test_gradcheck_of_the_input():
 def test_no_grad_saves_nothing_and_expects_no_backward():
     operand = LocalOperand([torch.randn(6, 4)], 0, 2, 1)
     with torch.no_grad():
-        y = fused.fused_linear(torch.randn(3, 4, requires_grad=True), operand, 0, torch.float32)
+        y = fused.fused_linear(torch.randn(3, 4, requires_grad=True), operand, 0)
     assert not y.requires_grad and operand.expected == 0
 
 
@@ -137,7 +137,7 @@ def test_partials_in_a_narrower_type_are_rounded_once():
     weight = torch.randn(9, 6, generator=generator)
     operand = LocalOperand([weight, torch.randn(9, generator=generator)], 0, 2, 2, partial_dtype=torch.bfloat16)
     x, grad = torch.randn(20, 6, generator=generator, requires_grad=True), torch.randn(20, 9, generator=generator)
-    fused.fused_linear(x, operand, 0, torch.bfloat16).backward(grad)
+    fused.fused_linear(x, operand, 0).backward(grad)
     assert torch.equal(operand.partials[0], (grad.t() @ x.detach()).bfloat16())
     close(operand.partials[1], grad.double().sum(0), 20)
 
@@ -149,7 +149,7 @@ def test_autocast_computes_in_its_type_and_hands_on_in_the_parameters():
     x = torch.randn(4, 6, generator=generator, requires_grad=True)
     stock = [p.clone().requires_grad_() for p in params]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = fused.fused_linear(x, operand, 0, torch.float32)
+        y = fused.fused_linear(x, operand, 0)
         wanted = F.linear(x, *stock)
     assert y.dtype == wanted.dtype == torch.bfloat16
     close(y.detach(), wanted.detach().double(), 6)
@@ -167,17 +167,17 @@ def test_autocast_computes_in_its_type_and_hands_on_in_the_parameters():
 @pytest.mark.parametrize("x", [torch.zeros(3, 5), torch.zeros(()), torch.zeros(3, 0)])
 def test_an_input_of_the_wrong_width(x):
     with pytest.raises(RuntimeError, match=r"4 input features.*shape \("):
-        fused.fused_linear(x, LocalOperand([torch.zeros(6, 4)], 0, 2, 1), 0, torch.float32)
+        fused.fused_linear(x, LocalOperand([torch.zeros(6, 4)], 0, 2, 1), 0)
 
 
 def test_an_input_of_the_wrong_dtype_names_both():
     with pytest.raises(RuntimeError, match=r"float32.*float64"):
-        fused.fused_linear(torch.zeros(3, 4).double(), LocalOperand([torch.zeros(6, 4)], 0, 2, 1), 0, torch.float32)
+        fused.fused_linear(torch.zeros(3, 4).double(), LocalOperand([torch.zeros(6, 4)], 0, 2, 1), 0)
 
 
 def test_twice_through_backward_is_refused_as_by_torch():
     operand = LocalOperand([torch.randn(6, 4)], 0, 2, 1)
-    y = fused.fused_linear(torch.randn(3, 4, requires_grad=True), operand, 0, torch.float32).sum()
+    y = fused.fused_linear(torch.randn(3, 4, requires_grad=True), operand, 0).sum()
     y.backward()
     with pytest.raises(RuntimeError, match="second time"):
         y.backward()
@@ -203,11 +203,11 @@ def test_the_op_is_the_function():
     handle = register_operand(operand)
     x = torch.randn(5, 4, requires_grad=True)
     y = torch.ops.commfuse.linear(x, operand.anchor, handle, 7, False, 0)
-    assert torch.equal(y, fused.fused_linear(x, operand, handle, torch.float32))
+    assert torch.equal(y, fused.fused_linear(x, operand, handle))
     y.sum().backward()
     first, partials = x.grad.clone(), [p.clone() for p in operand.partials]
     x.grad = None
-    fused.fused_linear(x, operand, handle, torch.float32).sum().backward()
+    fused.fused_linear(x, operand, handle).sum().backward()
     assert torch.equal(first, x.grad)
     assert all(torch.equal(a, b) for a, b in zip(partials, operand.partials, strict=True))
 
@@ -220,7 +220,7 @@ def test_a_compiled_function_keeps_the_weight_gradient_of_an_unused_input_gradie
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def run(x: torch.Tensor) -> torch.Tensor:
-        return fused.fused_linear(x, operand, handle, torch.float32).relu()
+        return fused.fused_linear(x, operand, handle).relu()
 
     x = torch.randn(5, 4)
     y = run(x)
@@ -239,7 +239,7 @@ def called_twice(rank: int, world_size: int, backend: str) -> None:
 
     @torch.compile(backend=backend, fullgraph=True)
     def run(x: torch.Tensor) -> torch.Tensor:
-        y = [fused.fused_linear(x, linear, handles[0], torch.float32) for _ in range(2)]
+        y = [fused.fused_linear(x, linear, handles[0]) for _ in range(2)]
         return sum(F.layer_norm(part, (7,), *gather_parameters(norm, handles[1])) for part in y)
 
     run(torch.randn(5, 4, requires_grad=True)).sum().backward()
@@ -277,8 +277,8 @@ def in_order(rank: int, world_size: int, sizes: tuple[int, ...]) -> None:
 
     @torch.compile(backend="inductor", fullgraph=True, dynamic=False)
     def run(x: torch.Tensor) -> torch.Tensor:
-        parts = [fused.fused_linear(x, *pair, torch.float32) for pair in zip(operands, handles, strict=True)]
-        again = fused.fused_linear(x, operands[1], handles[1], torch.float32)  # equal to parts[1], and not to be merged with it
+        parts = [fused.fused_linear(x, *pair) for pair in zip(operands, handles, strict=True)]
+        again = fused.fused_linear(x, operands[1], handles[1])  # equal to parts[1], and not to be merged with it
         return sum((parts[n].relu() @ mixes[n]).sin() for n in (2, 0, 4, 1, 3)) + again
 
     for operand in operands:

@@ -57,7 +57,7 @@ def test_a_narrow_type_is_rounded_once(layout, dtype, slices):
     x = random(TOKENS, operand.in_features, dtype=dtype, seed=1).requires_grad_()
     grad = random(TOKENS, operand.out_features, dtype=dtype, seed=2)
     stock, exact = (x.detach().to(kind).requires_grad_() for kind in (dtype, torch.float64))
-    y = fused.fused_linear(x, operand, 0, operand.partial_dtype)
+    y = fused.fused_linear(x, operand, 0)
     y.backward(grad)
     wanted, stock_y = unfused(exact, operand, torch.float64), unfused(stock, operand)
     wanted.backward(grad.double())
@@ -103,7 +103,7 @@ def operations(operand: LocalOperand, dtype: torch.dtype) -> tuple[dict[str, int
     operand.gather_copies = False
     x = random(TOKENS, operand.in_features, dtype=dtype).requires_grad_()
     with Operations() as forward:
-        y = fused.fused_linear(x, operand, 0, operand.partial_dtype)
+        y = fused.fused_linear(x, operand, 0)
     grad = random(TOKENS, operand.out_features, dtype=dtype)
     with Operations() as backward:
         fused.linear_backward(grad, x.detach(), operand, True, operand.partial_dtype)
@@ -140,7 +140,7 @@ def test_empty_weights(rows, columns, transposed, dtype):
     bias = torch.ones(columns if transposed else rows, dtype=dtype)
     operand = LocalOperand([torch.ones(rows, columns, dtype=dtype), bias], 0, 2, 1, transposed=transposed)
     x = torch.ones(2, operand.in_features, dtype=dtype, requires_grad=True)
-    y = fused.fused_linear(x, operand, 0, dtype)
+    y = fused.fused_linear(x, operand, 0)
     assert torch.equal(y, bias.expand(2, -1))
     y.sum().backward()
     assert torch.equal(x.grad, torch.zeros_like(x))
@@ -150,7 +150,7 @@ def test_order_of_a_weight_in_out_is_own_first_then_own_last():
     """in = 12 and out = 5 on 4 ranks: the bias is cut 2, 2, 1, 0, independently of the weight's rows."""
     operand = LocalOperand([torch.randn(12, 5), torch.randn(5)], 2, 4, 1, transposed=True)
     x = torch.randn(3, 12, requires_grad=True)
-    fused.fused_linear(x, operand, 0, torch.float32).sum().backward()
+    fused.fused_linear(x, operand, 0).sum().backward()
     assert operand.visits[:4] == [("gather", 2), ("gather", 3), ("gather", 0), ("gather", 1)]
     assert operand.visits[4:] == [(what, owner) for owner in (3, 0, 1, 2) for what in ("produce", "consume")]
 
@@ -163,7 +163,7 @@ def test_a_replicated_weight(transposed):
     stock = x.detach().clone().requires_grad_()
     grad = random(2, 3, operand.out_features)
     y, wanted = (
-        fused.replicated_linear(x, weight, operand, torch.float64),
+        fused.replicated_linear(x, weight, operand),
         F.linear(stock, weight.t() if transposed else weight),
     )
     torch.testing.assert_close(y, wanted)
@@ -181,9 +181,9 @@ def test_a_bias_that_is_here_is_rounded_with_the_product(kind):
     x, grad = random(2, 150, 64, seed=1).bfloat16(), random(2, 150, 64, seed=2).bfloat16()
     biases = [(8 * random(64, seed=3)).bfloat16().requires_grad_() for _ in range(2)]
     if kind == "replicated":
-        y = fused.replicated_linear(x, operand.params[0], operand, torch.bfloat16, biases[0])
+        y = fused.replicated_linear(x, operand.params[0], operand, biases[0])
     else:
-        y = fused.fused_linear(x, operand, 0, torch.bfloat16, biases[0])
+        y = fused.fused_linear(x, operand, 0, biases[0])
     stock = F.linear(x, weight, biases[1])
     exact = F.linear(x.double(), weight.double(), biases[1].detach().double())
     error, wanted = ((found.detach().double() - exact).square().mean().sqrt() for found in (y, stock))
@@ -197,10 +197,7 @@ def test_a_bias_that_is_here_is_rounded_with_the_product(kind):
 def test_a_bias_that_is_here_for_an_input_without_a_batch(replicated):
     operand = LocalOperand([random(6, 4)], 1, 3, 2)
     x, bias = random(4, seed=1), random(6, seed=3).requires_grad_()
-    if replicated:
-        y = fused.replicated_linear(x, operand.params[0], operand, torch.float64, bias)
-    else:
-        y = fused.fused_linear(x, operand, 0, torch.float64, bias)
+    y = fused.replicated_linear(x, operand.params[0], operand, bias) if replicated else fused.fused_linear(x, operand, 0, bias)
     torch.testing.assert_close(y, F.linear(x, operand.params[0], bias))
     grad = random(6, seed=4)
     y.backward(grad)
@@ -229,8 +226,8 @@ def test_forward_mode_and_transforms(kind):
         if kind == "norm":
             return F.layer_norm(x, (5,), *gather_parameters(operand, 0))
         if kind == "replicated":
-            return fused.replicated_linear(x, operand.params[0], operand, torch.float64)
-        return fused.fused_linear(x, operand, 0, torch.float64)
+            return fused.replicated_linear(x, operand.params[0], operand)
+        return fused.fused_linear(x, operand, 0)
 
     def plain(x: torch.Tensor) -> torch.Tensor:
         if kind == "norm":
@@ -248,8 +245,8 @@ def test_autocast_leaves_float64_as_torch_does():
     operand = LocalOperand([random(7, 5)], 1, 3, 1)
     x = random(2, 5)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert fused.fused_linear(x, operand, 0, torch.float64).dtype == F.linear(x, operand.params[0]).dtype == torch.float64
+        assert fused.fused_linear(x, operand, 0).dtype == F.linear(x, operand.params[0]).dtype == torch.float64
         narrow = LocalOperand([random(7, 5, dtype=torch.float32)], 1, 3, 1)
-        for call in (lambda: F.linear(x, narrow.params[0]), lambda: fused.fused_linear(x, narrow, 0, torch.float64)):
+        for call in (lambda: F.linear(x, narrow.params[0]), lambda: fused.fused_linear(x, narrow, 0)):
             with pytest.raises(RuntimeError, match="dtype"):
                 call()
