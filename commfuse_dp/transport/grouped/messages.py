@@ -138,15 +138,7 @@ class Messages:
         layer = core.layer(tag.key, "") if tag.channel == CHANNEL_GRAD else ""
         where = Where(layer or f"(message {tag})", tag.seq, str(tag.part), max(nbytes, into.numel()))
         identity = (tag.key, tag.channel, tag.seq, tag.part)
-        event, step = core.trade(
-            scatter,
-            GRAD_LANE,
-            (dst, buffer),
-            (src, into),
-            where,
-            given=(*identity, nbytes),
-            taken=(*identity, into.numel()),
-        )
+        event, step = core.trade(scatter, GRAD_LANE, (dst, buffer), (src, into), where, identity, identity)
         if reservation is not None:
             ring.sent(reservation, event)
             count_message(core.probe.counters, tag.channel, nbytes, sent=True)
