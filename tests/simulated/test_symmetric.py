@@ -281,7 +281,7 @@ def _credit(patch: pytest.MonkeyPatch) -> None:
 def _arrival(patch: pytest.MonkeyPatch) -> None:
     wait_for = Core.wait_for
     patch.setattr(
-        Core, "wait_for", lambda self, stream, c, *more, **rest: wait_for(self, stream, () if c[0].exact else c, *more, **rest)
+        Core, "wait_for", lambda self, stream, c, *more, **rest: wait_for(self, stream, () if c[0][4] else c, *more, **rest)
     )
 
 

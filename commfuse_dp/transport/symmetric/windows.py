@@ -130,7 +130,7 @@ class Windows:
         if last:
             self._complete = epoch
         places = [self._place(core.rank, key) for key in (*keys, *((-1,) if last else ()))]
-        core.hold(stream, [Word(pad, place, epoch) for place in places for pad in self._pads], more=False)
+        core.hold(stream, [(pad, place, epoch) for place in places for pad in self._pads], more=False)
 
     def pull(self, epoch: int, requests: Sequence[PullRequest]) -> list[Pull]:
         """In the order of the requests, each with its own word; see [Note: Words for pulls]."""
@@ -226,7 +226,7 @@ class Windows:
     def _tell_finished(self, epoch: int) -> None:
         core = self.core
         self._own_finished = epoch
-        core.device.write_values(self._gather, [Word(core.blocks[peer].finished, core.rank, epoch) for peer in core.peers])
+        core.device.write_values(self._gather, [(core.blocks[peer].finished, core.rank, epoch) for peer in core.peers])
 
     def wait_finished(self, epoch: int, where: Where) -> None:
         core, device = self.core, self.core.device
