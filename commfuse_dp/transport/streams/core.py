@@ -34,7 +34,8 @@ class StreamCore:
 
     def enter(self, *, flush: bool = True) -> Stream:
         """Raises what is wrong; hands over what was held back for company. Returns the current stream."""
-        self.check()
+        if self.closed or self.watch.failure is not None:  # asked here, too: most calls of a layer begin here
+            self.check()
         if self.device.capturing():
             raise TransportError(
                 f"transport {self.name} cannot be captured into a CUDA graph: {self.no_graph}. Capture without CommFuse's "
