@@ -52,13 +52,15 @@ class Pair(nn.Module):
         return row_parallel(y, self.row, **self._how)
 
 
-def frames(action: Callable[[], Any]) -> int:
-    """Calls of the library's Python functions in `action`, in this thread."""
+def frames(action: Callable[[], Any], *, tuples: bool = False) -> int:
+    """Calls of the library's Python functions in `action`, in this thread. tuples: also of those that make a named tuple."""
     count = 0
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal count
-        count += event == "call" and frame.f_code.co_filename.startswith(OURS)
+        if event == "call":
+            made = tuples and frame.f_code.co_filename == "<string>" and frame.f_back is not None  # NamedTuple.__new__
+            count += (frame.f_back if made else frame).f_code.co_filename.startswith(OURS)  # type: ignore[union-attr]
 
     before, collects = sys.getprofile(), gc.isenabled()
     gc.disable()  # a finalizer of what was dropped before is no part of the action

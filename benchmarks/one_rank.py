@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from commfuse_dp.config import CommFuseConfig
-from commfuse_dp.device.base import Batch, Device, Event, Span, Stream, Word
+from commfuse_dp.device.base import Batch, Device, Event, Span, Stream, Word, WordLike
 from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.plan import Unit
+from commfuse_dp.ops.linear import fused_linear
 from commfuse_dp.program.layout import chunk_bounds
 from commfuse_dp.transport.one_sided.parts import Channel, Receiver
 from commfuse_dp.transport.symmetric.memory import SymmetricMemory
@@ -121,7 +122,7 @@ class NullDevice(Device):
     def write_value(self, stream: Stream, pad: torch.Tensor, index: int, value: int) -> None:
         self.counts["words"] += 1
 
-    def write_values(self, stream: Stream, words: Sequence[Word]) -> None:
+    def write_values(self, stream: Stream, words: Sequence[WordLike]) -> None:
         self.counts["words"] += 1
 
     def spoil(self, memory: Sequence[torch.Tensor]) -> None:
@@ -288,6 +289,15 @@ class OneRank:
         self.engine = Engine(self.transport, units, self.config, device=where, replicas=None)
         self.operands = [UnitOperand(self.engine, unit) for unit in units]
         self.counts: Counter[str] = device.counts  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """All layers, one after the other, as inside a root's forward (after `engine.begin_step`)."""
+        self.engine.enter_forward()
+        for operand in self.operands:
+            x = fused_linear(x, operand, 0, torch.bfloat16)
+        self.engine.end_forward(True)
+        self.engine.leave_forward()
+        return x
 
     def synchronize(self) -> None:
         """Let the device come to the end of the step, so that the host is never held up by a full queue."""

@@ -51,6 +51,10 @@ class Word(NamedTuple):
     value: int  # taken modulo 2**32, as int32
 
 
+# A Word, or what it is made of: in loops over ranks its name would be a Python frame for each of them.
+WordLike = tuple[torch.Tensor, int, int]
+
+
 def as_int32(value: int) -> int:
     """The int32 with the same low 32 bits."""
     return (value + (1 << 31)) % (1 << 32) - (1 << 31)
@@ -93,12 +97,12 @@ class Batch:
     def write(self, pad: torch.Tensor, place: int, value: int) -> None:
         self._device.write_value(self._stream, pad, place, value)
 
-    def wait_all(self, words: Sequence[Word], *, exact: bool = False) -> None:
+    def wait_all(self, words: Sequence[WordLike], *, exact: bool = False) -> None:
         """`wait` for several."""
         for pad, place, value in words:
             self.wait(pad, place, value, exact=exact)
 
-    def write_all(self, words: Sequence[Word]) -> None:
+    def write_all(self, words: Sequence[WordLike]) -> None:
         """`write` of several."""
         for pad, place, value in words:
             self.write(pad, place, value)
@@ -155,7 +159,7 @@ class Device(ABC):
     def write_value(self, stream: Stream, pad: torch.Tensor, index: int, value: int) -> None:
         """pad[index] = value, after everything before it in the stream has become visible to the whole system."""
 
-    def write_values(self, stream: Stream, words: Sequence[Word]) -> None:
+    def write_values(self, stream: Stream, words: Sequence[WordLike]) -> None:
         """Several `write_value`, in any order among themselves; cheaper than one by one."""
         for word in words:
             self.write_value(stream, *word)

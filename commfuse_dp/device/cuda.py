@@ -47,7 +47,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from commfuse_dp.device.base import Batch, Device, Event, Span, Stream, Word
+from commfuse_dp.device.base import Batch, Device, Event, Span, Stream, Word, WordLike
 from commfuse_dp.errors import TransportError
 
 MIN_DRIVER = 12000  # cuDriverGetVersion: stream memory operations are there without a kernel module's parameter
@@ -251,9 +251,9 @@ class CudaDevice(Device):
         else:
             self._write_own(stream, address, value)
 
-    def write_values(self, stream: Stream, words: Sequence[Word]) -> None:
+    def write_values(self, stream: Stream, words: Sequence[WordLike]) -> None:
         assert isinstance(stream, CudaStream)
-        targets = [(word.pad.data_ptr() + 4 * word.place, word.value) for word in words]
+        targets = [(pad.data_ptr() + 4 * place, value) for pad, place, value in words]
         if self.peer_writes == "copy":
             self._write_by_copy(stream, targets)
             return
@@ -424,7 +424,7 @@ class CudaBatch(Batch):
         self._make_room(address)
         self._held.append(self._cuda.write_operation(address, value))
 
-    def wait_all(self, words: Sequence[Word], *, exact: bool = False) -> None:
+    def wait_all(self, words: Sequence[WordLike], *, exact: bool = False) -> None:
         cuda, held, addresses = self._cuda, self._held, self._words
         known, flags = cuda.waits, cuda.flags(exact)
         for pad, place, value in words:
@@ -438,7 +438,7 @@ class CudaBatch(Batch):
             addresses.add(address)
             held.append(operation)
 
-    def write_all(self, words: Sequence[Word]) -> None:
+    def write_all(self, words: Sequence[WordLike]) -> None:
         cuda, held, addresses = self._cuda, self._held, self._words
         known = cuda.writes if cuda.peer_writes == "value" else {}
         for pad, place, value in words:

@@ -29,7 +29,7 @@ from functools import partial
 
 import torch
 
-from commfuse_dp.device.base import Word
+from commfuse_dp.device.base import WordLike
 from commfuse_dp.engine.bound import BoundBackward
 from commfuse_dp.engine.broken import ROOM, Breakage
 from commfuse_dp.engine.memory.buffers import BufferPool
@@ -156,7 +156,7 @@ class GradientStream:
         buffers: Sequence[torch.Tensor],
         start_ns: int = 0,
         *,
-        when: Sequence[Word | None] = (),
+        when: Sequence[WordLike | None] = (),
     ) -> None:
         """The partials of `items` have been computed into `buffers`, from start_ns on (0: spans are off).
 
@@ -179,7 +179,7 @@ class GradientStream:
                 large = large or item.nbytes > SMALL_BYTES
             tag = scatter.tags.get(item.index) or scatter.tag(item)
             room = scatter.bound.rooms[item.index] if self._on_streams and not item.absent else 0
-            sendings.append(Sending(item.owner, tag, buffer, word, room))
+            sendings.append(tuple.__new__(Sending, (item.owner, tag, buffer, word, room)))  # without a frame for each
         if not sendings:
             return
         self._transport.send(sendings, more=not large)

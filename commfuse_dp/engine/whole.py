@@ -131,7 +131,7 @@ class WholeProducts:
         value = scatter.seq + 1
         self._gemms.wgrad(grad, x, table, epoch=value)
         pad = self._write.pad
-        when = [Word(pad, place, value) if place in self._write.written else None for place in range(len(order))]
+        when = [(pad, place, value) if place in self._write.written else None for place in range(len(order))]
         gradients.send(scatter, steps, buffers, when=when)
         return True
 

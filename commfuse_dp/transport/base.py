@@ -73,7 +73,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from commfuse_dp.device.base import Device, Event, Word
+from commfuse_dp.device.base import Device, Event, Word, WordLike
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.program.hosts import Hosts
@@ -109,7 +109,7 @@ class Sending(NamedTuple):
     dst: int
     tag: Tag
     buffer: torch.Tensor
-    when: Word | None = None
+    when: WordLike | None = None
     room: int = 0
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from commfuse_dp.engine.routes.stream import Crossing
 from commfuse_dp.transport.base import ExchangeFn, Transport
-from commfuse_dp.transport.hierarchical.device import StreamHierarchicalTransport
+from commfuse_dp.transport.hierarchical.rail import Rail
 from tests.simulated.test_engine import Policy, base_case, cases, run_program
 from tests.simulated.test_engine_hierarchical import run_steps
 from tests.support import fake_device
@@ -76,7 +76,7 @@ def test_what_crosses_hosts(hosts, per_host):
         transport = opened.open(rank, exchange, inbox_bytes=1 << 14)
         with Watched(world.devices[rank]):
             run_steps(transport, Policy(compute_dtype=torch.float32, reduce_dtype=torch.float64), steps)
-        return transport.across, sum(row[rank] for row in transport.sizes)
+        return transport.probe.across, sum(row[rank] for row in transport.sizes)
 
     results = run_ranks(n, body)
     shards = [size for _, size in results]
@@ -89,38 +89,36 @@ def test_what_crosses_hosts(hosts, per_host):
 # ---- the simulation catches what these tests are for -------------------------------------------------------------------
 def _relay_without_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The relay reads the segment without waiting for the stream that packs it."""
-    relay_all = StreamHierarchicalTransport._relay_all
-
+    publish = Rail.publish
     wait = FakeDevice.wait_event
 
     def deaf(device: FakeDevice, stream: Any, event: Any) -> None:
         if stream.name != "relay":
             wait(device, stream, event)
 
-    def hasty(self: StreamHierarchicalTransport, *arguments: Any) -> None:
+    def hasty(self: Rail, *arguments: Any) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(FakeDevice, "wait_event", deaf)
-            relay_all(self, *arguments)
+            publish(self, *arguments)
 
-    monkeypatch.setattr(StreamHierarchicalTransport, "_relay_all", hasty)
+    monkeypatch.setattr(Rail, "publish", hasty)
 
 
 def _pack_under_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next epoch is packed while the last one may still be leaving."""
-    monkeypatch.setattr(
-        StreamHierarchicalTransport, "wait_finished", lambda self, epoch, *more, **_: self._inner.wait_finished(epoch, *more)
-    )
+    monkeypatch.setattr(Rail, "wait_finished", lambda *_, **__: None)
 
 
 def _cross_without_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums leave before they are made."""
-    cross = StreamHierarchicalTransport.cross
+    cross = Rail.cross
 
-    def hasty(self: StreamHierarchicalTransport, *arguments: Any) -> Any:
-        with self.device.on(self.device.side_stream("elsewhere")):
+    def hasty(self: Rail, *arguments: Any) -> Any:
+        device = self.whole.device
+        with device.on(device.side_stream("elsewhere")):
             return cross(self, *arguments)
 
-    monkeypatch.setattr(StreamHierarchicalTransport, "cross", hasty)
+    monkeypatch.setattr(Rail, "cross", hasty)
 
 
 def _sum_without_landing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def test_a_shard_crosses_to_a_host_once_and_so_does_a_host_s_sum(hosts, per_host
     def body(rank: int, exchange: ExchangeFn) -> tuple[Counters, list[int]]:
         transport = open_hierarchical(rank, identities, world, exchange, inbox_bytes=4096)
         run_steps(transport, Policy(), steps)
-        return transport.across, [sum(row[rank] for row in transport.sizes)]
+        return transport.probe.across, [sum(row[rank] for row in transport.sizes)]
 
     results = run_ranks(n, body)
     shards = [size for _, (size,) in results]

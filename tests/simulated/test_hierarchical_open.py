@@ -16,7 +16,8 @@ from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport import select
 from commfuse_dp.transport.grouped import exchange as grouped
-from commfuse_dp.transport.hierarchical import device as hierarchical_device
+from commfuse_dp.transport.hierarchical import rail as hierarchical_rail
+from commfuse_dp.transport.hierarchical import transport as hierarchical
 from commfuse_dp.transport.select import open_transport
 from commfuse_dp.transport.symmetric import open as symmetric_open
 from commfuse_dp.transport.symmetric.open import Verdict
@@ -38,7 +39,7 @@ def parts(names: str, *, survey: str = "", inner: str = "", between: str = ""):
         if any(exchange(me in inner)):
             raise TransportError("cannot get symmetric memory")
         seen.update(host=dist.get_process_group_ranks(group), place=rank, **settings)
-        return SimpleNamespace(close=lambda: seen.update(closed=True)), "words"
+        return SimpleNamespace(close=lambda: seen.update(closed=True), device=None), "words"
 
     def fake_grouped(group: Any, **settings: Any) -> Any:
         everyone: list[Any] = [None] * dist.get_world_size(group)
@@ -48,7 +49,7 @@ def parts(names: str, *, survey: str = "", inner: str = "", between: str = ""):
         seen.update(rail=dist.get_process_group_ranks(group), control=None)
         return SimpleNamespace(control=None, rank=dist.get_rank(group))
 
-    def fake_transport(rank: int, hosts: Any, inner: Any, exchange: Any, **settings: Any) -> Any:
+    def fake_transport(rank: int, hosts: Any, inner: Any, outer: Any, **settings: Any) -> Any:
         return SimpleNamespace(name="hierarchical", rank=rank, hosts=hosts)
 
     patches = [
@@ -57,7 +58,8 @@ def parts(names: str, *, survey: str = "", inner: str = "", between: str = ""):
         (symmetric_open, "survey", fake_survey),
         (symmetric_open, "open_symmetric", fake_symmetric),
         (grouped, "open_grouped", fake_grouped),
-        (hierarchical_device, "StreamHierarchicalTransport", fake_transport),
+        (hierarchical_rail, "Rail", lambda *_, **__: None),
+        (hierarchical, "HierarchicalTransport", fake_transport),
     ]
     kept = [(module, name, getattr(module, name)) for module, name, _ in patches]
     for module, name, value in patches:

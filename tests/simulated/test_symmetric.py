@@ -61,7 +61,7 @@ EPOCHS = 3
 
 
 class Step:
-    """Steps of one rank: publish, pull through two buffers, read directly, send gradients, sum them on a side stream."""
+    """Steps of one rank: publish, pull through two buffers, send gradients, sum them on a side stream."""
 
     def __init__(self, transport: SymmetricTransport) -> None:
         self.transport, self.device = transport, transport.device
@@ -118,7 +118,10 @@ class Step:
             self.read(buffer, pattern(owner, 0, epoch, nbytes=size))
             self.buffers.append((whole, self.device.record(self.device.current_stream())))
         owner = (self.rank + 1) % self.n
-        self.read(self.transport.direct(owner, 1, epoch, WHERE), pattern(owner, 1, epoch, nbytes=SIZES[1][owner]))
+        size, (whole, free) = SIZES[1][owner], self.buffers.pop(0)
+        pull = single.pull(self.transport, owner, 1, epoch, nbytes=size, out=whole[:size], after=free)
+        self.read(pull.wait(WHERE), pattern(owner, 1, epoch, nbytes=size))
+        self.buffers.append((whole, self.device.record(self.device.current_stream())))
 
     def gradients(self, epoch: int) -> None:
         peers = [peer for peer in range(self.n) if peer != self.rank]
@@ -261,16 +264,6 @@ def _words_held_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FakeBatch, "copy", hold)
 
 
-def _direct_reads(patch: pytest.MonkeyPatch) -> None:
-    finish = Windows.finish
-
-    def hasty(self: Windows, epoch: int) -> None:
-        self._direct = False
-        finish(self, epoch)
-
-    patch.setattr(Windows, "finish", hasty)
-
-
 def _staging(patch: pytest.MonkeyPatch) -> None:
     reserve = StagingRing.reserve
     patch.setattr(StagingRing, "reserve", lambda self, *wanted: (reserve(self, *wanted)[0], None))
@@ -288,7 +281,7 @@ def _credit(patch: pytest.MonkeyPatch) -> None:
 def _arrival(patch: pytest.MonkeyPatch) -> None:
     wait_for = Core.wait_for
     patch.setattr(
-        Core, "wait_for", lambda self, stream, c, *more, **rest: wait_for(self, stream, () if c[0].exact else c, *more, **rest)
+        Core, "wait_for", lambda self, stream, c, *more, **rest: wait_for(self, stream, () if c[0][4] else c, *more, **rest)
     )
 
 
@@ -312,7 +305,6 @@ def _credit_too_early(patch: pytest.MonkeyPatch) -> None:
         _transfer,
         _word_too_early,
         _words_held_back,
-        _direct_reads,
         _staging,
         _credit,
         _arrival,

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 import torch
 
 from commfuse_dp.device.base import reached
-from commfuse_dp.errors import TransportError, Where
+from commfuse_dp.errors import Where
 from commfuse_dp.transport.base import NOWHERE, Tag, Transport
+from commfuse_dp.transport.checks import raise_failures
 from commfuse_dp.transport.shm.sockets import SocketChannel, connect_mesh
 from commfuse_dp.transport.symmetric.core import pair_of
 from commfuse_dp.transport.symmetric.memory import SymmetricMemory
@@ -35,10 +36,8 @@ class FakeSymmetricMemory(SymmetricMemory):
         if self.room is not None:
             self.room -= size
             if self.room < 0:
-                error = f"rank {self.rank} cannot get {size} bytes of symmetric memory for {purpose}"
-        errors = [text for text in self.exchange(error) if text]
-        if errors:
-            raise TransportError("; ".join(errors))
+                error = f"cannot get {size} bytes of symmetric memory for {purpose}"
+        raise_failures(self.exchange(error))
         whole = torch.zeros(size + 64, dtype=torch.uint8)
         block = whole.narrow(0, -whole.data_ptr() % 64, size)
         self.world.keep(block)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from commfuse_dp.probe import Probe
 from commfuse_dp.program.hosts import Hosts
-from commfuse_dp.transport.hierarchical.across import AcrossProbe
-from commfuse_dp.transport.hierarchical.device import StreamHierarchicalTransport
+from commfuse_dp.transport.hierarchical.rail import Rail
 from commfuse_dp.transport.hierarchical.transport import HierarchicalTransport
 from commfuse_dp.transport.shm.sockets import SocketChannel, connect_mesh
 from commfuse_dp.transport.symmetric.transport import SymmetricTransport
@@ -50,10 +49,10 @@ def open_hierarchical(
         exchange,
         inbox_bytes=inbox_bytes,
         deadline_s=deadline_s,
-        probe=AcrossProbe(probe),
+        probe=probe,
         address="127.0.0.1",
     )
-    return HierarchicalTransport(hosts, inner, outer, probe=probe)
+    return HierarchicalTransport(rank, hosts, inner, outer, probe=probe)
 
 
 class DeviceHosts:
@@ -64,9 +63,7 @@ class DeviceHosts:
         self.hosts = Hosts.of(identities)
         self.boards = {rank: FakeBoard(world, self.hosts.rail(rank)) for rank in self.hosts.members[0]}
 
-    def open(
-        self, rank: int, exchange: ExchangeFn, *, inbox_bytes: int, deadline_s: float = 20.0
-    ) -> StreamHierarchicalTransport:
+    def open(self, rank: int, exchange: ExchangeFn, *, inbox_bytes: int, deadline_s: float = 20.0) -> HierarchicalTransport:
         hosts = self.hosts
         siblings = hosts.siblings(rank)
         place = siblings.index(rank)
@@ -90,4 +87,5 @@ class DeviceHosts:
         )
         rail = hosts.rail(rank)
         grouped = FakeGroupedExchange(self.boards[rail[0]], rail.index(rank))
-        return StreamHierarchicalTransport(rank, hosts, inner, grouped, probe=probe)
+        outer = Rail(rank, hosts, grouped, inner.device, deadline_s=deadline_s, probe=probe)
+        return HierarchicalTransport(rank, hosts, inner, outer, probe=probe)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from commfuse_dp.device.base import Event, Word
+from commfuse_dp.device.base import Event, WordLike
 from commfuse_dp.errors import Where
 from commfuse_dp.transport.base import NOWHERE, PullRequest, Sending, Tag, Transfer, Transport
 
@@ -36,7 +36,7 @@ def reserve(transport: Transport, dst: int, nbytes: int) -> torch.Tensor | None:
     return found[0] if found else None
 
 
-def send(transport: Transport, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Word | None = None, **more: Any) -> None:
+def send(transport: Transport, dst: int, tag: Tag, buffer: torch.Tensor, *, when: WordLike | None = None, **more: Any) -> None:
     transport.send((Sending(dst, tag, buffer, when),), **more)
 
 

@@ -375,7 +375,7 @@ def test_too_little_memory_is_said_on_all_ranks(no_gpu: None) -> None:
 
     for text in run_ranks(2, body):
         for part in (
-            "rank 1 cannot get 356 bytes",
+            "rank 1: cannot get 356 bytes",
             "inbox_bytes = 100",
             "1000 of 2000 bytes",
             "out of memory",

@@ -149,4 +149,4 @@ def test_too_little_memory_says_how_much_and_which_setting() -> None:
         return str(caught.value)
 
     for text in run_ranks(2, body):
-        assert "rank 1 cannot get" in text and "bytes of symmetric memory for inboxes (inbox_bytes = 1048576" in text
+        assert "rank 1: cannot get" in text and "bytes of symmetric memory for inboxes (inbox_bytes = 1048576" in text

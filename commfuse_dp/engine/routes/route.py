@@ -34,7 +34,7 @@ from typing import Protocol
 import torch
 
 from commfuse_dp.collectives.summation import sum_in_rank_order
-from commfuse_dp.device.base import Word
+from commfuse_dp.device.base import WordLike
 from commfuse_dp.engine.bound import BoundBackward
 from commfuse_dp.engine.memory.buffers import BufferPool
 from commfuse_dp.engine.ordering import Ordering
@@ -143,7 +143,7 @@ class Route:
                 return slot
         return self._pool.take(item.nbytes, most=2 * len(self._way.items) if self._hold_heads else 0)
 
-    def produced(self, item: UnitSlice, buffer: torch.Tensor, when: Word | None = None) -> bool:
+    def produced(self, item: UnitSlice, buffer: torch.Tensor, when: WordLike | None = None) -> bool:
         """The partial of `item` has been computed into what `reserve` gave, or into the own part of the gradient; on a device
         perhaps: will have been, once the word `when` is reached. True if messages were taken in and released."""
         key = item.owner, item.index

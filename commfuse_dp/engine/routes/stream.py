@@ -37,7 +37,7 @@ from commfuse_dp.engine.routes.outbox import Outbox
 from commfuse_dp.engine.routes.route import Means, Messages, Route
 from commfuse_dp.errors import Where
 from commfuse_dp.transport.base import NOWHERE, Sending, Tag
-from commfuse_dp.transport.hierarchical.device import StreamHierarchicalTransport
+from commfuse_dp.transport.hierarchical.transport import HierarchicalTransport
 
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -50,8 +50,8 @@ class Crossing:
     def __init__(self, means: Means, sizes: Sequence[int]) -> None:
         """sizes: bytes of the sums for each rank; this rank's: of those that every other one of the rail has for it."""
         transport = means.transport
-        assert isinstance(transport, StreamHierarchicalTransport)
-        self._transport, self._pool, self._ordering = transport, means.pool, means.ordering
+        assert isinstance(transport, HierarchicalTransport) and transport.rail is not None
+        self._transport, self._rail, self._pool, self._ordering = transport, transport.rail, means.pool, means.ordering
         self._sizes, self._own = sizes, sizes[transport.rank]
         self._others = [rank for rank in transport.hosts.rail(transport.rank) if rank != transport.rank]
         self._given: dict[int, torch.Tensor] = {}
@@ -83,7 +83,7 @@ class Crossing:
         """All messages have been sent."""
         self._transport.progress()
         self._taken = {rank: self._pool.take(self._own) for rank in self._others}
-        self._crossed = self._transport.cross(where, self._given, self._taken)
+        self._crossed = self._rail.cross(where, self._given, self._taken)
 
     def wait(self) -> None:
         """The current stream waits for what comes."""

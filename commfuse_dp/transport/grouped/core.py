@@ -92,22 +92,22 @@ class Core(StreamCore):
         give: Part,
         take: Part,
         where: Where,
-        *,
-        given: Sequence[int] = (),
-        taken: Sequence[int] = (),
+        given: Sequence[int],
+        taken: Sequence[int],
     ) -> tuple[Event, Step | None]:
         """One exchange behind what is in `stream`, which then waits until it is through: the event at that place. Exchanges
         of gradients are all on one stream.
 
-        given, taken: what it is, in up to five integers, the key of its layer first; the peer says the same of it."""
+        given, taken: what it is, beside its bytes, in up to four integers, the key of its layer first; the peer says the same
+        of it."""
         device = self.device
         sends, receives = [[part] if part[1].numel() else [] for part in (give, take)]
         peers = tuple(sorted({peer for peer, _ in (*sends, *receives)}))
         if not peers:
             return self.record(stream), None
         for parts, accounts, identity in ((sends, self._given, given), (receives, self._taken, taken)):
-            for peer, _ in parts:
-                accounts[peer].add(lane, identity)
+            for peer, data in parts:
+                accounts[peer].add(lane, (*identity, data.nbytes))
         step = Step(self.record(stream), peers, where, take[1])
         labels = self._label(stream, step, sends, receives) if lane == GRAD_LANE else None
         self.watch.note(lane, step)

@@ -6,7 +6,7 @@ from collections import deque
 
 import torch
 
-from commfuse_dp.device.base import Device, Event, Word
+from commfuse_dp.device.base import Device, Event, WordLike
 from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.transport.base import CHANNEL_GRAD, GRAD_LANE, NOWHERE, ExchangeFn, Tag
 from commfuse_dp.transport.checks import (
@@ -112,7 +112,7 @@ class Messages:
         self._landed: dict[tuple[int, Tag], Landing] = {}
 
     # ---- sending -----------------------------------------------------------------------------------------------------
-    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, when: Word | None) -> None:
+    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, when: WordLike | None) -> None:
         core = self._core
         stream = core.enter()
         core.check_peer(dst)
@@ -126,7 +126,7 @@ class Messages:
                 raise not_reserved(dst, tag)
             buffer = staging.narrow(0, reservation.offset, nbytes)
             if when is not None:
-                device.wait_value(scatter, when.pad, when.place, when.value)
+                device.wait_value(scatter, *when)
             else:
                 device.wait_event(scatter, device.record(stream))
         src = core.mirror(dst)
@@ -138,15 +138,7 @@ class Messages:
         layer = core.layer(tag.key, "") if tag.channel == CHANNEL_GRAD else ""
         where = Where(layer or f"(message {tag})", tag.seq, str(tag.part), max(nbytes, into.numel()))
         identity = (tag.key, tag.channel, tag.seq, tag.part)
-        event, step = core.trade(
-            scatter,
-            GRAD_LANE,
-            (dst, buffer),
-            (src, into),
-            where,
-            given=(*identity, nbytes),
-            taken=(*identity, into.numel()),
-        )
+        event, step = core.trade(scatter, GRAD_LANE, (dst, buffer), (src, into), where, identity, identity)
         if reservation is not None:
             ring.sent(reservation, event)
             count_message(core.probe.counters, tag.channel, nbytes, sent=True)

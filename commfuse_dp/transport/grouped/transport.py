@@ -188,15 +188,8 @@ class NcclTransport(Transport):
         taker = self._core.mirror(owner)
         where = self.describe(owner, key, epoch, start, nbytes)
         gift = segment.narrow(0, *give)
-        event, step = self._core.trade(
-            gather,
-            PARAM_LANE,
-            (taker, gift),
-            (owner, out),
-            where,
-            given=(key, epoch, *give),
-            taken=(key, epoch, start, nbytes),
-        )
+        parts = (taker, gift), (owner, out)
+        event, step = self._core.trade(gather, PARAM_LANE, *parts, where, (key, epoch, give[0]), (key, epoch, start))
         counters = self.probe.counters
         counters.param_bytes_received += nbytes
         counters.param_bytes_sent += give[1]

@@ -12,8 +12,8 @@ from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import Probe
 from commfuse_dp.program.hosts import Hosts
 from commfuse_dp.transport.base import ExchangeFn, Transport
+from commfuse_dp.transport.checks import raise_failures
 from commfuse_dp.transport.exchange import exchange_of
-from commfuse_dp.transport.shm.sockets import agree
 from commfuse_dp.transport.shm.transport import available_memory
 from commfuse_dp.transport.two_sided.p2p import not_bound_to_a_device
 
@@ -45,7 +45,6 @@ def open_on_cpus(
     hosts: Hosts, rank: int, exchange: ExchangeFn, *, inbox_bytes: int, deadline_s: float, probe: Probe
 ) -> tuple[Transport, str]:
     """Collective: shm inside hosts, tcp between them, and how to say that. Raises TransportError on all ranks alike."""
-    from commfuse_dp.transport.hierarchical.across import AcrossProbe
     from commfuse_dp.transport.hierarchical.transport import HierarchicalTransport
     from commfuse_dp.transport.shm.transport import ShmTransport
     from commfuse_dp.transport.tcp.transport import TcpTransport
@@ -53,11 +52,11 @@ def open_on_cpus(
     size, members = hosts.world_size, hosts.siblings(rank)
     inner = ShmTransport(rank, size, exchange, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe, members=members)
     try:
-        outer = TcpTransport(rank, size, exchange, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=AcrossProbe(probe))
+        outer = TcpTransport(rank, size, exchange, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe)
     except BaseException:
         inner.close()
         raise
-    return HierarchicalTransport(hosts, inner, outer, probe=probe), "shm inside a host, tcp between hosts"
+    return HierarchicalTransport(rank, hosts, inner, outer, probe=probe), "shm inside a host, tcp between hosts"
 
 
 def open_on_gpus(
@@ -79,7 +78,8 @@ def open_on_gpus(
     """
     from commfuse_dp.transport.grouped.exchange import open_grouped
     from commfuse_dp.transport.grouped.watch import TorchBallot
-    from commfuse_dp.transport.hierarchical.device import StreamHierarchicalTransport
+    from commfuse_dp.transport.hierarchical.rail import Rail
+    from commfuse_dp.transport.hierarchical.transport import HierarchicalTransport
     from commfuse_dp.transport.symmetric.open import open_symmetric, survey
 
     if not dist.is_initialized():
@@ -90,7 +90,7 @@ def open_on_gpus(
     rail_group = _group_of([ranks[member] for member in rail])
     inside = exchange_of(host_group)
     verdict, cards = survey(device, ["here"] * len(siblings), inside)
-    _agree(exchange, None if verdict.possible else f"inside its host: {verdict.reason}")
+    raise_failures(exchange(None if verdict.possible else f"inside its host: {verdict.reason}"))
     inner, error, how = None, None, ""
     try:
         inner, how = open_symmetric(
@@ -103,30 +103,27 @@ def open_on_gpus(
             inbox_bytes=inbox_bytes * len(rail),
             deadline_s=deadline_s,
             probe=probe,
-            kernels_may_wait=False,  # [Note: Kernels that wait] in device.py
+            kernels_may_wait=False,  # [Note: Kernels that wait] in rail.py
         )
     except TransportError as failure:
         error = f"inside its host: {failure}"
     try:
-        _agree(exchange, error)
+        raise_failures(exchange(error))
         grouped, error = None, None
         try:
             grouped = open_grouped(rail_group, deadline_s=deadline_s, device=device)
         except TransportError as failure:
             error = f"between hosts: {failure}"
-        _agree(exchange, error)
+        raise_failures(exchange(error))
     except BaseException:
         if inner is not None:
             inner.close()
         raise
     assert inner is not None and grouped is not None
     ballot = TorchBallot(grouped.control) if grouped.control is not None else None
-    transport = StreamHierarchicalTransport(rank, hosts, inner, grouped, ballot=ballot, probe=probe)
+    outer = Rail(rank, hosts, grouped, inner.device, deadline_s=deadline_s, ballot=ballot, probe=probe)
+    transport = HierarchicalTransport(rank, hosts, inner, outer, probe=probe)
     return transport, f"symmetric inside a host ({verdict.reason}; words by {how}), NCCL between hosts"
-
-
-def _agree(exchange: ExchangeFn, error: str | None) -> None:
-    agree([None if text is None else f"rank {rank}, {text}" for rank, text in enumerate(exchange(error))])
 
 
 def _group_of(ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -44,6 +44,8 @@ class Peers(Transport, Receiver):
         self._early = ""  # the reason, if it is that a peer has said goodbye too early
         self._closed = False
         self._pid = os.getpid()
+        self.counters = self.probe.counters  # of bytes; a side of another transport may count apart
+        self.whole: Transport = self  # what it is a part of: a wait on one side must hear of a loss on another
         self.on_news: Callable[[], None] | None = None  # in whichever thread, when something was taken in or lost
 
     # ---- progress ----------------------------------------------------------------------------------------------------
@@ -60,10 +62,6 @@ class Peers(Transport, Receiver):
             self._channel.poll(timeout_s)
         if self._failure is not None:
             raise self._error()
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     def wake(self) -> None:
         """Let a `progress` that sleeps in the user's thread return soon. From any thread."""

@@ -35,7 +35,7 @@ import torch
 
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import Probe
-from commfuse_dp.transport.base import NOWHERE, WHOLE, Outcome, PullRequest, Sending, Tag, Transfer, Transport
+from commfuse_dp.transport.base import NOWHERE, WHOLE, Outcome, PullRequest, Sending, Tag, Transfer
 from commfuse_dp.transport.checks import (
     check_finish,
     check_message,
@@ -146,7 +146,7 @@ class OneSidedTransport(Peers):
                 return [self._pull(epoch, request) for request in requests]
             found.append(here)
             received += nbytes if owner != self.rank else 0
-        self.probe.counters.param_bytes_received += received
+        self.counters.param_bytes_received += received
         return found
 
     def _pull(self, epoch: int, request: PullRequest) -> Transfer:
@@ -191,7 +191,15 @@ class OneSidedTransport(Peers):
         self._check_open()
         if epoch <= 0:
             return
-        wait_for_readers(self, (self,), epoch, where, meanwhile)
+        for peer in self._peers:
+            if not self.has_finished(peer, epoch):
+
+                def finished(peer: int = peer) -> bool:
+                    if meanwhile is not None:
+                        meanwhile()
+                    return self.has_finished(peer, epoch)
+
+                wait_until(self.whole, finished, peer=peer, where=where, doing=f"to finish reading epoch {epoch}")
 
     def has_finished(self, peer: int, epoch: int) -> bool:
         """The peer reads nothing of `epoch` any more."""
@@ -244,7 +252,7 @@ class OneSidedTransport(Peers):
             with self._lock:
                 if not ring.send(offset):
                     raise not_reserved(dst, tag)
-                count_message(self.probe.counters, tag.channel, nbytes, sent=True)
+                count_message(self.counters, tag.channel, nbytes, sent=True)
                 # Before it leaves: if an exception comes in between, peers must not go on too early.
                 self._rounds.sent[dst] += 1
                 payload = None if self._memory.in_place else self._memory.outgoing[dst].narrow(0, offset, nbytes)
@@ -272,7 +280,7 @@ class OneSidedTransport(Peers):
         if not wait:
             self._poll()
         else:
-            wait_until(self, lambda: self.has(src, tag), peer=src, where=where, doing=f"to send {tag}")
+            wait_until(self.whole, lambda: self.has(src, tag), peer=src, where=where, doing=f"to send {tag}")
         with self._lock:
             entry, departed = self._inbox.get((src, tag)), src in self._departed
         if entry is None and departed:
@@ -380,7 +388,7 @@ class OneSidedTransport(Peers):
         else:
             self._inbox[name] = (offset, nbytes)
         self._rounds.taken[src] += 1
-        count_message(self.probe.counters, channel, nbytes, sent=False)
+        count_message(self.counters, channel, nbytes, sent=False)
 
     def _on_credit(self, src: int, round_: int, _b: int, _c: int, _d: int, offset: int, _y: int) -> None:
         if round_ != self._rounds.round:
@@ -403,13 +411,13 @@ class OneSidedTransport(Peers):
         fetch = self._fetches.pop(request, None)
         if fetch is not None:
             fetch.complete = True
-            self.probe.counters.param_bytes_received += fetch.out.numel()
+            self.counters.param_bytes_received += fetch.out.numel()
             if fetch.then is not None:
                 fetch.then()
 
     def _answer(self, src: int, key: int, request: int, start: int, nbytes: int) -> None:
         payload = self._memory.segments[self.rank][key].narrow(0, start, nbytes)
-        self.probe.counters.param_bytes_sent += nbytes
+        self.counters.param_bytes_sent += nbytes
         self._channel.post(src, msg.pack(msg.DATA, c=request, y=nbytes), payload)
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
@@ -424,23 +432,3 @@ class OneSidedTransport(Peers):
             check_peer(peer, self.rank, self._peers, self.world_size)
             raise AssertionError(peer)
         return ring
-
-
-def wait_for_readers(
-    transport: Transport,
-    sides: Sequence[OneSidedTransport],
-    epoch: int,
-    where: Where,
-    meanwhile: Callable[[], object] | None,
-) -> None:
-    """`wait_finished` of a transport that has several sides: a wait on one side hears of a loss on another."""
-    for side in sides:
-        for peer in side._peers:
-            if not side.has_finished(peer, epoch):
-
-                def finished(side: OneSidedTransport = side, peer: int = peer) -> bool:
-                    if meanwhile is not None:
-                        meanwhile()
-                    return side.has_finished(peer, epoch)
-
-                wait_until(transport, finished, peer=peer, where=where, doing=f"to finish reading epoch {epoch}")

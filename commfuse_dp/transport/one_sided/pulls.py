@@ -75,7 +75,7 @@ class _Pull(Transfer):
     def wait(self, where: Where = NOWHERE) -> torch.Tensor:
         if not self._ready():
             doing = f"to publish key {self._key} for epoch {self._epoch}"
-            wait_until(self._transport, self._ready, peer=self._owner, where=where, doing=doing)
+            wait_until(self._transport.whole, self._ready, peer=self._owner, where=where, doing=doing)
         return self._bytes()
 
 
@@ -96,7 +96,7 @@ class View(_Pull):
         transport = self._transport
         if not self._counted and self._owner != transport.rank:
             self._counted = True
-            transport.probe.counters.param_bytes_received += self._nbytes
+            transport.counters.param_bytes_received += self._nbytes
         return transport._view(self._owner, self._key, self._start, self._nbytes).data
 
 

@@ -27,9 +27,10 @@ from collections.abc import Sequence
 
 import torch
 
-from commfuse_dp.errors import DeadlineError, TransportError
+from commfuse_dp.errors import DeadlineError
 from commfuse_dp.interrupts import rests
 from commfuse_dp.transport.base import ExchangeFn
+from commfuse_dp.transport.checks import raise_failures
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.parts import Channel, Receiver
 
@@ -57,12 +58,13 @@ def _credentials(sock: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def _receive_exactly(sock: socket.socket, nbytes: int) -> bytes:
+def receive_exactly(sock: socket.socket, nbytes: int) -> bytes:
+    """Raises ConnectionError if the other end closes before."""
     data = b""
     while len(data) < nbytes:
         more = sock.recv(nbytes - len(data))
         if not more:
-            raise ConnectionError("closed before its hello was complete")
+            raise ConnectionError("closed during the greeting")
         data += more
     return data
 
@@ -84,9 +86,9 @@ def connect_mesh(rank: int, members: Sequence[int], exchange: ExchangeFn, deadli
             listener.bind(address)
             listener.listen(len(members))
         except OSError as failure:
-            error = f"rank {rank} cannot listen on an abstract UNIX-domain socket: {failure}"
+            error = f"cannot listen on an abstract UNIX-domain socket: {failure}"
         cards = exchange((address, token, error))
-        agree([card[2] for card in cards])
+        raise_failures(card[2] for card in cards)
         steps = (
             # A connection is complete once it stands in the listener's queue: no rank waits for another one's accept.
             lambda: _connect_all(rank, members, [card[:2] for card in cards], mesh, deadline_s),
@@ -96,9 +98,9 @@ def connect_mesh(rank: int, members: Sequence[int], exchange: ExchangeFn, deadli
             try:
                 step()
             except (OSError, DeadlineError) as failure:
-                error = f"rank {rank} cannot connect to its peers on this host: {failure}"
+                error = f"cannot connect to its peers on this host: {failure}"
             try:
-                agree(exchange(error))
+                raise_failures(exchange(error))
             except BaseException:
                 mesh.close()
                 raise
@@ -141,20 +143,13 @@ def _accept_all(
             if uid != os.getuid():
                 raise ConnectionError("another user")
             sock.settimeout(_HELLO_DEADLINE_S)
-            given, peer = _HELLO.unpack(_receive_exactly(sock, _HELLO.size))
+            given, peer = _HELLO.unpack(receive_exactly(sock, _HELLO.size))
             if not hmac.compare_digest(given, token) or peer not in missing:
                 raise ConnectionError("not a rank of this group")
         except OSError:  # a stranger: it does not hinder the ranks
             sock.close()
             continue
         mesh.sockets[peer], mesh.pids[peer] = sock, pid
-
-
-def agree(errors: list[str | None]) -> None:
-    """Raise TransportError if any rank reports an error; called with the same list on all ranks."""
-    reported = [error for error in errors if error is not None]
-    if reported:
-        raise TransportError("; ".join(reported))
 
 
 def pass_descriptor(rank: int, members: Sequence[int], exchange: ExchangeFn, fd: int, deadline_s: float) -> dict[int, int]:
@@ -175,11 +170,11 @@ def pass_descriptor(rank: int, members: Sequence[int], exchange: ExchangeFn, fd:
                 raise OSError(f"nothing came from rank {peer}; is the limit of open files (ulimit -n) reached?")
             received[peer] = fds[0]
     except OSError as failure:
-        error = f"rank {rank} cannot exchange shared memory with its peers: {failure}"
+        error = f"cannot exchange shared memory with its peers: {failure}"
     finally:
         mesh.close()
     try:
-        agree(exchange(error))
+        raise_failures(exchange(error))
     except BaseException:
         for got in received.values():
             os.close(got)

@@ -35,10 +35,11 @@ import torch
 from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import ExchangeFn
+from commfuse_dp.transport.checks import raise_failures
 from commfuse_dp.transport.one_sided.parts import Memory, check_same_sizes, cut
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
 from commfuse_dp.transport.one_sided.ring import align
-from commfuse_dp.transport.shm.sockets import SocketChannel, agree, connect_mesh, pass_descriptor
+from commfuse_dp.transport.shm.sockets import SocketChannel, connect_mesh, pass_descriptor
 
 Backing = Literal["memfd", "dev_shm"]
 SHM_DIR = "/dev/shm"
@@ -126,7 +127,7 @@ class _SharedBlocks:
         except OSError as failure:
             error = self._explain(nbytes, purpose, failure)
         try:
-            agree(self.exchange(error))
+            raise_failures(self.exchange(error))
             fds = pass_descriptor(self.rank, self.members, self.exchange, fd, self.deadline_s)
         except BaseException:
             if fd >= 0:
@@ -136,7 +137,7 @@ class _SharedBlocks:
         return fds
 
     def _explain(self, nbytes: int, purpose: str, failure: OSError) -> str:
-        text = f"rank {self.rank} cannot get {nbytes} bytes of shared memory for {purpose} ({failure.strerror})"
+        text = f"cannot get {nbytes} bytes of shared memory for {purpose} ({failure.strerror})"
         if self.backing == "dev_shm" and failure.errno == errno.ENOSPC:
             return (
                 f"{text}: {_free_in_shm()} bytes are free in {SHM_DIR}. Make it larger (docker run --shm-size, "

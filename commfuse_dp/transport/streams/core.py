@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from commfuse_dp.device.base import Device, Event, Stream, Word
+from commfuse_dp.device.base import Device, Event, Stream, WordLike
 from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.checks import check_peer, is_closed
@@ -22,7 +23,7 @@ class StreamCore:
         self.device, self.probe = device, probe
         self.peers = [(rank + step) % world_size for step in range(1, world_size)]  # not all ranks turn to rank 0 first
         self.closed = False
-        self._held: list[Word] = []
+        self._held: list[WordLike] = []
         self._held_on: Stream | None = None
 
     def check(self) -> None:
@@ -33,7 +34,8 @@ class StreamCore:
 
     def enter(self, *, flush: bool = True) -> Stream:
         """Raises what is wrong; hands over what was held back for company. Returns the current stream."""
-        self.check()
+        if self.closed or self.watch.failure is not None:  # asked here, too: most calls of a layer begin here
+            self.check()
         if self.device.capturing():
             raise TransportError(
                 f"transport {self.name} cannot be captured into a CUDA graph: {self.no_graph}. Capture without CommFuse's "
@@ -60,7 +62,7 @@ class StreamCore:
             self.check()
 
     # ---- writing words -----------------------------------------------------------------------------------------------
-    def hold(self, stream: Stream, words: list[Word], *, more: bool) -> None:
+    def hold(self, stream: Stream, words: Sequence[WordLike], *, more: bool) -> None:
         """Write words behind what is in the stream now; `more`: or a little later."""
         if self._held and self._held_on != stream:
             self.flush()

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from commfuse_dp.device.base import Batch, Device, Event, Stream, Word
+from commfuse_dp.device.base import Batch, Device, Event, Stream
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, CHANNEL_GRAD, CHANNEL_PARAM, ExchangeFn
 from commfuse_dp.transport.one_sided.ring import align
 from commfuse_dp.transport.streams.core import StreamCore
 from commfuse_dp.transport.symmetric.memory import SymmetricMemory
 from commfuse_dp.transport.symmetric.ring import ARRIVAL_WORDS
-from commfuse_dp.transport.symmetric.watch import Condition, Place, Wait, WordWatch
+from commfuse_dp.transport.symmetric.watch import Awaited, Place, Wait, WordWatch
 
 CHANNELS = (CHANNEL_PARAM, CHANNEL_GRAD, CHANNEL_COLLECTIVE)  # each has rings of its own
 
@@ -81,7 +81,7 @@ class Core(StreamCore):
     def wait_for(
         self,
         stream: Stream,
-        conditions: Sequence[Condition],
+        conditions: Sequence[Awaited],
         places: Sequence[Place],
         doing: str,
         *,
@@ -94,8 +94,7 @@ class Core(StreamCore):
         self.watch.note(stream, wait)
         waits = self.device.batch(stream) if batch is None else batch
         if conditions:
-            words = [Word(pad, place, value) for _, pad, place, value, _, _ in conditions]
-            waits.wait_all(words, exact=conditions[0].exact)
+            waits.wait_all([fields[1:4] for fields in conditions], exact=conditions[0][4])
         if batch is None:
             waits.submit()
         return wait

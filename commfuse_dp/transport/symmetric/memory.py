@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_dp.transport.base import ExchangeFn
-from commfuse_dp.transport.shm.sockets import agree
+from commfuse_dp.transport.checks import raise_failures
 
 _ALIGNMENT = 256  # bytes; where torch lays its signal pad in front of the block, the block itself may be aligned to less
 _OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -70,7 +70,7 @@ class TorchSymmetricMemory(SymmetricMemory):
         self._group_name = process_group.group_name
         self._rank, self._world_size = process_group.rank(), process_group.size()
         self._blocks: list[torch.Tensor] = []
-        agree(exchange(self._backend_problem()))
+        raise_failures(exchange(self._backend_problem()))
         with warnings.catch_warnings():  # needed before torch 2.12 or so, deprecated since
             warnings.simplefilter("ignore", FutureWarning)
             _symmetric_memory.enable_symm_mem_for_group(self._group_name)
@@ -79,7 +79,7 @@ class TorchSymmetricMemory(SymmetricMemory):
         backend = self._native.get_backend(self._device)
         if backend != "CUDA":
             return (
-                f"rank {self._rank}: torch's symmetric memory uses the backend {backend!r}, 'CUDA' is needed: set "
+                f"torch's symmetric memory uses the backend {backend!r}, 'CUDA' is needed: set "
                 "TORCH_SYMMMEM=CUDA, or leave it and _symmetric_memory.set_backend alone"
             )
         return None
@@ -93,11 +93,11 @@ class TorchSymmetricMemory(SymmetricMemory):
         except RuntimeError as failure:  # torch.OutOfMemoryError, or the driver's CUDA_ERROR_OUT_OF_MEMORY
             free, total = torch.cuda.mem_get_info(self._device)
             error = (
-                f"rank {self._rank} cannot get {size} bytes of symmetric memory for {purpose}: {free} of {total} bytes are "
+                f"cannot get {size} bytes of symmetric memory for {purpose}: {free} of {total} bytes are "
                 f"free on {self._device} ({str(failure).splitlines()[0][:200]}). Lower inbox_bytes or prefetch_bytes, use more "
                 "ranks, or free memory on the GPU (torch.cuda.empty_cache)"
             )
-        agree(self._exchange(error))
+        raise_failures(self._exchange(error))
         assert block is not None
         block.zero_()
         torch.cuda.current_stream(self._device).synchronize()
@@ -106,8 +106,8 @@ class TorchSymmetricMemory(SymmetricMemory):
             with self._rendezvous_allowed():
                 handle = self._native.rendezvous(block, self._group_name)
         except RuntimeError as failure:  # a peer that fails alone leaves the others waiting for the store's timeout
-            error = f"rank {self._rank} cannot map its peers' memory for {purpose}: {str(failure).splitlines()[0][:300]}"
-        agree(self._exchange(error))
+            error = f"cannot map its peers' memory for {purpose}: {str(failure).splitlines()[0][:300]}"
+        raise_failures(self._exchange(error))
         assert handle is not None
         self._blocks.append(block)
         views = []

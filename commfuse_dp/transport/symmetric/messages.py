@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import torch
 
-from commfuse_dp.device.base import Event, Span, Word
+from commfuse_dp.device.base import Event, Span, WordLike
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import SEND
 from commfuse_dp.transport.base import NOWHERE, Sending, Tag
@@ -23,7 +23,7 @@ from commfuse_dp.transport.checks import (
 from commfuse_dp.transport.streams.staging import MOST_VIEWS, Lanes, Reservation, Staging, StagingRing
 from commfuse_dp.transport.symmetric.core import CHANNELS, Core, Layout, pair_of
 from commfuse_dp.transport.symmetric.ring import ARRIVAL_WORDS, Arrival, Inbox, Outbox
-from commfuse_dp.transport.symmetric.watch import Condition, Wait
+from commfuse_dp.transport.symmetric.watch import Awaited, Wait
 
 _FIELD_LIMIT = 1 << 31
 TOGETHER = 4 << 20  # bytes of messages that leave together: below, time is in calls, not in bytes
@@ -68,7 +68,7 @@ class Messages:
         runs = self._runs(sendings)  # before anything is enqueued
         device, probe = core.device, core.probe
         timing = probe.timing if probe.sink is not None else None
-        conditions: list[Condition] = []
+        conditions: list[Awaited] = []
         wait = Wait(conditions, (), "to read earlier messages, which fill its inbox")
         computed: Event | None = None
         batch = device.batch(scatter)
@@ -82,7 +82,7 @@ class Messages:
                         device.wait_event(scatter, computed)
                     batch.wait_all(produced)
                 spans: list[Span] = []
-                words: list[Word] = []
+                words: list[WordLike] = []
                 for fan in run:
                     tag, room = fan.tag, fan.room
                     pair, total = self._pairs[core.rank, tag.channel], 0
@@ -93,17 +93,17 @@ class Messages:
                         if late:
                             box.credited = behind
                             first = not conditions
-                            conditions += [Condition(name[0], core.own.credit, self._pairs[name], behind) for name in names]
+                            conditions += [(name[0], core.own.credit, self._pairs[name], behind, False, 0) for name in names]
                             wait.places += [partial(_where, tag, fan.sendings[name[0]].buffer.nbytes) for name in names]
                             if first:
                                 core.watch.note(scatter, wait)
-                            batch.wait_all([Word(core.own.credit, self._pairs[name], behind) for name in names])
+                            batch.wait_all([(core.own.credit, self._pairs[name], behind) for name in names])
                         for name in names:
                             dst = name[0]
                             nbytes = fan.sendings[dst].buffer.nbytes
                             remote = core.blocks[dst]
                             spans.append((remote.rings[pair], place, staging[dst], fan.offsets[dst], nbytes))
-                            words.append(Word(remote.arrival, pair * ARRIVAL_WORDS + word, value))
+                            words.append((remote.arrival, pair * ARRIVAL_WORDS + word, value))
                             total += nbytes
                     count_message(probe.counters, tag.channel, total, sent=True)
                 if timing is not None:
@@ -197,7 +197,7 @@ class Messages:
         stream = core.enter()
         if min(tag) < 0 or max(tag) >= _FIELD_LIMIT or tag.channel not in CHANNELS:
             self._refuse_tag(tag)
-        conditions: list[Condition] = []
+        conditions: list[Awaited] = []
         names = [(src, tag.channel) for src in srcs]
         for name in names:
             if name not in self._inboxes:
@@ -215,7 +215,7 @@ class Messages:
             for name in members:
                 entries[name[0]] = entry
                 index = self._pairs[name] * ARRIVAL_WORDS + entry.word
-                conditions.append(Condition(name[0], core.own.arrival, index, entry.value, True, entry.before))
+                conditions.append((name[0], core.own.arrival, index, entry.value, True, entry.before))
         if not conditions:
             return []
         place = where if where is not NOWHERE else partial(_where, tag, entries[srcs[0]].nbytes)
@@ -237,7 +237,7 @@ class Messages:
     def release(self, srcs: Sequence[int], tag: Tag, *, more: bool) -> None:
         core = self._core
         stream = core.enter(flush=False)
-        words: list[Word] = []
+        words: list[WordLike] = []
         pair = self._pairs.get((core.rank, tag.channel), 0)
         received = 0
         names = [(src, tag.channel) for src in srcs]
@@ -255,7 +255,7 @@ class Messages:
             for event in events:
                 core.device.wait_event(stream, event)
             for name in members:
-                words.append(Word(core.blocks[name[0]].credit, pair, credit))
+                words.append((core.blocks[name[0]].credit, pair, credit))
         count_message(core.probe.counters, tag.channel, received, sent=False)
         if words:
             core.hold(stream, words, more=more)

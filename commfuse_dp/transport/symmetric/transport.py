@@ -151,13 +151,6 @@ class SymmetricTransport(Transport):
         current stream."""
         return self._windows.pull(epoch, requests)
 
-    def direct(self, owner: int, key: int, epoch: int, where: Where = NOWHERE) -> torch.Tensor:
-        """The owner's segment itself, for kernels that read a peer's memory: the current stream waits for `epoch`.
-
-        Valid until `finish(epoch)`, which must be called on the stream that reads, or behind it.
-        """
-        return self._windows.direct(owner, key, epoch, where)
-
     def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
         self._windows.finish(epoch)
         self._messages.staging.rewind()

@@ -39,6 +39,7 @@ class Condition(NamedTuple):
     before: int = 0  # exact: what the word holds until then
 
 
+Awaited = tuple[int, torch.Tensor, int, int, bool, int]  # a Condition, or what it is made of, as in WordLike
 Place = Where | Callable[[], Where]  # the latter where it is too much to work out for a wait that nobody asks about
 
 
@@ -49,11 +50,15 @@ class Wait(Watched):
     ...", with what it is `about`, if anything, behind it.
     """
 
-    def __init__(self, conditions: Sequence[Condition], places: Sequence[Place], doing: str, about: object = None) -> None:
-        self.conditions = conditions  # may grow until there is an event
+    def __init__(self, awaited: Sequence[Awaited], places: Sequence[Place], doing: str, about: object = None) -> None:
+        self._awaited = awaited  # may grow until there is an event
         self.places = list(places)
         self._doing = doing
         self._about = about
+
+    @property
+    def conditions(self) -> list[Condition]:
+        return [Condition(*fields) for fields in tuple(self._awaited)]
 
     @property
     def doing(self) -> str:
@@ -62,7 +67,8 @@ class Wait(Watched):
     def where(self, condition: Condition | None = None) -> Where:
         """The place of a condition; of the first if none is given."""
         single = condition is None or len(self.places) == 1
-        place = self.places[0 if single else next(n for n, c in enumerate(self.conditions) if c is condition)]
+        wanted = condition[:3:2] if condition is not None else ()  # peer and place
+        place = self.places[0 if single else next(n for n, fields in enumerate(self._awaited) if fields[:3:2] == wanted)]
         return place() if callable(place) else place
 
 
@@ -96,7 +102,7 @@ class WordWatch(Watchdog[Wait], Receiver):
                 self._outgoing.append((peer, notice))
 
     def release(self) -> None:
-        missing = [c for wait in self._standing() for c in tuple(wait.conditions) if not _holds(self._device, c)]
+        missing = [c for wait in self._standing() for c in wait.conditions if not _holds(self._device, c)]
         if missing:
             self._spoil_for({c.peer for c in missing})
             self._device.poke([Word(c.pad, c.place, c.value) for c in missing])

@@ -17,7 +17,6 @@ from commfuse_dp.transport.checks import (
     check_publications,
     check_pull,
     check_sizes,
-    window_bytes,
 )
 from commfuse_dp.transport.one_sided.parts import check_same_sizes, cut
 from commfuse_dp.transport.one_sided.ring import align
@@ -100,7 +99,6 @@ class Windows:
         self._landed: tuple[object, Event] | None = None  # (stream, event) of the last wait for a copy
         self._free_to_write = 0  # peers have finished this epoch, in the order of the stream that asked
         self._own_finished = 0
-        self._direct = False
 
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
         core = self.core
@@ -132,7 +130,7 @@ class Windows:
         if last:
             self._complete = epoch
         places = [self._place(core.rank, key) for key in (*keys, *((-1,) if last else ()))]
-        core.hold(stream, [Word(pad, place, epoch) for place in places for pad in self._pads], more=False)
+        core.hold(stream, [(pad, place, epoch) for place in places for pad in self._pads], more=False)
 
     def pull(self, epoch: int, requests: Sequence[PullRequest]) -> list[Pull]:
         """In the order of the requests, each with its own word; see [Note: Words for pulls]."""
@@ -220,28 +218,15 @@ class Windows:
             core.device.wait_event(stream, pull.landed)
         core.check()  # as in Core.behind
 
-    def direct(self, owner: int, key: int, epoch: int, where: Where) -> torch.Tensor:
-        core = self.core
-        stream = core.enter()
-        window_bytes(self.sizes, owner, key, core.world_size)
-        self._direct = True
-        condition = Condition(owner, self._pads[core.rank], self._place(owner, key), epoch)
-        core.behind(stream, [core.wait_for(stream, (condition,), (where,), "to publish a window")])
-        return self._segments[owner][key]
-
     def finish(self, epoch: int) -> None:
-        core = self.core
-        stream = core.enter()
+        self.core.enter()
         check_finish(epoch, self._own_finished)
-        if self._direct:  # copies run in "gather"; what the current stream has read itself must be over, too
-            self._direct = False
-            core.device.wait_event(self._gather, core.device.record(stream))
         self._tell_finished(epoch)
 
     def _tell_finished(self, epoch: int) -> None:
         core = self.core
         self._own_finished = epoch
-        core.device.write_values(self._gather, [Word(core.blocks[peer].finished, core.rank, epoch) for peer in core.peers])
+        core.device.write_values(self._gather, [(core.blocks[peer].finished, core.rank, epoch) for peer in core.peers])
 
     def wait_finished(self, epoch: int, where: Where) -> None:
         core, device = self.core, self.core.device

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from commfuse_dp.errors import MismatchError, TransportError
 from commfuse_dp.transport.base import ExchangeFn
 from commfuse_dp.transport.checks import raise_failures
+from commfuse_dp.transport.shm.sockets import receive_exactly
 from commfuse_dp.transport.tcp.links import CONTROL_ROLE, DATA_ROLE
 
 ADDRESS_VARIABLE = "COMMFUSE_TCP_ADDRESS"
@@ -215,7 +216,7 @@ def _await_answers(rank: int, cards: list[_Card], sockets: dict[tuple[int, int],
             continue
         sock.settimeout(max(0.001, limit - time.monotonic()))
         try:
-            answer = _read_exactly(sock, _HELLO.size)
+            answer = receive_exactly(sock, _HELLO.size)
         except OSError as error:
             raise _unreachable(peer, cards[peer], str(error)) from None
         if _valid(answer, cards[rank].token) != (peer, role):
@@ -292,13 +293,3 @@ def _valid(text: bytes, token: bytes) -> tuple[int, int]:
         return -1, -1
     magic, rank, role, given = _HELLO.unpack(text)
     return (int(rank), int(role)) if magic == _HELLO_MAGIC and hmac.compare_digest(given, token) else (-1, -1)
-
-
-def _read_exactly(sock: socket.socket, nbytes: int) -> bytes:
-    text = bytearray()
-    while len(text) < nbytes:
-        piece = sock.recv(nbytes - len(text))
-        if not piece:
-            raise ConnectionResetError("closed during the greeting")
-        text += piece
-    return bytes(text)

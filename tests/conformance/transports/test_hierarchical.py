@@ -150,3 +150,27 @@ def test_a_wait_on_one_level_hears_of_a_loss_on_the_other(level):
                 transport.close()
 
     run_ranks(n, body)
+
+
+def test_a_pull_of_what_is_passed_on_hears_of_the_loss_of_its_owner():
+    """Rank 0 waits inside its host for the shard of rank 2, which itself has to pass on, and rank 2 goes."""
+    n = 4
+    world = InprocWorld(n, inbox_bytes=4096, deadline_s=20.0)
+
+    def body(rank: int, exchange: ExchangeFn) -> None:
+        transport = open_hierarchical(rank, ["a", "a", "b", "b"], world, exchange, inbox_bytes=4096)
+        transport.expose([[8] * n])
+        exchange("open")
+        try:
+            if rank == 2:
+                transport._outer._channel.close()  # type: ignore[attr-defined]  # no goodbye: as if it died
+            elif rank == 0:
+                transport.publish((0,), 1)
+                with pytest.raises(PeerLostError, match="rank 2"):
+                    single.pull(transport, 2, 0, 1).wait()
+        finally:
+            exchange("end")
+            with contextlib.suppress(CommFuseError):
+                transport.close()
+
+    run_ranks(n, body)

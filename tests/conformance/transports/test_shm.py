@@ -170,7 +170,7 @@ def test_small_dev_shm_is_refused_on_all_ranks() -> None:
         return str(caught.value)
 
     for text in run_ranks(2, body):
-        assert "rank 1 cannot get" in text and "--shm-size" in text and "memfd" in text and "No space left" in text
+        assert "rank 1: cannot get" in text and "--shm-size" in text and "memfd" in text and "No space left" in text
     assert descriptors() <= before
 
 
