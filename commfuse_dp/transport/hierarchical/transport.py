@@ -16,8 +16,8 @@ woken for news of the outer one (`on_news`, `wake`).
 
 [Note: Epochs of a relay]
 A relay's segment is written after `wait_finished(epoch - 1)`, like any: its readers are the host's ranks, which have finished
-then. It is complete before the next epoch is asked for (`publish` waits for it), and `finish` reaches the rail only when it is:
-a rail peer that rewrites its segment knows that this host has what it needs.
+then. It is complete before the next epoch is asked for (`wait_finished` waits for it), and `finish` reaches the rail only when
+it is: a rail peer that rewrites its segment knows that this host has what it needs.
 """
 
 from __future__ import annotations
@@ -87,8 +87,6 @@ class HierarchicalTransport(Transport):
     def publish(self, keys: Sequence[int], epoch: int, *, last: bool = False) -> None:
         inner, outer = self._inner, self._outer
         inner.publish([self._relays.key(key) for key in keys], epoch)
-        if self._finish_later:
-            wait_until(self, self._all_relayed, peer=-1, where=NOWHERE, doing="shards of other hosts, of the step before")
         for key in keys:
             outer.segments[key].copy_(self.segments[key])
         outer.publish(keys, epoch)
@@ -141,8 +139,12 @@ class HierarchicalTransport(Transport):
         self._outer.finish(epoch, outcome)
 
     def wait_finished(self, epoch: int, where: Where = NOWHERE, *, meanwhile: Callable[[], object] | None = None) -> None:
-        if epoch > 0:
-            wait_for_readers(self, (self._inner, self._outer), epoch, where, meanwhile)
+        if epoch <= 0:
+            return
+        wait_for_readers(self, (self._inner, self._outer), epoch, where, meanwhile)
+        # Here, not in `publish`: an exception in a wait is planned for between two steps, not while one begins.
+        if self._finish_later:
+            wait_until(self, self._all_relayed, peer=-1, where=where, doing="shards of other hosts, of the step before")
 
     # ---- messages ----------------------------------------------------------------------------------------------------
     def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[torch.Tensor]:
