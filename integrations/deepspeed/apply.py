@@ -202,7 +202,7 @@ def _install(
         _rows(selection, streams),
         config,
         names=[name for name, _ in zero.module.named_parameters()],
-        minimum_bytes_per_step=_minimum_bytes(selection, zero.optimizer, stage, group.size(), rest=not streams),
+        minimum_bytes_per_step=_minimum_bytes(selection, zero, stage, group.size(), rest=not streams),
     )
 
 
@@ -424,7 +424,7 @@ def _rows(selection: Selection, streams: bool) -> list[ParameterRow]:
     return rows + [ParameterRow(name, rest, why + why_stock, numel(param)) for name, (param, why) in selection.left.items()]
 
 
-def _minimum_bytes(selection: Selection, optimizer: Any, stage: int, world_size: int, *, rest: bool) -> int:
+def _minimum_bytes(selection: Selection, zero: Any, stage: int, world_size: int, *, rest: bool) -> int:
     """Bytes this rank must receive in a step of one microbatch; see Report.minimum_bytes_per_step.
 
     What ZeRO-3 keeps whole is gathered once, after the step. Equal partitions are assumed for ZeRO-1/2.
@@ -441,7 +441,7 @@ def _minimum_bytes(selection: Selection, optimizer: Any, stage: int, world_size:
             for param, _ in selection.left.values()
         ]
     for param, gathers, reductions in params:
-        travelling, reduced = compat.travelling_dtype(param).itemsize, optimizer.get_param_comm_dtype(param).itemsize
+        travelling, reduced = compat.travelling_dtype(param).itemsize, compat.reduced_dtype(zero, param).itemsize
         if id(param) in slices:
             reduced = min(reduced, travelling)
         gathered = gathers * (travelling if stage == 3 else param.element_size())
