@@ -207,8 +207,8 @@ class CollectivePort:
 
     def any_of(self, own: bool) -> bool:
         """A vote: True on all ranks if it is on one. Who waits hears of a peer that has left the step."""
-        votes = torch.empty(self.world_size, dtype=torch.uint8)
-        self.all_gather(votes, torch.tensor([own], dtype=torch.uint8)).wait()
+        votes = torch.empty(self.world_size, dtype=torch.uint8, device=self._engine.device)
+        self.all_gather(votes, torch.full_like(votes[:1], own)).wait()
         return bool(votes.any())
 
     # ---- messages ----------------------------------------------------------------------------------------------------
