@@ -294,7 +294,7 @@ class OneRank:
         """All layers, one after the other, as inside a root's forward (after `engine.begin_step`)."""
         self.engine.enter_forward()
         for operand in self.operands:
-            x = fused_linear(x, operand, 0, torch.bfloat16)
+            x = fused_linear(x, operand, 0)
         self.engine.end_forward(True)
         self.engine.leave_forward()
         return x

@@ -64,11 +64,12 @@ class Interruptible(Protocol):
 class _Held:
     """The signal of this process that is held back."""
 
-    __slots__ = ("asked", "delivering", "pending", "since")
+    __slots__ = ("asked", "delivering", "pending", "rest", "since")
 
     def __init__(self) -> None:
         self.pending = False
         self.since = 0.0  # it has come
+        self.rest: Callable[[int, FrameType | None], Any] = signal.default_int_handler  # what has not yet been called for it
         self.asked = False  # the next call of the handler is no new signal
         self.delivering = False  # the program's handler runs
 
@@ -103,12 +104,14 @@ class Handler:
         insisted = half_done(frame)
         if insisted:
             if not held.pending:
-                held.since, held.pending = time.monotonic(), True
+                held.since, held.pending, held.rest = time.monotonic(), True, self.behind
+                _stand_in_front()  # else a handler that has called this one would be called again when the signal is asked for
                 _thread.start_new_thread(_ask_again, ())
                 return
             if asked or time.monotonic() - held.since < INSIST_S:
                 return
-        _deliver(self.behind, frame, tell=not insisted)  # not who is set now: that one may have called this
+        # Not who is set now: that one may have called this.
+        _deliver(held.rest if asked else self.behind, frame, tell=not insisted)
 
 
 def half_done(frame: FrameType | None) -> bool:
@@ -136,8 +139,13 @@ def watch(user: Interruptible) -> None:
         _users.discard(user)
         return
     _users.add(user)
+    _stand_in_front()
+
+
+def _stand_in_front() -> None:
+    """Before the handler that is set now, if the program has one."""
     handler = signal.getsignal(signal.SIGINT)
-    if callable(handler) and not isinstance(handler, Handler):
+    if callable(handler) and not isinstance(handler, Handler) and threading.get_ident() == threading.main_thread().ident:
         signal.signal(signal.SIGINT, Handler(handler))
 
 
@@ -155,7 +163,7 @@ def deliver_held() -> None:
     if HELD.pending and threading.get_ident() == threading.main_thread().ident:
         handler: Any = signal.getsignal(signal.SIGINT)
         if isinstance(handler, Handler):
-            handler = handler.behind
+            handler = HELD.rest
         if callable(handler):
             _deliver(handler, sys._getframe(1), tell=True)
         else:  # the program has changed its mind since

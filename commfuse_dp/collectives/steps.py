@@ -51,6 +51,11 @@ class Steps(StepState):
         self._calls = 0  # begun in this step
         self._armed: weakref.ref[EndOfBackward] | None = None
 
+    @property
+    def begun(self) -> int:
+        """Calls of this step."""
+        return self._calls
+
     # ---- inside a step -----------------------------------------------------------------------------------------------
     def call(self) -> int:
         """A call begins: its number in this step. Raises BrokenStepError if the step was broken off."""
@@ -101,6 +106,7 @@ class Steps(StepState):
         if self.end():
             parted = self.parted()
             self.recover()
+            self.begin(self.step + 1)
             if parted is not None:
                 raise parted
 
@@ -135,14 +141,13 @@ class Steps(StepState):
         return lost
 
     def recover(self) -> None:
-        """All ranks do this, after a step that is lost. The next one has begun then."""
+        """All ranks do this, after a step that is lost. After an exception again, until the next one has begun."""
         transport, recovery = self._transport(), self._recovery
         assert transport is not None and recovery is not None
         recovery.discard(CHANNEL_COLLECTIVE)
         recovery.recover(self.step, self._start)
         for forget in when_recovered:
             forget(transport)
-        self.begin(self.step + 1)
 
     @property
     def _start(self) -> Where:

@@ -12,6 +12,7 @@ from commfuse_dp.engine.partials import PartialGradients, Produce
 from commfuse_dp.engine.plan import Unit, UnitSlice
 from commfuse_dp.engine.whole import Whole
 from commfuse_dp.interrupts import HELD, deliver_held
+from commfuse_dp.ops.operands import other_parameters
 from commfuse_dp.ops.pieces import Piece
 
 if TYPE_CHECKING:
@@ -32,6 +33,24 @@ class Backward:
         self._gradients = engine.gradients
         self._in_place = engine.transport.in_place
         self.accumulating: set[int] = set()
+
+    def renew(self) -> None:
+        """A forward has come between the one of this backward and it. If that was one with other values (of an average, say,
+        for an evaluation), these are what is published: then a step begins here, with the values that the parameters have."""
+        engine, published = self._engine, [unit for unit in self._engine.units if not unit.replicated]
+        if not published:
+            return
+        with engine.guarded("(start of backward)"):
+            # Other parameters than those that were published (torch.func.functional_call) are told by their anchors.
+            changed = any(
+                self._parameters.differs(unit) and not any(slot.replaced for slot in unit.slots) for unit in published
+            )
+            on_host = engine.transport.device is None
+            changed = engine.ports[0].any_of(changed) if engine.ports and on_host else engine.vote(changed)
+            if changed and engine.calls is not None:  # tensor parallelism's step goes on in this backward
+                raise other_parameters(published[0].name)
+        if changed:
+            engine.next_step()
 
     def exchange(
         self,

@@ -7,11 +7,17 @@ Transports that do not recover (streams) go another way, see `GradientStream.dis
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from commfuse_dp.collectives.step_state import StepState
-from commfuse_dp.errors import BrokenStepError, in_a_line
+from commfuse_dp.errors import BrokenStepError, CommFuseError, in_a_line
 from commfuse_dp.transport.base import Outcome, Recovery, Transport
+
+if TYPE_CHECKING:
+    from commfuse_dp.engine.engine import Engine
 
 ROOM = "a free slot in its gradient inbox"  # what a rank waits for that has no credit
 ROOM_PATIENCE_S = 5.0  # for that, at a peer whose step was broken off
@@ -137,6 +143,11 @@ class Breakage(StepState):
         return self._agreed
 
     @property
+    def settled(self) -> bool:
+        """All ranks know that the step is lost, or some have gone through with it."""
+        return self._agreed or any(outcome.through for outcome in self.outcomes().values())
+
+    @property
     def unsettled(self) -> bool:
         """The step is lost here, and `lose_gradients` has not been called."""
         return bool(self.cause) and not self._agreed
@@ -174,3 +185,17 @@ class Breakage(StepState):
         """Alone, on a rank that had gone through only: all others have had an exception. With steps of others, on all: ranks of
         tensor parallelism have to begin the same batch."""
         return super().parted() if self.together or (self.told is not None and self.told.through) else None
+
+
+@contextlib.contextmanager
+def resetting(engine: Engine) -> Iterator[None]:
+    """In here the framework forgets an iteration that was broken off: its collectives are waited for, but not wanted."""
+    if engine.unfinished or any(port.under_way for port in engine.ports):
+        engine.breakage.by("(reset of the iteration)", CommFuseError("the iteration was given up"))
+    for port in engine.ports:
+        port.giving_up = True
+    try:
+        yield
+    finally:
+        for port in engine.ports:
+            port.giving_up = False

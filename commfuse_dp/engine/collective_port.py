@@ -205,6 +205,12 @@ class CollectivePort:
         if whole is not flat:
             flat.copy_(whole[: flat.numel()])
 
+    def any_of(self, own: bool) -> bool:
+        """A vote: True on all ranks if it is on one. Who waits hears of a peer that has left the step."""
+        votes = torch.empty(self.world_size, dtype=torch.uint8, device=self._engine.device)
+        self.all_gather(votes, torch.full_like(votes[:1], own)).wait()
+        return bool(votes.any())
+
     # ---- messages ----------------------------------------------------------------------------------------------------
     def sends_to(self, dst: int) -> bool:
         """Something of a collective is still to be sent to `dst`."""

@@ -23,7 +23,7 @@ from commfuse_dp.collectives.steps import Steps
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.backward import Backward
 from commfuse_dp.engine.bound import Binder
-from commfuse_dp.engine.broken import Breakage
+from commfuse_dp.engine.broken import Breakage, resetting
 from commfuse_dp.engine.gradients import GradientStream
 from commfuse_dp.engine.memory.buffers import BufferPool
 from commfuse_dp.engine.ordering import ordering_of
@@ -44,7 +44,6 @@ from commfuse_dp.probe import COMPUTE, Probe, now_ns
 from commfuse_dp.transport.base import CHANNEL_GRAD, Outcome, Transport
 
 LATE_NS = 20_000  # a shorter wait at the start of a step is the cost of asking, not of waiting
-
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside
 
@@ -110,12 +109,13 @@ class Engine:
         self.parameters.heed = self.breakage.heed_absence
         if transport.device is None:
             progress.register(self.gradients.make_progress)
-        self._sequences: dict[bool, list[Key]] = {}  # recorded orders, by whether gradients are computed
-        self._mode = False
+        self._sequences: dict[int, list[Key]] = {}  # recorded orders, by mode
+        self._mode = 0  # of the step: 1: gradients are computed, 2: it was begun in a backward
+        self._overtaken = False  # backwards may come of forwards in earlier steps
         self._active = False  # between begin_step and the end of the pass it belongs to
         self._in_forward = False  # of the root
-        self._vote = vote
-        self._calls: Steps | None = None
+        self.vote = vote
+        self.calls: Steps | None = None
         self._published = published
         self.armed: weakref.ref[EndOfBackward] | None = None  # dead if that backward was broken off
         self._broken = ""  # the text alone: a kept exception keeps its frames, and with them shared memory, for ever
@@ -130,12 +130,12 @@ class Engine:
 
         [Note: Order of two transports] A step is over on both before a rank waits on one. First all hear how it ended on the
         engine's, then they tell that on the other, so that everybody knows of everybody; then both recover, or none."""
-        alone = self._vote
-        self._calls, self._vote = calls, lambda own: vote(alone(own))
+        alone = self.vote
+        self.calls, self.vote = calls, lambda own: vote(alone(own))
         calls.together, self.breakage.together = [self.breakage], [calls]
 
         def part() -> None:
-            self._calls, self._vote = None, alone
+            self.calls, self.vote = None, alone
             calls.together, self.breakage.together = [], []
 
         return part
@@ -146,13 +146,20 @@ class Engine:
         if in_backward():
             return
         watch(self)
+        self.next_step()
+
+    def next_step(self) -> None:
+        """`begin_step`, also inside a backward."""
         if self._broken:
             raise CommFuseError(f"communication broke down in an earlier step and cannot go on: {self._broken}")
         with untransformed():
-            self.parameters.require_values(self._vote)
+            self.parameters.require_values(self.vote)
         try:
             with untransformed():
                 self._end_step()
+                if in_backward() and self.breakage.lost:  # of the forward, too
+                    self.breakage.cause = self.breakage.why()
+                    self.breakage.check()
                 while self.breakage.owed:
                     with self._for_good():
                         self._begin_step()
@@ -175,7 +182,7 @@ class Engine:
         self.ensure_exposed()
         where = Where("(start of step)", self.step, "all")
         self.breakage.leave(unfinished=self.unfinished)
-        calls = None if self.breakage.lost else self._calls  # asked again after a refusal: their next step has begun
+        calls = None if self.breakage.lost else self.calls  # asked again after a refusal: their next step has begun
         if calls is not None:
             calls.leave()
         if self.transport.recovery is None and not self.gradients.idle:
@@ -207,6 +214,11 @@ class Engine:
         self.breakage.refuse()
 
     @property
+    def broken_off(self) -> bool:
+        """The step is known to be lost, and the framework may be in the middle of it."""
+        return bool(self._broken or self.breakage.cause or self.unfinished)
+
+    @property
     def unfinished(self) -> bool:
         """A backward was begun that did not come to its end."""
         return self.armed is not None or not self.gradients.idle
@@ -226,22 +238,10 @@ class Engine:
             if port.under_way:
                 port.progress()
 
-    @contextlib.contextmanager
-    def resetting(self) -> Iterator[None]:
-        """In here the framework forgets an iteration that was broken off: its collectives are waited for, but not wanted."""
-        if self.unfinished or any(port.under_way for port in self.ports):
-            self.breakage.by("(reset of the iteration)", CommFuseError("the iteration was given up"))
-        for port in self.ports:
-            port.giving_up = True
-        try:
-            yield
-        finally:
-            for port in self.ports:
-                port.giving_up = False
-
     def _outcome(self) -> Outcome:
-        calls = -1 if any(port.in_doubt for port in self.ports) else sum(port.calls for port in self.ports)
-        return self.breakage.outcome(calls)
+        # With those of tensor parallelism: of a row whose ranks have not begun equally many, ranks of other rows hear here.
+        calls = sum(port.calls for port in self.ports) + (self.calls.begun if self.calls is not None else 0)
+        return self.breakage.outcome(-1 if any(port.in_doubt for port in self.ports) else calls)
 
     def _recover(self, where: Where) -> None:
         """All ranks have left a step that was broken off on some of them, and all of them do this."""
@@ -253,18 +253,21 @@ class Engine:
             port.recover(complete=same)
         with self._for_good():
             self.gradients.reset(evaluating=not (self._mode or self.breakage.backward))
-        with self.resetting():
+        with resetting(self):
             self.on_recovery()
         self.buffers.forget_taken()
         self.parameters.recover()
         recovery.recover(self.step, where)
+        if self.calls is not None:
+            self.calls.recover()
+        # An exception has come in a wait up to here, and all of it is done again, or it comes no more.
         for unit in self.units:
             unit.scatters = 0
         self.armed = None
         mixed = self.breakage.lose_gradients()
         parted = self.breakage.parted()
-        if self._calls is not None:
-            self._calls.recover()
+        if self.calls is not None:
+            self.calls.begin(self.calls.step + 1)
         if parted is not None:
             raise parted
         if mixed:
@@ -282,11 +285,12 @@ class Engine:
 
     def _begin_step(self) -> None:
         self.armed = None
+        self._overtaken = (self._overtaken or self._mode > 0) and not in_backward() and not self.breakage.settled
         self.step += 1
         self.breakage.begin(self.step)
         begun = self.probe.mark() if self.probe.sink is not None else None
         start = now_ns()
-        self._mode = torch.is_grad_enabled()
+        self._mode = 2 if in_backward() else int(torch.is_grad_enabled())
         for unit in self.units:
             unit.pending_backwards = 0
         self.buffers.settle()
@@ -310,6 +314,7 @@ class Engine:
         [Note: Values, not versions] They are compared by value: what is written through `param.data`, a view of DeepSpeed's
         flat buffers or a pointer counts as no new version of the tensor. The ranks decide together, since what has changed may
         lie in the shard of one of them. This costs such a call a read of its own shard and a message; the root's forward none.
+        Who votes waits for peers that are elsewhere in the program until these give up, as with a collective of the framework.
         """
         replaced = False
         for slot in unit.slots:
@@ -321,11 +326,11 @@ class Engine:
                 raise other_parameters(unit.name)
             return
         with untransformed():
-            if (
-                not self._active
-                or self.breakage.cause
-                or (not unit.replicated and self._vote(replaced or self.parameters.differs(unit)))
-            ):
+            # Also of a step that is over here: a peer may not know that it was broken off, and vote.
+            begin = not self._active or bool(self.breakage.cause)
+            if not unit.replicated:
+                begin = self.vote(begin or replaced or self.parameters.differs(unit))
+            if begin:
                 self.begin_step()
 
     def enter_forward(self) -> None:
@@ -408,8 +413,10 @@ class Engine:
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
     def arm(self) -> None:
-        """Make sure that `finish_backward` runs at the end of the backward pass that is under way."""
+        """A backward pass is under way: it computes with the parameters of now, and `finish_backward` runs at its end."""
         if self.armed is None or self.armed() is None:
+            if self._overtaken:
+                self._backward.renew()
             self.armed = at_end_of_backward(self._end_backward)
             self.breakage.begin_backward()
 
@@ -423,7 +430,7 @@ class Engine:
 
     def finish_backward(self) -> None:
         """End of a backward pass: everything owed is sent, all sums are finished and delivered."""
-        with self._guarded("(end of backward)"):
+        with self.guarded("(end of backward)"):
             self._backward.finish()
             if HELD.pending:  # behind `drain` the step counts as gone through
                 deliver_held()
@@ -436,7 +443,7 @@ class Engine:
         self.breakage.complete = True
 
     @contextlib.contextmanager
-    def _guarded(self, what: str) -> Iterator[None]:
+    def guarded(self, what: str) -> Iterator[None]:
         """An exception in here breaks the step off."""
         try:
             yield
@@ -447,13 +454,13 @@ class Engine:
     def settle(self) -> None:
         """Finish the sums of all layers passed so far, and have the current stream see them. To be called before blocking in
         anything that does not poll us, and by whoever reads gradients before the end of the backward."""
-        with self._guarded("(before the end of backward)"):
+        with self.guarded("(before the end of backward)"):
             self.gradients.drain()
 
     def settle_replicas(self) -> None:
         """`settle`, and be sure that the replicas are still with this rank."""
         self.settle()
-        with self._guarded("(replicas)"):
+        with self.guarded("(replicas)"):
             self.gradients.meet_replicas()
 
     @property
@@ -471,7 +478,7 @@ class Engine:
 
     def reduce_accumulated(self) -> None:
         """Reduce whatever was accumulated without being reduced, and finish all sums. Collective; outside a backward."""
-        with self._guarded("(accumulated gradients)"):
+        with self.guarded("(accumulated gradients)"):
             for unit in self.units:
                 self._backward.scatter_accumulated(unit)
             self.gradients.drain()

@@ -81,6 +81,7 @@ class GradientStream:
         self._inbox_bytes = inbox_bytes
         self._queue: deque[Scatter] = deque()
         self._replicating: deque[tuple[Scatter, torch.Tensor, Replicating]] = deque()
+        self._settled = 0  # step whose end the replicas have been told of, and have told
         self._sums = Sums(transport, pool.device, inbox_bytes=inbox_bytes, divides=replicas is None)
         self.slots = Reserver(transport)
         self.ports = self.slots.ports
@@ -444,10 +445,11 @@ class GradientStream:
         """After a step that was broken off, on a transport that recovers: forget all of it. Gradients are not delivered.
 
         With replicas every sum that was begun is owed an all-reduce: the other replicas count on it. What it brings is NaN, in
-        case they did not lose the step. evaluating: it had no gradients, and is no concern of theirs."""
+        case they did not lose the step. evaluating: it had no gradients, and is no concern of theirs. They hear of it once,
+        also if this is called again after an exception in a later part of the recovery."""
         queue, self._queue = self._queue, deque()
         self._means = self._new_means()
-        if self._replicas is None or evaluating:
+        if self._replicas is None or evaluating or self._settled == self._breakage.step:
             return
         for scatter in queue:
             if scatter.bound.replicate:
@@ -459,6 +461,7 @@ class GradientStream:
         while self._replicating:
             self._replicating.popleft()[2].wait()
         self._replicas.agree(self._breakage.step, cause)
+        self._settled = self._breakage.step
 
     def discard(self) -> None:
         """After a step that was broken off: take in and drop what peers have sent for it. Gradients are not delivered.

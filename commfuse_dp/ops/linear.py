@@ -141,12 +141,16 @@ def replicated_linear(
 
 # ---- torch.compile: the same two functions as registered ops ---------------------------------------------------------
 @torch.library.custom_op("commfuse::linear", mutates_args=())
-def linear_op(x: torch.Tensor, anchor: torch.Tensor, handle: int, out_features: int, convert: bool, call: int) -> torch.Tensor:
-    return linear_forward(x, operand_of(handle), convert=convert)
+def linear_op(
+    x: torch.Tensor, anchor: torch.Tensor, bias: torch.Tensor | None, handle: int, out_features: int, convert: bool, call: int
+) -> torch.Tensor:
+    return linear_forward(x, operand_of(handle), convert=convert, bias=bias)
 
 
 @linear_op.register_fake
-def _(x: torch.Tensor, anchor: torch.Tensor, handle: int, out_features: int, convert: bool, call: int) -> torch.Tensor:
+def _(
+    x: torch.Tensor, anchor: torch.Tensor, bias: torch.Tensor | None, handle: int, out_features: int, convert: bool, call: int
+) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
 
 
@@ -169,14 +173,17 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, anchor, ctx.handle, _, _, ctx.call = inputs
+    x, anchor, _, ctx.handle, _, _, ctx.call = inputs
     ctx.save_for_backward(x, anchor)
 
 
-def _op_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None, None, None, None]:
+def _op_backward(
+    ctx: Any, grad: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None, None, None, None, None]:
     x, anchor = ctx.saved_tensors
     dx, token = torch.ops.commfuse.linear_backward(grad, x, anchor, ctx.handle, ctx.needs_input_grad[0], ctx.call)
-    return (dx if ctx.needs_input_grad[0] else None), token, None, None, None, None
+    summed = _summed(grad) if ctx.needs_input_grad[2] else None
+    return (dx if ctx.needs_input_grad[0] else None), token, summed, None, None, None, None
 
 
 linear_op.register_autograd(_op_backward, setup_context=_setup_context)
@@ -192,8 +199,7 @@ def fused_linear(x: torch.Tensor, operand: ShardedOperand, handle: int, bias: to
         x = autocast(x)
         bias = None if bias is None else autocast(bias)
     if torch.compiler.is_compiling():
-        y = torch.ops.commfuse.linear(x, operand.anchor, handle, operand.out_features, convert, call_number())
-        return y if bias is None else y + bias
+        return torch.ops.commfuse.linear(x, operand.anchor, bias, handle, operand.out_features, convert, call_number())
     if _is_transformed(x):
         weight, *own = gather_parameters(operand, handle)  # type: ignore[arg-type]
         return _plain(x, operand, weight, own[0] if own else bias)

@@ -202,7 +202,7 @@ def _install(
         _rows(selection, streams),
         config,
         names=[name for name, _ in zero.module.named_parameters()],
-        minimum_bytes_per_step=_minimum_bytes(selection, stage, group.size(), rest=not streams),
+        minimum_bytes_per_step=_minimum_bytes(selection, zero, stage, group.size(), rest=not streams),
     )
 
 
@@ -424,14 +424,16 @@ def _rows(selection: Selection, streams: bool) -> list[ParameterRow]:
     return rows + [ParameterRow(name, rest, why + why_stock, numel(param)) for name, (param, why) in selection.left.items()]
 
 
-def _minimum_bytes(selection: Selection, stage: int, world_size: int, *, rest: bool) -> int:
+def _minimum_bytes(selection: Selection, zero: Any, stage: int, world_size: int, *, rest: bool) -> int:
     """Bytes this rank must receive in a step of one microbatch; see Report.minimum_bytes_per_step.
 
     What ZeRO-3 keeps whole is gathered once, after the step. Equal partitions are assumed for ZeRO-1/2.
-    rest: what is not served by slices goes over CommFuse's collectives, and counts.
+    rest: what is not served by slices goes over CommFuse's collectives, and counts. Its gradients travel as DeepSpeed's
+    `communication_data_type` says, those of slices in the narrower of that and their own.
     """
     total = 0
     twice = 1 + (stage == 3)
+    slices = {id(layer.param) for layer in selection.layers}
     params = [(layer.param, twice, 1) for layer in selection.layers]
     if rest:  # under ZeRO-1/2 its gradients are reduced to all ranks
         params += [
@@ -439,8 +441,10 @@ def _minimum_bytes(selection: Selection, stage: int, world_size: int, *, rest: b
             for param, _ in selection.left.values()
         ]
     for param, gathers, reductions in params:
-        travelling = compat.travelling_dtype(param).itemsize
+        travelling, reduced = compat.travelling_dtype(param).itemsize, compat.reduced_dtype(zero, param).itemsize
+        if id(param) in slices:
+            reduced = min(reduced, travelling)
         gathered = gathers * (travelling if stage == 3 else param.element_size())
         size = numel(param) * (world_size - 1) // world_size
-        total += size * (gathered + reductions * travelling * param.requires_grad)
+        total += size * (gathered + reductions * reduced * param.requires_grad)
     return total

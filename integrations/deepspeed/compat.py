@@ -404,6 +404,13 @@ def travelling_dtype(param: torch.Tensor) -> torch.dtype:
     return found if isinstance(found, torch.dtype) else param.dtype
 
 
+def reduced_dtype(zero: Any, param: torch.Tensor) -> torch.dtype:
+    """Dtype in which DeepSpeed reduces a gradient: as ZeRO's optimizer says, or the engine where there is none (stage 0)."""
+    said = getattr(zero.optimizer, "get_param_comm_dtype", None)
+    found: torch.dtype = said(param) if said is not None else zero.communication_data_type
+    return found
+
+
 def partition(param: torch.Tensor, real: int) -> torch.Tensor:
     """This rank's elements of the flattened parameter, without padding: 1-D, `real` elements."""
     return param.ds_tensor.data.view(-1)[:real]  # type: ignore[attr-defined]

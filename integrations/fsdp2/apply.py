@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.engine.broken import resetting
 from commfuse_dp.engine.collective_port import CollectivePort
 from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.plan import Unit, UnitPolicy
@@ -70,8 +71,12 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None, *, tensor_laye
 
 
 def remove(model: nn.Module) -> None:
-    """Give stock FSDP2 back. Between steps only; all ranks call it."""
-    if attachment_of(model) is not None:
+    """Give stock FSDP2 back. Between steps only; all ranks call it. Of a step that was broken off nothing is left."""
+    engine = engine_of(model)
+    if engine is not None:
+        if engine.broken_off:
+            with resetting(engine):
+                engine.on_recovery()
         _reshard(model)
     remove_from(model, "commfuse_dp.remove(): this model has no CommFuse; apply() was not called for it, or remove() already")
 
@@ -327,7 +332,7 @@ def _hook_reset(attachment: Attachment, model: nn.Module, engine: Engine) -> Non
         engine.drop_accumulated()
         module = ref()
         if module is not None:
-            with engine.resetting():
+            with resetting(engine):
                 compat.reset_iteration(module)
 
     names: list[str] = []

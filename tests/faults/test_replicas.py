@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import commfuse_dp
@@ -61,6 +62,11 @@ def broken(rank: int, world_size: int, bad: tuple[int, ...], place: str, validat
         if handle is not None:
             handle.remove()
     commfuse_dp.remove(net)
+    dist.barrier()
+    net.zero_grad()
+    pair.loss_of(net, batches[0]).backward()  # stock again
+    for name, grad in pair.gradients(net).items():
+        torch.testing.assert_close(grad, wanted[0][name], rtol=1e-5, atol=1e-6)
     return found
 
 

@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from commfuse_dp.integrations.attach.forwards import TENSOR_ATTACHMENT
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.hooks import RemovableHandle
 
 from commfuse_dp import BrokenStepError
+from commfuse_dp.collectives.steps import steps_of
+from commfuse_dp.transport.base import Transport
 from tests.parity.tensor_parallel.block import batch, parallelize, whole
 from tests.parity.tensor_parallel.test_tensor_layers import gradients as llama_gradients
 from tests.parity.tensor_parallel.test_tensor_slices import alike, build, data, gradients, grid
@@ -178,3 +181,59 @@ def _llama(rank: int, world_size: int, transport: str) -> None:
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_beside_layers_of_the_framework(workers: Any, transport: str) -> None:
     workers(4).run(_llama, transport, timeout=200)
+
+
+def _unequal(rank: int, world_size: int, victims: tuple[int, ...]) -> None:
+    """A rank begins a call more than its row, which waits for nobody, and nobody raises."""
+    mesh = grid(world_size)
+    wanted, net = gradients(build(mesh), mesh), build(mesh)
+    with serving.applied(net, deadline_s=DEADLINE_S):
+        for victim in victims:
+            alike(gradients(net, mesh), wanted)
+            if rank == victim:
+                steps_of(tensor_transport(net)).call()
+            with pytest.raises(BrokenStepError, match="went through with it"):
+                gradients(net, mesh)
+        alike(gradients(net, mesh), wanted)
+
+
+def tensor_transport(net: nn.Module) -> Transport:
+    return vars(net)[TENSOR_ATTACHMENT].transport  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("victims", [(2,), slow((0, 1, 2, 3))])
+def test_ranks_of_a_row_that_begin_unequally_many_calls_do_not_recover_alone(workers: Any, victims: tuple[int, ...]) -> None:
+    workers(4).run(_unequal, victims, timeout=100)
+
+
+def _interrupted(rank: int, world_size: int, victims: tuple[int, ...]) -> None:
+    """A Ctrl-C in the recovery of tensor parallelism, behind that of data parallelism: peers wait for this rank in both."""
+    mesh = grid(world_size)
+    wanted, net = gradients(build(mesh), mesh), build(mesh)
+    x = data(mesh, 0)
+    with serving.applied(net, deadline_s=DEADLINE_S):
+        steps = steps_of(tensor_transport(net))
+        assert steps is not None
+        recover = steps.recover
+
+        def interrupted() -> None:
+            steps.recover = recover  # type: ignore[method-assign, union-attr]
+            raise KeyboardInterrupt
+
+        for victim in victims:
+            alike(gradients(net, mesh), wanted)
+            with _hook(net, x) if rank == victim else nullcontext():
+                assert isinstance(_attempt(net, x), Boom if rank == victim else BrokenStepError)
+            if rank == victim:
+                steps.recover = interrupted  # type: ignore[method-assign]
+                with pytest.raises(KeyboardInterrupt):
+                    net(x)
+            else:
+                error = _attempt(net, x)
+                assert isinstance(error, BrokenStepError) and "KeyboardInterrupt" in str(error), error
+            alike(gradients(net, mesh), wanted)
+
+
+@pytest.mark.parametrize("victims", [(1,), slow((0, 1, 2, 3))])
+def test_an_interrupted_recovery_is_made_up_for(workers: Any, victims: tuple[int, ...]) -> None:
+    workers(4).run(_interrupted, victims, timeout=100)

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -33,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 JOB_VARIABLE = "COMMFUSE_TEST_MPI_JOB"
 _JOB_S = 400.0
 _CASE_S = 120
+_SEGMENT = "shared memory of MPI: "  # in the output of a job, before a file
 
 
 def mpiexec() -> str | None:
@@ -71,13 +73,18 @@ def run_job(
 ) -> tuple[int, str]:
     """(exit code, output of all ranks). Raises AssertionError with the output if the job does not end in time."""
     job = start_job(processes, command, environment, options=options)
+    late, output = False, ""
     try:
         output, _ = job.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
+        late = True
         end_job(job)
-        raise AssertionError(f"the MPI job did not end within {timeout_s} s:\n{job.communicate()[0][-6000:]}") from None
+        output, _ = job.communicate()
     finally:
         end_job(job)
+        for segment in told_segments(output):
+            segment.unlink(missing_ok=True)
+    assert not late, f"the MPI job did not end within {timeout_s} s:\n{output[-6000:]}"
     return job.returncode, output
 
 
@@ -93,7 +100,19 @@ def end_job(job: subprocess.Popen[str]) -> None:
             job.wait()
 
 
+def told_segments(output: str) -> list[Path]:
+    """By ranks that have called `tell_segments`."""
+    return [Path(name) for name in re.findall(f"^{_SEGMENT}(/dev/shm/\\S+)$", output, re.MULTILINE)]
+
+
 # ---- inside the job ----------------------------------------------------------------------------------------------------
+def tell_segments() -> None:
+    """For programs whose ranks do not come to MPI's own end, which removes its shared memory: `run_job` removes it instead."""
+    with open("/proc/self/maps") as file:
+        places = {line.split(maxsplit=5)[5].strip() for line in file if "/dev/shm/mpich_shm_" in line}
+    print("".join(f"{_SEGMENT}{place}\n" for place in sorted(places)), end="", flush=True)
+
+
 class _Post:
     """Objects between the processes of the job, received by patient polling: MPI's own waits would spin on the few cores."""
 

@@ -240,6 +240,26 @@ def test_a_handler_that_calls_the_one_of_before_is_called_once(user):
     assert calls == ["called"] and user.heard == [caught.value]
 
 
+@pytest.mark.parametrize("ask", [True, False])
+def test_a_handler_that_calls_the_one_of_before_is_called_once_for_what_is_held_back(user, unasked, ask):
+    """No step has begun since it was set: it has called ours, which holds back what it calls itself."""
+    calls: list[str] = []
+    call_the_one_of_before(calls)
+    order: list[str] = []
+    in_file(OUR_FILE, press, done(order))()
+    assert order == ["done"] and calls == ["called"] and HELD.pending and len(unasked) == 1
+    with pytest.raises(KeyboardInterrupt) as caught:
+        if ask:
+            unasked[0]()
+            linger()
+        else:
+            in_file(OUR_FILE, deliver_held)()
+    assert calls == ["called"] and user.heard == [caught.value] and not HELD.pending
+    with pytest.raises(KeyboardInterrupt):
+        press()  # a new one
+    assert calls == ["called"] * 2
+
+
 def test_a_handler_that_comes_while_a_signal_is_held_back_gets_it(user, unasked):
     calls: list[str] = []
     in_file(OUR_FILE, press)()

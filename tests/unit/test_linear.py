@@ -189,7 +189,7 @@ def test_opcheck_of_the_linear(lead):
     operand = LocalOperand([torch.randn(7, 4), torch.randn(7)], 1, 3, 2)
     handle = register_operand(operand)
     x = torch.randn(*lead, 4, requires_grad=True)
-    torch.library.opcheck(torch.ops.commfuse.linear.default, (x, operand.anchor, handle, 7, False, 0))
+    torch.library.opcheck(torch.ops.commfuse.linear.default, (x, operand.anchor, None, handle, 7, False, 0))
     assert operand.exchanges > 0  # the backward op ran, though nobody uses what it returns
     grad = torch.randn(*lead, 7)
     for needs_input_grad in (True, False):
@@ -198,11 +198,34 @@ def test_opcheck_of_the_linear(lead):
         )
 
 
+def test_a_bias_beside_the_operand_is_added_before_the_product_is_rounded():
+    """DeepSpeed's, in a graph as without."""
+    torch.manual_seed(0)
+    x = torch.randn(33, 64, dtype=torch.bfloat16, requires_grad=True)
+    bias = torch.randn(48, dtype=torch.bfloat16, requires_grad=True)
+    operand = LocalOperand([torch.randn(48, 64, dtype=torch.bfloat16)], 0, 2, 2)
+    handle = register_operand(operand)
+
+    def call() -> torch.Tensor:
+        return fused.fused_linear(x, operand, handle, bias)
+
+    torch._dynamo.reset()
+    found = []
+    for run in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+        x.grad = bias.grad = None
+        y = run()
+        y.sum().backward()
+        found.append((y.detach(), x.grad, bias.grad, operand.partials[0].clone()))
+    for eager, compiled in zip(*found, strict=True):
+        assert torch.equal(eager, compiled)
+    assert not torch.equal(found[0][0], x.detach() @ operand.params[0].t() + bias.detach())  # rounded twice: another result
+
+
 def test_the_op_is_the_function():
     operand = LocalOperand([torch.randn(7, 4), torch.randn(7)], 1, 3, 2)
     handle = register_operand(operand)
     x = torch.randn(5, 4, requires_grad=True)
-    y = torch.ops.commfuse.linear(x, operand.anchor, handle, 7, False, 0)
+    y = torch.ops.commfuse.linear(x, operand.anchor, None, handle, 7, False, 0)
     assert torch.equal(y, fused.fused_linear(x, operand, handle))
     y.sum().backward()
     first, partials = x.grad.clone(), [p.clone() for p in operand.partials]

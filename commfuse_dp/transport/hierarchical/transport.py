@@ -21,8 +21,8 @@ the inner channel, is woken for news of the outer one (`on_news`, `wake`).
 
 [Note: Epochs of a relay]
 A relay's segment is written after `wait_finished(epoch - 1)`, like any: its readers are the host's ranks, which have finished
-then. It is complete before the next epoch is asked for (`publish` waits for it), and `finish` reaches the rail only when it is:
-a rail peer that rewrites its segment knows that this host has what it needs.
+then. It is complete before the next epoch is asked for (`wait_finished` waits for it), and `finish` reaches the rail only when
+it is: a rail peer that rewrites its segment knows that this host has what it needs.
 """
 
 from __future__ import annotations
@@ -111,8 +111,6 @@ class HierarchicalTransport(Transport):
         self._check()
         inner, outer = self._inner, self._outer
         inner.publish([self._relays.key(key) for key in keys], epoch)
-        if self._finish_later:
-            wait_until(self, self._all_relayed, peer=-1, where=NOWHERE, doing="shards of other hosts, of the step before")
         for key in keys:
             if outer.segments[key] is not self.segments[key]:
                 outer.segments[key].copy_(self.segments[key])
@@ -185,6 +183,9 @@ class HierarchicalTransport(Transport):
         self._check()
         self._inner.wait_finished(epoch, where, meanwhile=meanwhile)
         self._outer.wait_finished(epoch, where, meanwhile=meanwhile)
+        # Here, not in `publish`: an exception in a wait is planned for between two steps, not while one begins.
+        if epoch > 0 and self._finish_later:
+            wait_until(self, self._all_relayed, peer=-1, where=where, doing="shards of other hosts, of the step before")
 
     # ---- messages ----------------------------------------------------------------------------------------------------
     def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[torch.Tensor]:

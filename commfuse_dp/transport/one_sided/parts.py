@@ -46,7 +46,7 @@ class Receiver(ABC):
 class Channel(ABC):
     """Control messages to all peers."""
 
-    awaits_goodbyes: ClassVar[bool] = False  # `close` waits for those of the peers, also after one's own
+    answers_goodbyes: ClassVar[bool] = False  # `close` waits for those of the peers, which therefore come at once
 
     @abstractmethod
     def start(self, receiver: Receiver) -> None:

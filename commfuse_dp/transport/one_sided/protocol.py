@@ -303,15 +303,14 @@ class OneSidedTransport(Peers):
             self.abort(reason)
         if not self._memory.in_place and os.getpid() == self._pid and sys.exc_info()[0] is None:
             self._serve_readers()
-        self._closed = True
         try:
             if os.getpid() == self._pid:  # a copy made by fork has no right to speak for its parent
-                with self._lock:
-                    for peer in self._around:
-                        if self._channel.awaits_goodbyes or peer not in self._departed:
-                            self._channel.post(peer, msg.pack(msg.GOODBYE))
+                with self._lock:  # at once: a goodbye that comes later is not answered any more
+                    self._closed = True
+                    self._post_all(msg.pack(msg.GOODBYE))
                 self._channel.flush(min(CLOSE_FLUSH_S, self.deadline_s))
         finally:
+            self._closed = True
             self._channel.close()
             self._memory.close()
             self.segments = Closed()
@@ -354,6 +353,8 @@ class OneSidedTransport(Peers):
         elif kind <= len(self._handlers):
             self._handlers[kind - msg.FINISH](src, a, b, c, d, x, y)
         elif kind == msg.GOODBYE:
+            if self._channel.answers_goodbyes and not self._closed:
+                self._channel.post(src, msg.pack(msg.GOODBYE))
             self._departed.add(src)
         elif kind == msg.BROKEN:
             self._rounds.on_broken(src, a, b, x, bytes(message[msg.HEADER_BYTES :]).decode(errors="replace"))

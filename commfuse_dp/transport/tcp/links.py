@@ -80,5 +80,9 @@ class Link:
                 return number, lane[0].number
         return None
 
+    def next_is_empty(self) -> bool:
+        """That frame has no payload."""
+        return next((not len(lane[0].source.view) for lane in self.lanes.values() if lane), False)
+
     def idle(self) -> bool:
         return not (self.pending or self.chunk or self.control or any(self.lanes.values()))

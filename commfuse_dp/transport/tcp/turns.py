@@ -9,7 +9,8 @@ of that time; and since every rank begins with another peer, each has one slice 
 A connection keeps its turn until the kernel has sent all but UNSENT_BYTES of what it was given, so that the link never runs
 dry. At the end of a chunk it gives the turn up in the same way to what has a higher priority or is older. A peer that
 acknowledges nothing for PATIENCE_S (its process was stopped, say) loses it: the others do not wait for that one. (So where a
-round trip takes longer, connections share the link as ever.)
+round trip takes longer, connections share the link as ever.) A frame without payload takes nothing of the link and needs no
+turn: a goodbye that waited for another peer's megabytes could come after the end of its own connection.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Turns:
     def keeps(self, link: Link) -> bool:
         """Whether a link without a frame under way goes on with its next one."""
         own = link.next_up()
-        return own is not None and (len(self._links) == 1 or (link is self._holder and not self._waiting(own)))
+        if own is None or len(self._links) == 1:
+            return own is not None
+        return link.next_is_empty() or (link is self._holder and not self._waiting(own))
 
     def whose(self) -> Link | None:
         """The link that may be written to."""
@@ -52,6 +55,9 @@ class Turns:
             return self._links[0] if self._links[0].open and not self._links[0].idle() else None
         holder, waiting = self._holder, self._waiting()
         self.patience = PATIENCE_S if waiting else None
+        for link in waiting:
+            if link.next_is_empty():
+                return link
         if not waiting:
             self._taken = -1  # the time in which nobody waits does not count
         if holder is not None and holder.open:

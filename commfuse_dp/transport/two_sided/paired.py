@@ -75,7 +75,7 @@ _TAG_MASK = (1 << 31) - 1
 class TwoSidedChannel(Channel):
     """See the module."""
 
-    awaits_goodbyes: ClassVar[bool] = True
+    answers_goodbyes: ClassVar[bool] = True
 
     def __init__(self, two_sided: TwoSided) -> None:
         self._two_sided = two_sided
@@ -92,6 +92,7 @@ class TwoSidedChannel(Channel):
         self._reaper = threading.Thread(target=self._reap, name="commfuse-p2p-sends", daemon=True)
         self._closed = False
         self._parted: set[int] = set()  # said goodbye
+        self._left: set[int] = set()  # were told goodbye: nothing more is sent to them, for they read nothing more
 
     # ---- the user's side ---------------------------------------------------------------------------------------------
     def start(self, receiver: Receiver) -> None:
@@ -103,6 +104,10 @@ class TwoSidedChannel(Channel):
         self._reaper.start()
 
     def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None, *, hold: bool = False) -> None:
+        if dst in self._left:
+            return
+        if msg.kind_of(message) == msg.GOODBYE:
+            self._left.add(dst)
         try:
             self._post(dst, message, payload)
         except TransportError as error:
@@ -124,7 +129,8 @@ class TwoSidedChannel(Channel):
         return True
 
     def close(self) -> None:
-        """Wait for the peers' goodbyes: a communicator that is destroyed earlier takes with it what they still receive."""
+        """Wait for the peers' goodbyes, with which their readers answer: a communicator that is destroyed earlier takes with it
+        what they still receive."""
         if self._closed:
             return
         self._closed = True

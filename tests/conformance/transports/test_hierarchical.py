@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -172,5 +173,39 @@ def test_a_pull_of_what_is_passed_on_hears_of_the_loss_of_its_owner():
             exchange("end")
             with contextlib.suppress(CommFuseError):
                 transport.close()
+
+    run_ranks(n, body)
+
+
+def test_shards_of_the_step_before_are_waited_for_between_the_steps():
+    """An exception in that wait, a Ctrl-C, is planned for there, and not while a step begins."""
+    n = 4
+    world = InprocWorld(n, inbox_bytes=4096, deadline_s=20.0)
+
+    def body(rank: int, exchange: ExchangeFn) -> None:
+        transport = open_hierarchical(rank, ["a", "a", "b", "b"], world, exchange, inbox_bytes=4096)
+        transport.expose([[8] * n])
+        outer, late = transport._outer, []
+        fetch = outer.fetch
+        if rank == 0:
+            outer.fetch = lambda *args, **more: late.append(partial(fetch, *args, **more))  # type: ignore[assignment]
+        transport.publish((0,), 1)
+        transport.finish(1)
+        if rank == 0:
+            relayed = transport._all_relayed
+            transport._all_relayed = interrupted  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                transport.wait_finished(1)
+            transport._all_relayed, outer.fetch = relayed, fetch  # type: ignore[method-assign]
+            for asked in late:
+                asked()
+        transport.wait_finished(1)
+        transport.publish((0,), 2)
+        transport.finish(2)
+        transport.wait_finished(2)
+        transport.close()
+
+    def interrupted() -> bool:
+        raise KeyboardInterrupt
 
     run_ranks(n, body)

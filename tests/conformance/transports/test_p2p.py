@@ -253,3 +253,26 @@ def _closed_in_turn(rank: int, world_size: int) -> list[str]:
 
 def test_a_goodbye_is_answered(workers: Any, slow_machine: None) -> None:
     assert workers(2).run(_closed_in_turn, timeout=90) == [[], []]
+
+
+def _failed(rank: int, world_size: int) -> str:
+    """Rank 0 fails and closes; the others are busy elsewhere, and close when it has."""
+    left_behind = len(paired._left_behind)
+    transport = open_p2p(None, inbox_bytes=1 << 12, deadline_s=20)
+    transport.expose([[64] * world_size])
+    dist.barrier()
+    if rank == 0:
+        transport.close("out of memory")
+    dist.barrier()
+    assert len(paired._left_behind) == left_behind
+    if rank == 0:
+        return ""
+    with pytest.raises(PeerLostError) as caught:
+        single.receive(transport, 0, Tag(CHANNEL_GRAD), WHERE)
+    transport.close()
+    assert len(paired._left_behind) == left_behind
+    return str(caught.value)
+
+
+def test_who_fails_does_not_wait_for_peers_to_close(workers: Any, slow_machine: None) -> None:
+    assert all("out of memory" in text for text in workers(2).run(_failed, timeout=60)[1:])

@@ -140,3 +140,19 @@ def test_a_peer_that_is_gone_loses_its_turn() -> None:
         wire.data(2, transfer(2, LARGE))
         far[1].close()
         assert take(far[2], LARGE) == {message(2): LARGE}
+
+
+def test_what_has_no_payload_needs_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A goodbye, say: nobody reads what was given to another peer before, nor loses its turn by that."""
+    monkeypatch.setattr(turns, "PATIENCE_S", 1000.0)
+    with sending_to(3) as (wire, far):
+        wire.data(1, transfer(1, LARGE))
+        until(lambda: waiting(far[1]) > 0)
+        wire.data(2, transfer(2, 0, GRAD_LANE))
+        wire.data(3, transfer(3, LARGE))
+        wire.data(3, transfer(4, 0, GRAD_LANE))  # behind a payload: it has to wait with that
+        assert HEADER.unpack(far[2].recv(HEADER.size, socket.MSG_WAITALL))[4] == message(2)
+        assert waiting(far[3]) == 0
+        assert take(far[1], LARGE) == {message(1): LARGE}
+        assert take(far[3], LARGE) == {message(3): LARGE}
+        assert HEADER.unpack(far[3].recv(HEADER.size, socket.MSG_WAITALL))[4] == message(4)

@@ -284,9 +284,12 @@ class Wide(nn.Module):
 
 
 def wide(rank: int, world_size: int, stage: int, dtype: str, window: int) -> Result:
-    more = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}} if dtype == "autocast" else {}
-    zero = settings(stage, dtype="bf16" if dtype == "bf16" else "fp32", **more)
-    case = Case(zero, make=Wide, block={"prefetch_bytes": window}, steps=5)
+    more: dict[str, Any] = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}} if dtype == "autocast" else {}
+    block: dict[str, Any] = {"prefetch_bytes": window}
+    if dtype == "bf16 as fp32":  # of slices the narrower one travels
+        more, block = {"communication_data_type": "fp32"}, {**block, "fuse": "never"}
+    zero = settings(stage, dtype="bf16" if dtype.startswith("bf16") else "fp32", **more)
+    case = Case(zero, make=Wide, block=block, steps=5)
     case.before = lambda engine, step: dist.barrier()  # else a quick rank's next collective may count in this step already
     return run(rank, world_size, case, fused=True)
 
@@ -294,8 +297,8 @@ def wide(rank: int, world_size: int, stage: int, dtype: str, window: int) -> Res
 @pytest.mark.parametrize(
     ("stage", "dtype"),
     [
-        *((1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "autocast")),
-        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((1, "bf16"), (2, "fp32"), (3, "bf16"))),
+        *((1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "autocast"), (3, "bf16 as fp32")),
+        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((1, "bf16"), (2, "fp32"), (3, "bf16"), (1, "bf16 as fp32"))),
     ],
 )
 def test_bytes(workers, stage, dtype):

@@ -139,3 +139,22 @@ def called_alone(rank: int, world_size: int, transport: str) -> None:
 @pytest.mark.parametrize(("world_size", "transport"), [slow(2, "shm"), (2, "tcp"), slow(3, "tcp")])
 def test_a_part_called_by_itself_sees_the_parameters_of_now(workers, world_size, transport):
     workers(world_size).run(called_alone, transport, timeout=120)
+
+
+def broken_here(rank: int, world_size: int) -> None:
+    """Ctrl-C on one rank, between a forward and its backward; all then call parts by themselves."""
+    stock, net = build(), build()
+    with pair.applied(net, transport="shm", deadline_s=15.0):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
+        for victim in range(world_size):
+            net(x)
+            if rank == victim:
+                engine_of(net).interrupted(KeyboardInterrupt(), tell=True)
+            for part in (net.first, net.first, net.narrow):
+                wanted = stock.get_submodule("first" if part is net.first else "narrow")(x)
+                torch.testing.assert_close(part(x), wanted, rtol=1e-5, atol=1e-5)
+            torch.distributed.barrier()
+
+
+def test_a_step_that_is_broken_off_on_one_rank_only_is_left_by_all(workers):
+    workers(2).run(broken_here, timeout=60)

@@ -94,7 +94,7 @@ def removed_while_compiled(rank: int, world_size: int) -> str:
     pair.loss_of(net, pair.batch(rank, world_size, 0)).backward()
     commfuse_dp.remove(net)
     with pytest.raises(RuntimeError) as error:
-        torch.ops.commfuse.linear(torch.zeros(2, pair.WIDTH), torch.empty(0), handle, pair.HIDDEN, False, 0)
+        torch.ops.commfuse.linear(torch.zeros(2, pair.WIDTH), torch.empty(0), None, handle, pair.HIDDEN, False, 0)
     return str(error.value)
 
 

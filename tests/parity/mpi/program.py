@@ -27,6 +27,7 @@ from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.two_sided import mpi, mpi_channel
 from commfuse_dp.transport.two_sided.mpi import MpiTransport
 from tests.support import single
+from tests.support.mpi import tell_segments
 from tests.support.transports import pattern, pull_bytes
 
 RESULT = "RESULT "
@@ -268,6 +269,7 @@ def end(how: str) -> None:
     print(f"rank {dist.get_rank()} pid {os.getpid()}", flush=True)
     deadline_s = 60.0 if how == "raise" else 1.0
     transport = MpiTransport(dist.get_rank(), dist.get_world_size(), exchange_of(None), inbox_bytes=4096, deadline_s=deadline_s)
+    tell_segments()
     dist.barrier()
     if dist.get_rank() == 0:
         single.receive(transport, 1, Tag(CHANNEL_GRAD))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mpi import mpiexec, run_job
+from tests.support.mpi import mpiexec, run_job, told_segments
 
 PROGRAM = str(Path(__file__).with_name("program.py"))
 CHECKS = sorted(re.findall(r"^def (check_\w+)", Path(PROGRAM).read_text(), re.MULTILINE))
@@ -52,6 +52,8 @@ def _gone(output: str, processes: int) -> None:
         left = [pid for pid in left if os.path.exists(f"/proc/{pid}") and not _is_zombie(pid)]
         time.sleep(0.05)
     assert not left, f"processes {left} outlived the job:\n{output}"
+    segments = told_segments(output)
+    assert segments and not [segment for segment in segments if segment.exists()], output
 
 
 def _is_zombie(pid: int) -> bool:
@@ -75,7 +77,10 @@ def test_a_rank_that_raises_ends_the_job() -> None:
 @pytest.mark.slow
 def test_a_rank_that_exits_with_a_status_ends_the_job(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(50)\n")
+    script.write_text(
+        "import os, sys, time\nfrom tests.support.mpi import tell_segments\ntell_segments()\n"
+        "if os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(50)\n"
+    )
     code, _ = run_job(2, ["-m", "commfuse_dp.run", str(script)], timeout_s=30.0)
     assert code != 0
 
