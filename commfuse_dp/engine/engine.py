@@ -423,7 +423,7 @@ class Engine:
 
     def finish_backward(self) -> None:
         """End of a backward pass: everything owed is sent, all sums are finished and delivered."""
-        with self._guarded("(end of backward)"):
+        with self.guarded("(end of backward)"):
             self._backward.finish()
             if HELD.pending:  # behind `drain` the step counts as gone through
                 deliver_held()
@@ -436,8 +436,8 @@ class Engine:
         self.breakage.complete = True
 
     @contextlib.contextmanager
-    def _guarded(self, what: str) -> Iterator[None]:
-        """An exception in here breaks the step off."""
+    def guarded(self, what: str) -> Iterator[None]:
+        """An exception in here breaks the step off, also behind the end of its backward."""
         try:
             yield
         except BaseException as error:
@@ -447,13 +447,13 @@ class Engine:
     def settle(self) -> None:
         """Finish the sums of all layers passed so far, and have the current stream see them. To be called before blocking in
         anything that does not poll us, and by whoever reads gradients before the end of the backward."""
-        with self._guarded("(before the end of backward)"):
+        with self.guarded("(before the end of backward)"):
             self.gradients.drain()
 
     def settle_replicas(self) -> None:
         """`settle`, and be sure that the replicas are still with this rank."""
         self.settle()
-        with self._guarded("(replicas)"):
+        with self.guarded("(replicas)"):
             self.gradients.meet_replicas()
 
     @property
@@ -471,7 +471,7 @@ class Engine:
 
     def reduce_accumulated(self) -> None:
         """Reduce whatever was accumulated without being reduced, and finish all sums. Collective; outside a backward."""
-        with self._guarded("(accumulated gradients)"):
+        with self.guarded("(accumulated gradients)"):
             for unit in self.units:
                 self._backward.scatter_accumulated(unit)
             self.gradients.drain()
