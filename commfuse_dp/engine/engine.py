@@ -444,7 +444,7 @@ class Engine:
 
     @contextlib.contextmanager
     def guarded(self, what: str) -> Iterator[None]:
-        """An exception in here breaks the step off."""
+        """An exception in here breaks the step off, also behind the end of its backward."""
         try:
             yield
         except BaseException as error:

@@ -18,10 +18,11 @@ from commfuse_dp.integrations.attach.ranks import Ranks
 from commfuse_dp.integrations.attach.report import ParameterRow, Path, Report
 from commfuse_dp.integrations.attach.root import hook_root
 from commfuse_dp.integrations.attach.rules import check_exclude, original_type
+from commfuse_dp.integrations.attach.transaction import Transaction
 from commfuse_dp.integrations.deepspeed import backend, compat, flat_compat
 from commfuse_dp.integrations.deepspeed.deferred import DeferredGather, FlatGroup, unwatch, watch
 from commfuse_dp.integrations.deepspeed.select import Layer, Selection, numel, select
-from commfuse_dp.integrations.deepspeed.weights import PartitionedWeight, ReplicatedWeight, ZeroGradients, ZeroPolicy
+from commfuse_dp.integrations.deepspeed.weights import PartitionedWeight, ReplicatedWeight, ZeroGradients, ZeroPolicy, referent
 from torch import nn
 
 from commfuse_dp.config import CommFuseConfig
@@ -280,6 +281,9 @@ def _hook_steps(attachment: Attachment, zero: Any, selection: Selection, units: 
     unfetched = [layer for layer in selection.layers if layer.place is None]
     replicated = [slot for unit in units for slot in unit.slots if isinstance(slot, ReplicatedWeight)]
     microbatch_begins: Callable[[], object] = nothing
+    if stage == 3:
+        reference = weakref.ref(optimizer)
+        engine.on_recovery = lambda: compat.forget_fetches(referent(reference))
     if unfetched:
         forget_order = functools.partial(compat.forget_order, optimizer)
         transaction.do(forget_order, forget_order)
@@ -308,6 +312,20 @@ def _hook_steps(attachment: Attachment, zero: Any, selection: Selection, units: 
     if selection.layers:
         whole = [layer.param for layer in selection.layers if layer.place is not None]
         compat.before_epilogue(transaction, optimizer, functools.partial(collect, engine, optimizer, stage, replicated, whole))
+    if hasattr(zero, "_backward_epilogue"):
+        _guard_epilogue(transaction, zero, engine)
+
+
+def _guard_epilogue(transaction: Transaction, zero: Any, engine: Engine) -> None:
+    """What DeepSpeed does behind the engine's end of a backward, its last reductions and releases, is part of the step."""
+    original = zero._backward_epilogue
+
+    @functools.wraps(original)
+    def epilogue(*args: Any, **kwargs: Any) -> Any:
+        with engine.guarded("(end of DeepSpeed's backward)"):
+            return original(*args, **kwargs)
+
+    transaction.set(vars(zero), "_backward_epilogue", epilogue)
 
 
 class _Once:

@@ -46,7 +46,6 @@ _BLOCKING = (
     "all_to_all",
     "all_to_all_single",
     "barrier",
-    "broadcast",
     "broadcast_object_list",
     "gather",
     "inference_all_reduce",
@@ -57,6 +56,7 @@ _BLOCKING = (
     "scatter",
     "send",
 )
+SMALL = 1 << 16  # bytes
 SUMMED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -232,6 +232,20 @@ class RingBackend:
             self.settle()
             return self.original.all_reduce(tensor, op=op, group=group, async_op=async_op)
         port.all_reduce(tensor, float(port.world_size) if _name(op) == "AVG" else None)
+        return _Done() if async_op else None
+
+    def broadcast(self, tensor: Any, src: int, group: Any = None, async_op: bool = False) -> Any:
+        """Served if small: ZeRO-3 compares the orders of fetches that ranks have recorded, in the middle of a step, and whoever
+        waits for a rank that has broken it off has to hear of that. Every rank sends its own."""
+        if tensor.numel() == 0:
+            return _Done() if async_op else None
+        client = self._client(group, tensor) if tensor.nbytes <= SMALL else None
+        if client is None or client.port is None:
+            self.settle()
+            return self.original.broadcast(tensor, src, group=group, async_op=async_op)
+        told = tensor.new_empty(client.port.world_size, tensor.numel())
+        client.port.all_gather(told.view(-1), tensor.view(-1)).wait()
+        tensor.copy_(told[client.ranks.index(src)].view_as(tensor))
         return _Done() if async_op else None
 
     # ---- helpers -----------------------------------------------------------------------------------------------------

@@ -363,6 +363,22 @@ def forget_order(optimizer: Any) -> None:
         coordinator._invalidate_trace()
 
 
+def forget_fetches(optimizer: Any) -> None:
+    """All ranks do this after a step that was broken off, on each of them at another place. Whatever ZeRO-3 had fetched is
+    released and what was on its way is forgotten, with the order that it had recorded: some ranks may have recorded a part."""
+    offload = optimizer.parameter_offload
+    coordinator = offload.get_param_coordinator()
+    offload.module.ds_inflight_param_registry.clear()
+    for param in offload.module.parameters():
+        if param.ds_status.name == "INFLIGHT":  # what is in its memory is released, too
+            param.ds_status = type(param.ds_status).AVAILABLE
+    if hasattr(coordinator, "release_backward_leftovers"):  # newer versions
+        coordinator.release_backward_leftovers()
+    offload.empty_partition_cache()
+    if not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
+
+
 def external_parameters(model: nn.Module) -> set[int]:
     """id(param) of all that was given to deepspeed.zero.register_external_parameter. ZeRO-3 marks them at first use only."""
     return {id(param) for module in model.modules() for param in vars(module).get("_external_params", {}).values()}

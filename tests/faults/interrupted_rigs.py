@@ -274,17 +274,16 @@ class TensorRig(Rig):
 
 
 class ZeroRig(Rig):
-    """DeepSpeed's ZeRO-3, which has no float64. All that it fetches itself is kept whole: what is on its way to one rank only
-    when that is interrupted, DeepSpeed does not find again."""
+    """DeepSpeed's ZeRO-3, which has no float64. It keeps nothing whole: biases and norms are fetched by DeepSpeed itself."""
 
     rtol = 1e-4
 
     def _start(self, served: bool) -> list[torch.Tensor]:
         self._stack = contextlib.ExitStack()
-        case = zero.Case(zero.settings(3), block=self._settings)
+        case = zero.Case(zero.settings(3, zero={"stage3_param_persistence_threshold": 0}), block=self._settings)
         self._zero = self._stack.enter_context(zero.started(self.rank, self.world_size, case, fused=served))
         self.model = self._zero.module
-        return [p.ds_tensor.detach() for p in self.model.parameters() if not p.ds_persist]  # others are kept whole beside it
+        return [p.ds_tensor.detach() for p in self.model.parameters()]
 
     def end(self) -> None:
         with contextlib.suppress(CommFuseError):

@@ -1,4 +1,4 @@
-"""Ctrl-C at places drawn over a whole step of FSDP2, on one rank and on all: the next steps are stock's, nothing is left."""
+"""Ctrl-C at places drawn over a whole step, on one rank and on all: the next steps are the framework's own, nothing is left."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ CELLS = [
     slow("fsdp2", 3, 45, False, {}),
     pytest.param("fsdp2", 2, 45, False, {"exclude": ("layers.2",)}, marks=[pytest.mark.slow, NEEDS_RESET]),
     slow("tensor parallel", 2, 60, False, {}),
+    slow("zero", 2, 45, False, {}),
 ]
 
 
