@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from commfuse_dp.config import CommFuseConfig, asked_for
 from commfuse_dp.errors import ConfigError
@@ -54,7 +54,7 @@ def _parse(block: Any) -> CommFuseConfig:
         raise ConfigError(
             f'"{KEY}" in the DeepSpeed configuration is {block!r}; an object of settings is wanted: {{"enabled": true}}'
         )
-    automatic = [key for key, value in block.items() if value == "auto" and key not in ("fuse", "transport")]
+    automatic = [key for key, value in block.items() if value == "auto" and "auto" not in _choices(key)]
     if automatic:
         raise ConfigError(
             f'"{KEY}": {{"{automatic[0]}": "auto"}} in the DeepSpeed configuration: nobody fills this in. Leave the key out to '
@@ -64,6 +64,12 @@ def _parse(block: Any) -> CommFuseConfig:
         return CommFuseConfig.from_environment(**block)
     except ConfigError as error:
         raise ConfigError(f'block "{KEY}" of the DeepSpeed configuration: {error}') from None
+
+
+def _choices(key: str) -> tuple[object, ...]:
+    """Of a setting that is one of several words."""
+    field = CommFuseConfig.model_fields.get(key)
+    return get_args(field.annotation) if field is not None else ()
 
 
 def _misplaced(settings: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:

@@ -39,6 +39,18 @@ def _silent(text: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "what", [["--keep", "--variants", "zero1,zero1-commfuse,zero2-commfuse-deferred"], ["--variants", "zero3-commfuse"]]
+)
+def test_variants_of_deepspeed_run(what: list[str], tmp_path: Path) -> None:
+    target = tmp_path / "run.json"
+    small = ["--steps", "1", "--rounds", "1", "--warmup", "1", "--search-rounds", "1", "--tokens", "16"]
+    done = subprocess.run([sys.executable, SCRIPT, *small, *what, "--json", str(target)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(target.read_text())["cases"][0]["summary"]["variants"]) == set(what[-1].split(","))
+
+
+@pytest.mark.slow
 @needs_link
 def test_bytes_on_the_link_are_those_of_the_algorithms(tmp_path: Path) -> None:
     target = tmp_path / "run.json"

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+from commfuse_dp.integrations.deepspeed.block import check_block
 
 from commfuse_dp.errors import ConfigError, MismatchError
 from tests.parity.deepspeed.pair import BLOCK, Case, launched, settings, started
@@ -27,6 +28,10 @@ BLOCKS: list[tuple[dict[str, Any], list[str]]] = [
     ({"commfuse": ["enabled"]}, ["is ['enabled']", "an object of settings"]),
     ({"commfuse": None}, ["is None", "an object of settings"]),
 ]
+
+
+def test_auto_where_it_is_a_choice():
+    check_block({"commfuse": dict.fromkeys(("fuse", "transport", "order", "kernels"), "auto")})
 
 
 def refused(rank: int, world_size: int, number: int, how: str, folder: str) -> str:
