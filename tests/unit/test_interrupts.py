@@ -52,16 +52,22 @@ class User:
         self.may_tell.append(tell)
 
 
+START = """
+def start(function, arguments):
+    asking.append(Thread(target=function))
+    asking[-1].start()
+"""
+
+
 @pytest.fixture
 def user(monkeypatch) -> Iterator[User]:
     """A step runs, with the handler that a program begins with. Engines of other tests are none of its business."""
     asking: list[threading.Thread] = []
-
-    def start(function: Callable[[], None], arguments: tuple[()]) -> None:
-        asking.append(threading.Thread(target=function))
-        asking[-1].start()
-
-    monkeypatch.setattr(interrupts, "_thread", SimpleNamespace(start_new_thread=start, interrupt_main=_thread.interrupt_main))
+    scope: dict[str, Any] = {"asking": asking, "Thread": threading.Thread}
+    # As if it were part of the handler: the thread may ask before its `start` returns, which must not look like user's code.
+    exec(compile(START, interrupts.__file__, "exec"), scope)
+    how = SimpleNamespace(start_new_thread=scope["start"], interrupt_main=_thread.interrupt_main)
+    monkeypatch.setattr(interrupts, "_thread", how)
     monkeypatch.setattr(interrupts, "_users", weakref.WeakSet())
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     made = User()
