@@ -85,10 +85,7 @@ class ZeroCommFuse(Zero):
     """DeepSpeed with the block that a user adds, and otherwise its defaults."""
 
     def extra(self) -> dict[str, Any]:
-        block: dict[str, Any] = {"deadline_s": self.case.deadline_s}
-        for key in ("transport", "order"):
-            if getattr(self.case, key) != "auto":  # in DeepSpeed's JSON that is what somebody else has to fill in
-                block[key] = getattr(self.case, key)
+        block: dict[str, Any] = {"transport": self.case.transport, "order": self.case.order, "deadline_s": self.case.deadline_s}
         if self.case.prefetch_bytes is not None:
             block["prefetch_bytes"] = self.case.prefetch_bytes
         if self.name in DEFERRED:

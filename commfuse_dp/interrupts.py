@@ -18,7 +18,8 @@ What is held back comes at the latest when our code has returned: the signal is 
 presses Ctrl-C again after a second means it: that one raises wherever it is.
 
 The program's handler stays its own. It is called with the arguments that it expects, may raise or not, and may be set at any
-time, also by code that puts back what was there before: the next step puts a handler of ours in front again. The last engine
+time, also by code that puts back what was there before: the next step, and a signal that is held
+back, put a handler of ours in front again. The last engine
 that is closed takes it away. In threads nothing of this is needed, for signals never raise there.
 
 If the program's handler raises, whoever runs a step is told first (`Interruptible`), so that peers need not wait until this
@@ -139,14 +140,19 @@ def watch(user: Interruptible) -> None:
         _users.discard(user)
         return
     _users.add(user)
-    _stand_in_front()
+    handler = _stand_in_front()
+    if HELD.pending and handler is not None:  # set since the signal came, which is its own now
+        HELD.rest = handler
 
 
-def _stand_in_front() -> None:
-    """Before the handler that is set now, if the program has one."""
-    handler = signal.getsignal(signal.SIGINT)
-    if callable(handler) and not isinstance(handler, Handler) and threading.get_ident() == threading.main_thread().ident:
-        signal.signal(signal.SIGINT, Handler(handler))
+def _stand_in_front() -> Callable[[int, FrameType | None], Any] | None:
+    """Before the handler that is set now, if the program has one: that one, unless ours stood there already."""
+    handler: Any = signal.getsignal(signal.SIGINT)
+    main = threading.get_ident() == threading.main_thread().ident
+    if not callable(handler) or isinstance(handler, Handler) or not main:
+        return None
+    signal.signal(signal.SIGINT, Handler(handler))
+    return handler  # type: ignore[no-any-return]
 
 
 def unwatch(user: Interruptible) -> None:

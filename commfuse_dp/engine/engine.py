@@ -76,7 +76,7 @@ class Engine:
         self.probe: Probe = transport.probe
         self.rank = transport.rank
         self.world_size = transport.world_size
-        self.step = 0  # begun forward passes; also the epoch of the published parameters
+        self.step = 0  # begun; also the epoch of the published parameters
         self.device = device
         for unit in self.units:
             unit.new_anchor(device)
@@ -253,7 +253,7 @@ class Engine:
             port.recover(complete=same)
         with self._for_good():
             self.gradients.reset(evaluating=not (self._mode or self.breakage.backward))
-        with resetting(self):
+        with resetting(self), self._for_good(Exception):
             self.on_recovery()
         self.buffers.forget_taken()
         self.parameters.recover()
@@ -274,18 +274,19 @@ class Engine:
             raise self.breakage.refusal()
 
     @contextlib.contextmanager
-    def _for_good(self) -> Iterator[None]:
+    def _for_good(self, kind: type[BaseException] = BaseException) -> Iterator[None]:
         """What an exception leaves in here cannot be mended: some of the parameters are published, others are not."""
         try:
             yield
-        except BaseException as error:
+        except kind as error:
             self._broken = self._broken or f"{type(error).__name__}: {error}"
             self.breakage.give_up(self._broken)
             raise
 
     def _begin_step(self) -> None:
         self.armed = None
-        self._overtaken = (self._overtaken or self._mode > 0) and not in_backward() and not self.breakage.settled
+        settled = self.breakage.settled and torch.is_grad_enabled()  # a validation may stand before one more backward
+        self._overtaken = (self._overtaken or self._mode > 0) and not (in_backward() or settled)
         self.step += 1
         self.breakage.begin(self.step)
         begun = self.probe.mark() if self.probe.sink is not None else None
@@ -320,6 +321,8 @@ class Engine:
         for slot in unit.slots:
             replaced = replaced or slot.replaced
         if _graph_task() != -1:  # a recomputation: what it computes again was computed with what was published
+            if self._overtaken:
+                self.arm()
             return
         if self._in_forward:
             if replaced:
@@ -328,7 +331,7 @@ class Engine:
         with untransformed():
             # Also of a step that is over here: a peer may not know that it was broken off, and vote.
             begin = not self._active or bool(self.breakage.cause)
-            if not unit.replicated:
+            if not unit.replicated and (not begin or self.transport.recovery is not None):
                 begin = self.vote(begin or replaced or self.parameters.differs(unit))
             if begin:
                 self.begin_step()
@@ -466,10 +469,7 @@ class Engine:
     @property
     def has_accumulated(self) -> bool:
         """Gradients of earlier microbatches wait here unreduced."""
-        for unit in self.units:  # noqa: SIM110  (the generator would be a frame for each)
-            if unit.accumulated is not None:
-                return True
-        return False
+        return bool([unit for unit in self.units if unit.accumulated is not None])
 
     def drop_accumulated(self) -> None:
         """Forget them, and what replicas have not been told of."""

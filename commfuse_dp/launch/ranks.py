@@ -183,7 +183,8 @@ def die_with_parent() -> None:
 
 
 def run_as_rank(main: Callable[[], int | None]) -> NoReturn:
-    """The whole of a rank's process: `main`, which returns its exit status (None: 0); an exception is printed, and is 1.
+    """The whole of a rank's process: `main`, which returns its exit status (None: 0) or raises SystemExit with it; any other
+    exception is printed, and is 1.
 
     [Note: No finalization] The process ends without the interpreter's own clean-up. With FSDP2 a device mesh keeps gloo's
     threads alive behind `destroy_process_group` (torch 2.13). Such a thread lets go of the last collective's tensors some time
@@ -193,11 +194,14 @@ def run_as_rank(main: Callable[[], int | None]) -> NoReturn:
     die_with_parent()
     try:
         status = main() or 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
         status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # whoever read it is gone
+            stream.flush()
     os._exit(status)
 
 

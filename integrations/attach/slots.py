@@ -98,7 +98,7 @@ class ModuleSlot(ABC):
         """The module's own, or the last one that fitted. Raises CommFuseError if neither exists."""
         module = self._module()
         if module is not None:
-            own = module.__dict__  # as in `holds_known`
+            own = module.__dict__  # not `held`, as in `holds_known`: no graph asks for this
             param, known = own["_parameters"].get(self.param_name), own.get(KNOWN)
             if param is not None and known is not None and param is known.get(self.param_name):
                 return param  # type: ignore[return-value]

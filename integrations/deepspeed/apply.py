@@ -18,8 +18,7 @@ from commfuse_dp.integrations.attach.ranks import Ranks
 from commfuse_dp.integrations.attach.report import ParameterRow, Path, Report
 from commfuse_dp.integrations.attach.root import hook_root
 from commfuse_dp.integrations.attach.rules import check_exclude, original_type
-from commfuse_dp.integrations.attach.transaction import Transaction
-from commfuse_dp.integrations.deepspeed import backend, compat, flat_compat
+from commfuse_dp.integrations.deepspeed import backend, compat, fetch_compat, flat_compat
 from commfuse_dp.integrations.deepspeed.deferred import DeferredGather, FlatGroup, unwatch, watch
 from commfuse_dp.integrations.deepspeed.select import Layer, Selection, numel, select
 from commfuse_dp.integrations.deepspeed.weights import PartitionedWeight, ReplicatedWeight, ZeroGradients, ZeroPolicy, referent
@@ -281,11 +280,11 @@ def _hook_steps(attachment: Attachment, zero: Any, selection: Selection, units: 
     unfetched = [layer for layer in selection.layers if layer.place is None]
     replicated = [slot for unit in units for slot in unit.slots if isinstance(slot, ReplicatedWeight)]
     microbatch_begins: Callable[[], object] = nothing
-    if stage == 3:
+    if stage == 3 and fetch_compat.can_forget_fetches(optimizer):
         reference = weakref.ref(optimizer)
-        engine.on_recovery = lambda: compat.forget_fetches(referent(reference))
+        engine.on_recovery = lambda: fetch_compat.forget_fetches(referent(reference))
     if unfetched:
-        forget_order = functools.partial(compat.forget_order, optimizer)
+        forget_order = functools.partial(fetch_compat.forget_order, optimizer)
         transaction.do(forget_order, forget_order)
         compat.leave_unfetched(
             transaction, client, [(layer.module, layer.param, _Reader(layer.name, optimizer)) for layer in unfetched]
@@ -312,20 +311,8 @@ def _hook_steps(attachment: Attachment, zero: Any, selection: Selection, units: 
     if selection.layers:
         whole = [layer.param for layer in selection.layers if layer.place is not None]
         compat.before_epilogue(transaction, optimizer, functools.partial(collect, engine, optimizer, stage, replicated, whole))
-    if hasattr(zero, "_backward_epilogue"):
-        _guard_epilogue(transaction, zero, engine)
-
-
-def _guard_epilogue(transaction: Transaction, zero: Any, engine: Engine) -> None:
-    """What DeepSpeed does behind the engine's end of a backward, its last reductions and releases, is part of the step."""
-    original = zero._backward_epilogue
-
-    @functools.wraps(original)
-    def epilogue(*args: Any, **kwargs: Any) -> Any:
-        with engine.guarded("(end of DeepSpeed's backward)"):
-            return original(*args, **kwargs)
-
-    transaction.set(vars(zero), "_backward_epilogue", epilogue)
+    if hasattr(zero, "_backward_epilogue"):  # it comes behind the engine's end of a backward, and is part of the step
+        compat.guard_epilogue(transaction, zero, functools.partial(engine.guarded, "(end of DeepSpeed's backward)"))
 
 
 class _Once:
@@ -350,7 +337,7 @@ class _Reader:
     def __call__(self) -> None:
         optimizer = self._optimizer()
         if optimizer is not None:
-            compat.forget_order(optimizer)  # recorded without this parameter
+            fetch_compat.forget_order(optimizer)  # recorded without this parameter
         log.warning(
             "CommFuse: the weight of layer %r is read by other code than its own forward, for which ZeRO-3 gathers it whole: "
             "it travels twice. Add %r to 'exclude' to leave the layer to DeepSpeed.",

@@ -237,6 +237,7 @@ class RingBackend:
     def broadcast(self, tensor: Any, src: int, group: Any = None, async_op: bool = False) -> Any:
         """Served if small: ZeRO-3 compares the orders of fetches that ranks have recorded, in the middle of a step, and whoever
         waits for a rank that has broken it off has to hear of that. Every rank sends its own."""
+        tensor = tensor.detach()
         if tensor.numel() == 0:
             return _Done() if async_op else None
         client = self._client(group, tensor) if tensor.nbytes <= SMALL else None

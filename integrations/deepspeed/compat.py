@@ -11,6 +11,7 @@ import functools
 import importlib
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -181,6 +182,18 @@ def before_epilogue(transaction: Transaction, optimizer: Any, action: Callable[[
         return original(*args, **kwargs)
 
     transaction.set(vars(optimizer), "independent_gradient_partition_epilogue", epilogue)
+
+
+def guard_epilogue(transaction: Transaction, engine: Any, guard: Callable[[], AbstractContextManager[None]]) -> None:
+    """What DeepSpeed's engine does at the end of a backward, its last reductions and releases, runs in a `guard`."""
+    original = engine._backward_epilogue
+
+    @functools.wraps(original)
+    def epilogue(*args: Any, **kwargs: Any) -> Any:
+        with guard():
+            return original(*args, **kwargs)
+
+    transaction.set(vars(engine), "_backward_epilogue", epilogue)
 
 
 def coalescing(optimizer: Any) -> bool:
@@ -354,29 +367,6 @@ def leave_unfetched(
     _passing_over.use(transaction, user)
     for module, param, reader in weights:
         transaction.set(vars(param), _UNFETCHED, Unfetched(module, reader))
-
-
-def forget_order(optimizer: Any) -> None:
-    """ZeRO-3 prefetches along the parameters' order that it has recorded; which of them it fetches is about to change."""
-    coordinator = optimizer.parameter_offload.get_param_coordinator()
-    if coordinator.is_complete_trace():
-        coordinator._invalidate_trace()
-
-
-def forget_fetches(optimizer: Any) -> None:
-    """All ranks do this after a step that was broken off, on each of them at another place. Whatever ZeRO-3 had fetched is
-    released and what was on its way is forgotten, with the order that it had recorded: some ranks may have recorded a part."""
-    offload = optimizer.parameter_offload
-    coordinator = offload.get_param_coordinator()
-    offload.module.ds_inflight_param_registry.clear()
-    for param in offload.module.parameters():
-        if param.ds_status.name == "INFLIGHT":  # what is in its memory is released, too
-            param.ds_status = type(param.ds_status).AVAILABLE
-    if hasattr(coordinator, "release_backward_leftovers"):  # newer versions
-        coordinator.release_backward_leftovers()
-    offload.empty_partition_cache()
-    if not coordinator.is_invalid_trace():
-        coordinator._invalidate_trace()
 
 
 def external_parameters(model: nn.Module) -> set[int]:

@@ -70,15 +70,22 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None, *, tensor_laye
     return report
 
 
+_NOT_ON = "commfuse_dp.remove(): this model has no CommFuse; apply() was not called for it, or remove() already"
+
+
 def remove(model: nn.Module) -> None:
     """Give stock FSDP2 back. Between steps only; all ranks call it. Of a step that was broken off nothing is left."""
     engine = engine_of(model)
-    if engine is not None:
-        if engine.broken_off:
-            with resetting(engine):
-                engine.on_recovery()
-        _reshard(model)
-    remove_from(model, "commfuse_dp.remove(): this model has no CommFuse; apply() was not called for it, or remove() already")
+    try:
+        if engine is not None:
+            if engine.broken_off:
+                with resetting(engine):
+                    engine.on_recovery()
+            _reshard(model)
+    finally:  # also if peers that the framework waits for are gone
+        remove_from(
+            model, "commfuse_dp.remove(): this model has no CommFuse; apply() was not called for it, or remove() already"
+        )
 
 
 def engine_of(model: nn.Module) -> Engine | None:

@@ -121,7 +121,12 @@ def test_no_rank_outlives_its_parent(number: signal.Signals) -> None:
 
 @pytest.mark.parametrize(
     ("main", "status", "error"),
-    [("lambda: None", 0, ""), ("lambda: 3", 3, ""), ("lambda: 1 / 0", 1, "ZeroDivisionError: division by zero")],
+    [
+        ("lambda: None", 0, ""),
+        ("lambda: 3", 3, ""),
+        ("lambda: exit(4)", 4, ""),
+        ("lambda: 1 / 0", 1, "ZeroDivisionError: division by zero"),
+    ],
 )
 def test_a_rank_ends_without_the_interpreters_finalization(main: str, status: int, error: str) -> None:
     """Else threads of gloo that outlive its group abort the process now and then."""

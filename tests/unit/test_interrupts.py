@@ -382,3 +382,13 @@ def test_a_wait_for_replicas_raises_where_that_is_planned_for(user, unasked, mon
     else:
         waiting.wait()
         assert len(looks) == 3 and HELD.pending
+
+
+def test_what_is_held_back_is_that_of_the_handler_set_since(user, unasked):
+    """A step begins between the signal and its delivery, behind a handler that the program has set meanwhile."""
+    heard: list[int] = []
+    in_file(OUR_FILE, press)()
+    signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    watch(user)
+    deliver_held()
+    assert heard == [signal.SIGINT] and not HELD.pending

@@ -73,6 +73,6 @@ def lost_alone(rank: int, world_size: int) -> tuple[Result, list[Result]]:
 
 
 def test_as_if_it_had_not_been(workers):
-    for stock, results in workers(2).run(lost_alone, timeout=120):
+    for stock, results in workers(2).run(lost_alone, timeout=240):
         for ours in results:
             check(stock, ours)

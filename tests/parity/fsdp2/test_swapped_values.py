@@ -81,7 +81,19 @@ def swapped(rank: int, world_size: int, transport: str, keep: bool, put: Put) ->
         sum(losses).backward()
         return [loss.detach() for loss in losses]
 
+    def later(model: nn.Module) -> list[torch.Tensor]:
+        """The second of two backwards, and one more of a graph that was kept, each behind a validation."""
+        losses = [pair.loss_of(model, data) for data in batches[:2]]
+        losses[0].backward(retain_graph=True)
+        found = []
+        for loss in (losses[1], losses[0]):
+            with averaged(model, put), torch.no_grad():
+                found.append(pair.loss_of(model, batches[2]))
+            loss.backward()
+        return [*found, *(loss.detach() for loss in losses)]
+
     with pair.applied(net, transport=transport):
+        each(later)
         for grad in (False, True, False):
             each(lambda model, grad=grad: between(grad, model))
             each(after)
