@@ -8,8 +8,38 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 T = TypeVar("T")
 ExchangeFn = Callable[[Any], "list[Any]"]
+
+
+def _find_each_op_once() -> None:
+    """Let one thread at a time make the objects behind torch.ops.
+
+    [Note: Ops found twice] torch makes the object of an op when it is first asked for, and C++ keeps a bare pointer to it for
+    all later calls: its attribute in the namespace keeps it alive. Two threads that ask at once make two, the later one takes
+    the attribute, and the first one is freed behind C++'s back: a segmentation fault in some later call of that op under a
+    TorchDispatchMode. (torch 2.13; seen twice in tests whose ranks are threads, and every time with a pause in
+    torch._C._get_schema.)
+    """
+    lock = threading.RLock()
+
+    def guard(kind: Any) -> None:
+        make = kind.__getattr__
+
+        def find(self: Any, name: str) -> Any:
+            with lock:
+                known = self.__dict__.get(name)
+                return make(self, name) if known is None else known
+
+        kind.__getattr__ = find
+
+    guard(torch._ops._OpNamespace)
+    guard(torch._ops.OpOverloadPacket)
+
+
+_find_each_op_once()
 
 
 class Gathering:
@@ -40,8 +70,8 @@ def run_ranks(world_size: int, body: Callable[[int, ExchangeFn], T], *, timeout_
     If ranks raise, the first exception in time is raised again here, with its rank and the others' exceptions as notes.
 
     [Note: No collection beside ranks] A garbage collection in one rank's thread looks into the autograd graphs of all threads,
-    also of those that run a backward without the interpreter's lock, against which torch has no guard. (A segmentation fault,
-    seen once in such a test, is put down to it.) So cyclic garbage waits until the ranks have ended.
+    also of those that run a backward without the interpreter's lock, against which torch has no guard. So cyclic garbage waits
+    until the ranks have ended.
     """
     gathering = Gathering(world_size, timeout_s)
     results: list[Any] = [None] * world_size
