@@ -21,7 +21,7 @@ STAMP_DEV := $(VENV)/.installed-dev
 STAMP_SWEEP := $(VENV)/.installed-sweep
 CODE := commfuse_dp integrations examples tests benchmarks
 # With bytecode kept, whatever the shell says: else each of the many processes compiles all modules, and pytest rewrites all tests.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0
 
 .PHONY: demo test test-slow test-all sweep peer-suites bench bench-tp gpu-check lint format clean
 .DELETE_ON_ERROR:

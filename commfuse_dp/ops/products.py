@@ -32,6 +32,7 @@ from collections.abc import Sequence
 import torch
 
 from commfuse_dp.kernels.by_slices import is_narrow
+from commfuse_dp.ops.joined import JoinedPartials, JoinedRows, few
 from commfuse_dp.ops.operands import ByOwner, ShardedOperand
 from commfuse_dp.ops.pieces import Piece
 
@@ -56,12 +57,10 @@ def linear_forward(
         _check(bias, x.dtype, convert)
     if operand.whole is not None and not convert and operand.whole.forward(rows, columns):
         return y if bias is None else y.add_(bias)
-    if operand.transposed:
-        total = _Sum(rows, columns, operand, with_bias=operand.has_bias, convert=convert, bias=bias)
-        operand.gather(total.consume)
-        total.finish()
-    else:
-        operand.gather(_Columns(rows, columns, operand, with_bias=operand.has_bias, convert=convert, bias=bias).consume)
+    kind = _Sum if operand.transposed else _Columns
+    product = kind(rows, columns, operand, with_bias=operand.has_bias, convert=convert, bias=bias)
+    operand.gather(product.consume)
+    product.finish()
     return y
 
 
@@ -73,6 +72,8 @@ def linear_backward(
     rows = x if x.dim() == 2 else x.reshape(-1, operand.in_features)
     dx = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_input_grad else None
     left, right = (rows, grads) if operand.transposed else (grads, rows)
+    joined: JoinedPartials | None = None
+    thin = few(left.shape[1])
 
     def produce(item: ByOwner, pieces: Sequence[Piece]) -> None:
         for part, row, out, column in pieces:
@@ -80,6 +81,12 @@ def linear_backward(
                 torch.sum(grads.narrow(1, row, out.shape[0]), dim=0, out=out, dtype=out.dtype)
                 continue
             count, width = out.shape
+            if count < thin and width == right.shape[1]:
+                nonlocal joined
+                if joined is None:
+                    joined = JoinedPartials(left, right)
+                joined.fill(row, out)
+                continue
             span = left.narrow(1, row, count)
             inputs = right if width == right.shape[1] else right.narrow(1, column, width)
             if out.dtype == grads.dtype:
@@ -100,7 +107,7 @@ def linear_backward(
         products.backward(grads, rows, dx, *callbacks, dtype=partial_dtype, include=include)
     if dx is None:
         return None
-    if isinstance(product, _Sum):
+    if product is not None:
         product.finish()
     return dx if dx.shape == x.shape else dx.view(x.shape)
 
@@ -134,7 +141,7 @@ def _check(weight: torch.Tensor, dtype: torch.dtype, convert: bool) -> None:
 class _Columns:
     """out[:, rows of s] = given @ W_s.T (+ b_s), slice by slice. given: [tokens, columns], out: [tokens, rows]."""
 
-    __slots__ = ("_bias", "_convert", "_given", "_operand", "_out", "_split", "_whole_bias", "_with_bias")
+    __slots__ = ("_bias", "_convert", "_few", "_given", "_joined", "_operand", "_out", "_split", "_with_bias")
 
     def __init__(
         self,
@@ -147,19 +154,20 @@ class _Columns:
         bias: torch.Tensor | None = None,
     ) -> None:
         """with_bias: it comes with the slices. bias: it is here."""
-        self._whole_bias = bias
         self._given, self._out, self._with_bias, self._convert = given, out, with_bias, convert
-        self._bias: dict[int, tuple[int, torch.Tensor]] = {}  # owner -> first row, its bias
+        self._bias = out.new_empty(out.shape[1]) if with_bias else bias  # an owner's comes with its first slice
         self._operand = operand
         self._split: _SplitRows | None = None  # from the first piece of a row on
+        self._few = few(out.shape[1])
+        self._joined: JoinedRows | None = None  # from the first slice of few rows on
 
-    def consume(self, item: ByOwner, pieces: Sequence[Piece]) -> None:
+    def consume(self, item: ByOwner | None, pieces: Sequence[Piece]) -> None:
         given, dtype = self._given, self._given.dtype
         for piece in pieces:
             part, row, weight, _ = piece
-            if part == 1:  # comes with the owner's first slice and is needed by all of them
+            if part == 1:
                 if self._with_bias:
-                    self._bias[int(item.owner)] = (row, weight.to(dtype, copy=True))
+                    piece.of(self._bias).copy_(weight)  # type: ignore[arg-type]
                 continue
             count, width = weight.shape
             if weight.dtype != dtype:
@@ -171,22 +179,45 @@ class _Columns:
                 if whole is None:
                     continue
                 weight = whole
-            if weight.dtype != dtype:
+            if count < self._few:
+                if self._joined is None:
+                    self._joined = JoinedRows(self._out.shape[1], given.shape[1], dtype, given.device)
+                block = self._joined.put(row, weight)
+                if block is None:
+                    continue
+                row, weight = block
+                count = weight.shape[0]
+            elif weight.dtype != dtype:
                 weight = weight.to(dtype)
             out = self._out.narrow(1, row, count)
-            if self._whole_bias is not None:
-                torch.addmm(self._whole_bias[row : row + count], given, weight.t(), out=out)
-            elif self._with_bias:
-                low, bias = self._bias[int(item.owner)]
-                torch.addmm(bias[row - low : row - low + count], given, weight.t(), out=out)
+            if self._bias is not None:
+                torch.addmm(self._bias[row : row + count], given, weight.t(), out=out)
             else:
                 torch.mm(given, weight.t(), out=out)
+
+    def finish(self) -> None:
+        """After the last slice."""
+        if self._joined is not None:
+            self._few = 0
+            self.consume(None, [Piece(0, *self._joined.take())])
 
 
 class _Sum:
     """out = sum over s of given[:, rows of s] @ W_s (+ b). given: [tokens, rows], out: [tokens, columns]."""
 
-    __slots__ = ("_bias", "_convert", "_given", "_joined", "_narrow", "_operand", "_out", "_split", "_started")
+    __slots__ = (
+        "_bias",
+        "_convert",
+        "_few",
+        "_given",
+        "_joined",
+        "_narrow",
+        "_operand",
+        "_out",
+        "_split",
+        "_started",
+        "_whole",
+    )
 
     def __init__(
         self,
@@ -202,7 +233,9 @@ class _Sum:
         self._given, self._out, self._convert, self._started = given, out, convert, False
         self._narrow = is_narrow(given.dtype)
         self._bias = out.new_empty(out.shape[1]) if with_bias else bias
-        self._joined: torch.Tensor | None = None  # in a narrow type: all rows
+        self._whole: torch.Tensor | None = None  # in a narrow type: all rows
+        self._few = few(given.shape[1])
+        self._joined: JoinedRows | None = None  # from the first slice of few rows on
         self._operand = operand
         self._split: _SplitRows | None = None  # from the first piece of a row on
         if not given.shape[1]:
@@ -220,23 +253,33 @@ class _Sum:
                 continue
             count, width = weight.shape
             if self._narrow and (count < given.shape[1] or width < out.shape[1] or self._bias is not None):
-                if self._joined is None:
-                    self._joined = torch.empty(given.shape[1], out.shape[1], dtype=dtype, device=given.device)
-                piece.of(self._joined).copy_(weight)
+                if self._whole is None:
+                    self._whole = torch.empty(given.shape[1], out.shape[1], dtype=dtype, device=given.device)
+                piece.of(self._whole).copy_(weight)
             elif width < out.shape[1]:
                 if self._split is None:
                     self._split = _SplitRows(self._operand.split_rows, out.shape[1], dtype, given.device)
                 self._split.put(piece)
+            elif count < self._few:
+                if self._joined is None:
+                    self._joined = JoinedRows(given.shape[1], out.shape[1], dtype, given.device)
+                block = self._joined.put(row, weight)
+                if block is not None:
+                    row, weight = block
+                    self._add(given.narrow(1, row, weight.shape[0]), weight)
             else:
                 self._add(given.narrow(1, row, count), weight if weight.dtype == dtype else weight.to(dtype))
 
     def finish(self) -> None:
         """After the last slice. Nothing, if a kernel computed the product, so that no slice was consumed."""
-        if self._joined is not None and self._bias is not None:
-            torch.addmm(self._bias, self._given, self._joined, out=self._out)
+        if self._whole is not None and self._bias is not None:
+            torch.addmm(self._bias, self._given, self._whole, out=self._out)
             return
+        if self._whole is not None:
+            torch.mm(self._given, self._whole, out=self._out)
         if self._joined is not None:
-            torch.mm(self._given, self._joined, out=self._out)
+            row, weight = self._joined.take()
+            self._add(self._given.narrow(1, row, weight.shape[0]), weight)
         if self._split is not None:
             self._add(torch.cat([self._given.narrow(1, row, 1) for row in self._split.rows], dim=1), self._split.whole)
         if self._bias is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random as rand
 from collections import Counter
 from typing import Any
 
@@ -16,6 +17,7 @@ from commfuse_dp.kernels import by_slices
 from commfuse_dp.kernels.table import SliceEntry, SliceTable
 from commfuse_dp.ops import linear as fused
 from commfuse_dp.ops.gathered import gather_parameters
+from commfuse_dp.ops.joined import FEW, JOINED, JoinedPartials
 from tests.unit.local_operand import LocalOperand
 
 TOKENS, ROWS, COLUMNS = 16, 192, 48
@@ -114,15 +116,55 @@ def operations(operand: LocalOperand, dtype: torch.dtype) -> tuple[dict[str, int
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_wide_type_costs_one_gemm_a_slice_and_nothing_else(dtype):
     for layout in ("rows", "transposed"):
-        forward, backward = operations(operand_of(layout, dtype, 8), dtype)
+        forward, backward = operations(operand_of(layout, dtype, 8, rows=8 * FEW), dtype)
         columns, total = {"mm": 8}, {"mm": 1, "addmm": 7}
         assert (forward, backward) == ((total, columns) if layout == "transposed" else (columns, total))
 
 
+@pytest.mark.parametrize("layout", ["rows", "transposed"])
+def test_slices_of_few_rows_share_a_gemm_for_a_copy_each(layout):
+    """32 slices of 24 rows, 8 to a block; rank 1's own come first, so that the rows of rank 0 are a block of their own."""
+    forward, backward = operations(operand_of(layout, torch.float32, 32, rows=768), torch.float32)
+    columns, total = {"mm": 5, "copy": 32}, {"mm": 1, "addmm": 4, "copy": 32}
+    assert (forward, backward) == ((total, columns) if layout == "transposed" else (columns, total))
+
+
+def test_partials_of_few_rows_are_computed_together_and_once():
+    """Begun at row 24 of 768 in blocks, then what is left before it; a block never reaches into what was computed."""
+    left, right = random(TOKENS, 768), random(TOKENS, COLUMNS)
+    partials = JoinedPartials(left, right)
+    wanted = left.t() @ right
+    with Operations() as counted:
+        for row in [*range(24, 768, 24), 0]:
+            out = torch.empty(24, COLUMNS)
+            partials.fill(row, out)
+            assert torch.allclose(out.double(), wanted[row : row + 24], rtol=1e-5, atol=1e-5)
+    assert counted.counts["mm"] == 4 + 1
+    assert 4 * JOINED >= 768 - 24  # so that four blocks do
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_partials_of_any_cut_and_order(seed):
+    rng = rand.Random(seed)
+    rows = rng.randrange(1, 700)
+    cuts = sorted({0, rows, *(rng.randrange(rows) for _ in range(rng.randrange(40)))})
+    spans = list(itertools.pairwise(cuts))
+    first = rng.randrange(len(spans))
+    spans = spans[first:] + spans[:first]
+    if rng.random() < 0.5:
+        rng.shuffle(spans)
+    left, right = random(3, rows, seed=seed), random(3, 2)
+    partials, wanted = JoinedPartials(left, right), left.t() @ right
+    for low, high in spans:
+        out = torch.full((high - low, 2), torch.nan, dtype=torch.float64)
+        partials.fill(low, out)
+        assert torch.allclose(out, wanted[low:high], rtol=1e-13, atol=1e-13)
+
+
 def test_rows_in_pieces_cost_one_gemm_each_or_one_together():
     """8 ranges that begin mid-row: 7 rows in 2 pieces. Before: 7 zeroings and 14 products more in forward, 14 in dgrad."""
-    forward, backward = operations(operand_of("flat", torch.float32, 8), torch.float32)
-    assert forward == {"mm": 8 + 7, "copy": 14}
+    forward, backward = operations(operand_of("flat", torch.float32, 8, rows=9 * FEW), torch.float32)
+    assert forward == {"mm": 8 + 7, "copy": 14 + 7}
     assert backward == {"mm": 1, "addmm": 8, "copy": 14, "cat": 1}
 
 
