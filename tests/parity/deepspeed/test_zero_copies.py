@@ -161,6 +161,6 @@ def alone(rank: int, world_size: int, stage: int, folder: str) -> None:
             by_itself(engine, "in eval, after a change")
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_called_by_itself(workers, tmp_path, stage):
     workers(2).run(alone, stage, str(tmp_path), timeout=120)

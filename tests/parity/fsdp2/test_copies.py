@@ -144,6 +144,9 @@ def copies_of_models(rank: int, world_size: int) -> None:
         for model in models:  # stock, then CommFuse: the same refusals
             with pytest.raises(refusal):
                 copy.deepcopy(model.part)(x)
+            for how in ("pickle", "torch.save"):  # stock's cannot be pickled or be called; of ours no copy has other weights
+                with pytest.raises((RuntimeError, AssertionError, AttributeError, pickle.PicklingError)):
+                    COPIES[how](model.part)(x)
             with pytest.raises(AssertionError, match="deepcopy"):
                 AveragedModel(model)
             with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
@@ -158,6 +161,23 @@ def copies_of_models(rank: int, world_size: int) -> None:
 
 def test_copies_of_blocks_and_models(workers):
     workers(2).run(copies_of_models)
+
+
+def copies_of_claimed_models(rank: int, world_size: int) -> None:
+    """Blocks and the root refuse, as those of stock do."""
+    net, _ = prepared("claimed")
+    x = inputs()["blocks.0"]
+    y = net.blocks[0](x).detach()
+    for module in (net.blocks[0], net):
+        for refused in (AveragedModel, copy.deepcopy, pickle.dumps):
+            with pytest.raises((AssertionError, AttributeError, TypeError, pickle.PicklingError)):
+                refused(module)
+    torch.testing.assert_close(net.blocks[0](x).detach(), y, rtol=0, atol=0)
+    commfuse_dp.remove(net)
+
+
+def test_copies_of_claimed_blocks_and_models(workers):
+    workers(2).run(copies_of_claimed_models)
 
 
 def called_functionally(rank: int, world_size: int, compiled: bool) -> None:
