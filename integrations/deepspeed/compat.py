@@ -411,9 +411,10 @@ def travelling_dtype(param: torch.Tensor) -> torch.dtype:
 
 
 def reduced_dtype(zero: Any, param: torch.Tensor) -> torch.dtype:
-    """Dtype in which DeepSpeed reduces a gradient: as ZeRO's optimizer says, or the engine where there is none (stage 0)."""
-    said = getattr(zero.optimizer, "get_param_comm_dtype", None)
-    found: torch.dtype = said(param) if said is not None else zero.communication_data_type
+    """Dtype in which DeepSpeed reduces a gradient: as ZeRO's optimizer says, or the engine where there is none (stage 0, and
+    stage 1 with `"immediate_grad_update": false`, whose BF16_Optimizer inherits the method but not what it returns)."""
+    says = hasattr(zero.optimizer, "communication_data_type")
+    found: torch.dtype = zero.optimizer.get_param_comm_dtype(param) if says else zero.communication_data_type
     return found
 
 

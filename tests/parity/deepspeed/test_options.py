@@ -174,6 +174,7 @@ AUTOCAST = {"enabled": True, "dtype": "bfloat16"}  # the parameters stay in fp32
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.01, "warmup_max_lr": 0.1, "warmup_num_steps": 3}}
 
 # name -> (stages, the case at a stage)
+FP32 = {"grad_accum_dtype": "fp32"}
 OPTIONS: dict[str, tuple[tuple[int, ...], Callable[[int], Case]]] = {
     "clipping": (ALL, lambda s: Case(settings(s, gradient_clipping=0.05))),
     "AdamW": (SHARDED, lambda s: Case(settings(s, optimizer=adamw(), gradient_clipping=1.0, scheduler=WARMUP))),
@@ -203,9 +204,10 @@ OPTIONS: dict[str, tuple[tuple[int, ...], Callable[[int], Case]]] = {
     "zero.Init": ((3,), lambda s: Case(settings(s), zero_init=True)),
     "zero.Init bf16": ((3,), lambda s: Case(settings(s, dtype="bf16"), zero_init=True)),
     "communicated in fp32": (MOST, lambda s: Case(settings(s, dtype="bf16", communication_data_type="fp32"))),
-    "accumulated in fp32": (
-        MOST,  # ZeRO-1 then takes another optimizer, which does not partition gradients
-        lambda s: Case(settings(s, dtype="bf16", accumulation=2, data_types={"grad_accum_dtype": "fp32"})),
+    "accumulated in fp32": (MOST, lambda s: Case(settings(s, dtype="bf16", accumulation=2, data_types=FP32))),
+    "accumulated at the boundary": (
+        (1,),  # another optimizer, BF16_Optimizer, which does not partition gradients
+        lambda s: Case(settings(s, bf16={"enabled": True, "immediate_grad_update": False}, accumulation=2, data_types=FP32)),
     ),
     "frozen": (MOST, lambda s: Case(settings(s, accumulation=2), prepare=freeze)),
     "tied": (SHARDED, lambda s: Case(settings(s), make=Tied)),
@@ -308,6 +310,8 @@ def test_same_as_stock(workers, name, stage):
         check(stock, ours, dtype=dtype)
         if name == "all persistent":
             assert "kept whole" in ours.reasons["head.weight"] and "fused" not in ours.paths.values()
+        elif name == "accumulated at the boundary":
+            assert "BF16_Optimizer" in ours.reasons["head.weight"] and "fused" not in ours.paths.values()
         else:
             assert ours.paths["blocks.0.up.weight"] == "fused"
         if name == "tied":
