@@ -24,33 +24,30 @@ from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import RECEIVE, SEND, Probe, now_ns
 from commfuse_dp.transport.base import CHANNEL_GRAD, CHANNEL_REPLICA, ExchangeFn
 from commfuse_dp.transport.one_sided import messages as msg
+from commfuse_dp.transport.one_sided.memory import FetchedMemory
 from commfuse_dp.transport.one_sided.news import News
 from commfuse_dp.transport.one_sided.parts import Channel, Receiver, payload_span
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
 from commfuse_dp.transport.tcp.connect import Links, connect_all
-from commfuse_dp.transport.tcp.links import COLLECTIVE_LANE, CONTROL_LANE, GRAD_LANE, PARAM_LANE, Frame, Outgoing, Source
-from commfuse_dp.transport.tcp.memory import StagedMemory
+from commfuse_dp.transport.tcp.links import COLLECTIVE_LANE, CONTROL_LANE, GRAD_LANE, PARAM_LANE, Frame, Outgoing
 from commfuse_dp.transport.tcp.wire import Handler, Wire
 
 LINGER_S = 2.0  # after everything is handed to the kernel: longest wait for the peers' acknowledgement
-
-_EMPTY = Source(memoryview(b""))
 
 
 class TcpChannel(Channel, Handler):
     """Messages and payloads between `OneSidedTransport` and the wire; the receiver is called by the wire's I/O thread."""
 
-    def __init__(self, rank: int, links: Links, memory: StagedMemory, probe: Probe, *, zero_copy: bool) -> None:
+    def __init__(self, rank: int, links: Links, probe: Probe) -> None:
         self._rank = rank
         self._names = links.names
-        self._memory = memory
         self._probe = probe
         self._receiver: Receiver | None = None
         self._news = News()
         self._error: BaseException | None = None
         self._arriving: dict[tuple[int, int], tuple[memoryview | None, int]] = {}  # (peer, lane) -> (landing, start_ns)
         self._text: dict[int, bytearray] = {}
-        self.wire = Wire(rank, links.sockets, self, zero_copy=zero_copy)
+        self.wire = Wire(rank, links.sockets, self)
 
     # ---- the user's side ---------------------------------------------------------------------------------------------
     def start(self, receiver: Receiver) -> None:
@@ -59,9 +56,9 @@ class TcpChannel(Channel, Handler):
 
     def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None, *, hold: bool = False) -> None:
         if payload is not None and payload.numel():
-            self.wire.data(dst, Outgoing(_lane(message), message, self._memory.source(payload)))
+            self.wire.data(dst, Outgoing(_lane(message), message, payload.numpy().data))
         elif payload is not None or msg.kind_of(message) == msg.GOODBYE:
-            self.wire.data(dst, Outgoing(_lane(message), message, _EMPTY))
+            self.wire.data(dst, Outgoing(_lane(message), message, memoryview(b"")))
         else:
             self.wire.control(dst, message, wake=not hold)
 
@@ -143,7 +140,6 @@ class TcpTransport(OneSidedTransport):
         deadline_s: longest single wait, also for the connections of the start, in seconds.
         address: this rank's address; default: environment COMMFUSE_TCP_ADDRESS, else the interface GLOO_SOCKET_IFNAME, else
             the interface on the route to MASTER_ADDR, else loopback.
-        zero_copy: send with sendfile instead of a copy into the socket; see [Note: Sending without a copy] in `wire`.
 
     Raises:
         TransportError, MismatchError: on all ranks, if one cannot listen or reach its peers, or settings differ.
@@ -161,12 +157,11 @@ class TcpTransport(OneSidedTransport):
         deadline_s: float,
         probe: Probe | None = None,
         address: str | None = None,
-        zero_copy: bool = False,
     ) -> None:
         probe = probe if probe is not None else Probe()
         links = connect_all(rank, exchange, deadline_s=deadline_s, inbox_bytes=inbox_bytes, address=address)
-        memory = StagedMemory(rank, world_size, exchange, inbox_bytes)
-        channel = TcpChannel(rank, links, memory, probe, zero_copy=zero_copy)
+        memory = FetchedMemory(rank, world_size, exchange, inbox_bytes)
+        channel = TcpChannel(rank, links, probe)
         self._wire = channel.wire
         super().__init__(
             rank, world_size, channel=channel, memory=memory, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe
