@@ -93,22 +93,9 @@ class DelayedInprocCluster(InprocCluster):
 
 class ShmCluster(Cluster):
     kind = "shm"
-    backing = "memfd"
 
     def opener(self, world_size: int, inbox_bytes: int, deadline_s: float) -> Opener:
-        return lambda rank, exchange: ShmTransport(
-            rank,
-            world_size,
-            exchange,
-            inbox_bytes=inbox_bytes,
-            deadline_s=deadline_s,
-            backing=self.backing,  # type: ignore[arg-type]
-        )
-
-
-class DevShmCluster(ShmCluster):
-    kind = "shm-dev_shm"
-    backing = "dev_shm"
+        return lambda rank, exchange: ShmTransport(rank, world_size, exchange, inbox_bytes=inbox_bytes, deadline_s=deadline_s)
 
 
 class TcpCluster(Cluster):
@@ -182,7 +169,7 @@ class MpiCluster(Cluster):
 
 
 CLUSTERS: dict[str, type[Cluster]] = {
-    cluster.kind: cluster for cluster in (InprocCluster, DelayedInprocCluster, ShmCluster, DevShmCluster, SymmetricCluster)
+    cluster.kind: cluster for cluster in (InprocCluster, DelayedInprocCluster, ShmCluster, SymmetricCluster)
 }
 if importlib.util.find_spec("commfuse_dp.transport.tcp.transport") is not None:
     CLUSTERS[TcpCluster.kind] = TcpCluster
