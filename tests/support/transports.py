@@ -116,8 +116,7 @@ class P2PCluster(Cluster):
     def opener(self, world_size: int, inbox_bytes: int, deadline_s: float) -> Opener:
         import torch.distributed as dist
 
-        from commfuse_dp.transport.two_sided.p2p import TwoSided
-        from commfuse_dp.transport.two_sided.paired import FOREVER_S, PairedTransport
+        from commfuse_dp.transport.two_sided.paired import PairedTransport
 
         store = dist.HashStore()
         timeout = datetime.timedelta(seconds=deadline_s)
@@ -126,14 +125,12 @@ class P2PCluster(Cluster):
             lanes = {
                 lane: dist.ProcessGroupGloo(dist.PrefixStore(str(lane), store), rank, world_size, timeout) for lane in range(3)
             }
-            return PairedTransport(
-                TwoSided(lanes, deadline_s=FOREVER_S), exchange, inbox_bytes=inbox_bytes, deadline_s=deadline_s
-            )
+            return PairedTransport(lanes, exchange, inbox_bytes=inbox_bytes, deadline_s=deadline_s)
 
         return open_one
 
     def die(self, transport: Transport) -> None:
-        for lane in transport._channel._two_sided._lanes.values():  # type: ignore[attr-defined]
+        for lane in transport._channel._lanes.values():  # type: ignore[attr-defined]
             lane.abort()
 
 
