@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from commfuse_dp.transport.base import Transport
 
-
-class Port(Protocol):
-    """Plain collectives over the engine's transport, as recovery from a broken step sees them."""
-
-    calls: int
-    in_doubt: bool
-    giving_up: bool
-
-    @property
-    def under_way(self) -> Sequence[object]:
-        """Collectives that are not complete."""
-        ...
-
-    def any_of(self, own: bool) -> bool: ...
-
-    def sends_to(self, dst: int) -> bool: ...
-
-    def progress(self) -> None: ...
-
-    def recover(self, *, complete: bool) -> None:
-        """All ranks do this. complete: finish what is under way; else drop it. Calls count from 0 again."""
-        ...
+if TYPE_CHECKING:
+    from commfuse_dp.engine.collective_port import CollectivePort
 
 
 class Reserver:
@@ -38,7 +17,7 @@ class Reserver:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self.ports: list[Port] = []
+        self.ports: list[CollectivePort] = []
 
     def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor | None:
         """A place for one message; None: no credit, or a collective that was begun before has something to send to `dst`."""

@@ -20,8 +20,7 @@ State of one rank
 [Note: Threads]
 `Receiver` is called by the channel, either from `Channel.poll` in the user's thread (shm, inproc) or from an I/O thread
 (tcp). All shared state, counters too, is therefore changed and looked at under one lock, which does not
-count on that of the interpreter (free-threaded Python); `changed` is notified after every message, so that a channel
-with an I/O thread can wait on it in `poll`. `Channel.post` is called with the lock held and must not take it.
+count on that of the interpreter (free-threaded Python). `Channel.post` is called with the lock held and must not take it.
 """
 
 from __future__ import annotations
@@ -330,18 +329,10 @@ class OneSidedTransport(Peers):
             self._channel.poll(left)
 
     # ---- receiver ----------------------------------------------------------------------------------------------------
-    def handle(self, src: int, message: bytes) -> None:
-        with self._lock:
-            self._take_in(src, message)
-            self.changed.notify_all()
-        if self.on_news is not None:
-            self.on_news()
-
-    def handle_all(self, src: int, messages: Sequence[bytes]) -> None:
+    def handle(self, src: int, *messages: bytes) -> None:
         with self._lock:
             for message in messages:
                 self._take_in(src, message)
-            self.changed.notify_all()
         if self.on_news is not None:
             self.on_news()
 

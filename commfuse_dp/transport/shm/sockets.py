@@ -340,7 +340,7 @@ class SocketChannel(Channel):
             messages.append(header if end - at == msg.HEADER_BYTES else data[at:end])
             at = end
         self._partial[peer] = data[at:]
-        self._receiver.handle_all(peer, messages)
+        self._receiver.handle(peer, *messages)
 
     def _end(self, peer: int) -> None:
         assert self._receiver is not None

@@ -383,7 +383,7 @@ class MpiChannel(Channel):
                 at += text
             batch.append(message)
         if batch:
-            self._receiver.handle_all(peer, batch)
+            self._receiver.handle(peer, *batch)
         self._news()
         self._part(peer)
 
