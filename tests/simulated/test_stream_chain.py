@@ -204,7 +204,7 @@ def _hops_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _no_credit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Messages, "release", lambda self, src, tag, more: None)
+    monkeypatch.setattr(Messages, "release", lambda self, srcs, tag, *, more=False: None)
 
 
 def _buffer_too_early(monkeypatch: pytest.MonkeyPatch) -> None:

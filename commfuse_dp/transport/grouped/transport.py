@@ -47,10 +47,7 @@ from commfuse_dp.transport.base import (
     ExchangeFn,
     Outcome,
     PullRequest,
-    Sending,
-    Tag,
     Transfer,
-    Transport,
 )
 from commfuse_dp.transport.checks import (
     check_finish,
@@ -91,7 +88,7 @@ class Brought(Transfer):
         return self._out
 
 
-class NcclTransport(Transport):
+class NcclTransport(Messages):
     """See the module. Collective constructor.
 
     Args:
@@ -130,7 +127,7 @@ class NcclTransport(Transport):
         self._free_to_write = self._own_finished = 0
         self._pid = os.getpid()
         try:
-            self._messages = Messages(self._core, inbox_bytes, exchange)
+            self._open_messages(exchange)
         except BaseException:
             self._core.watch.stop()
             grouped.close()
@@ -208,31 +205,6 @@ class NcclTransport(Transport):
         self._free_to_write = max(self._free_to_write, epoch)
         self.device.wait_event(stream, self.device.record(self._gather))
 
-    # ---- messages ----------------------------------------------------------------------------------------------------
-    def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[torch.Tensor]:
-        """What one call reserves for one peer before it sends must fit into inbox_bytes."""
-        return self._messages.staging.reserve(dsts, sizes, room)
-
-    def send(self, sendings: Sequence[Sending], *, more: bool = False) -> None:
-        """`when`: written by kernels that are in the current stream already, once the buffers are complete."""
-        for dst, tag, buffer, when, _ in sendings:
-            self._messages.send(dst, tag, buffer, when)
-
-    def expect(self, srcs: Sequence[int], tag: Tag, nbytes: int, room: int = 0) -> None:
-        """Before the send of the same tag to the peers that mirror `srcs`."""
-        for src in srcs:
-            self._messages.expect(src, tag, nbytes)
-
-    def receive(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE, *, wait: bool = True) -> list[torch.Tensor]:
-        """wait False: [] unless the steps have been taken in which they come."""
-        if not wait and not all(self._messages.landed(src, tag) for src in srcs):
-            return []
-        return [self._messages.receive(src, tag, where) for src in srcs]
-
-    def release(self, srcs: Sequence[int], tag: Tag, *, more: bool = False) -> None:
-        for src in srcs:
-            self._messages.release(src, tag)
-
     # ---- progress and end --------------------------------------------------------------------------------------------
     def progress(self, timeout_s: float = 0.0) -> None:
         self._core.progress(timeout_s)
@@ -256,9 +228,9 @@ class NcclTransport(Transport):
         finally:
             if idle:
                 self.segments = ()
-                self._messages.forget()
+                self._forget_messages()
             else:
-                never_free(self, "an exchange did not end; its memory is kept", self.segments, self._messages.memory())
+                never_free(self, "an exchange did not end; its memory is kept", self)
 
 
 def open_nccl(
