@@ -61,7 +61,7 @@ from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.grouped.core import Core
 from commfuse_dp.transport.grouped.exchange import GroupedExchange, open_grouped
 from commfuse_dp.transport.grouped.messages import Messages
-from commfuse_dp.transport.grouped.watch import Ballot, Step, TorchBallot
+from commfuse_dp.transport.grouped.watch import Ballot, Step
 from commfuse_dp.transport.one_sided.parts import own_segments
 
 
@@ -252,6 +252,6 @@ def open_nccl(
         device=device,
         inbox_bytes=inbox_bytes,
         deadline_s=deadline_s,
-        ballot=TorchBallot(grouped.control) if grouped.control is not None else None,
+        ballot=Ballot(grouped.control) if grouped.control is not None else None,
         probe=probe,
     )

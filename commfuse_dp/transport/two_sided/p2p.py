@@ -87,7 +87,7 @@ def _kept(key: LanesKey) -> list[Lanes]:
 
 
 def open_lanes(group: dist.ProcessGroup | None, *, setup_s: float, device: torch.device | None = None) -> Lanes:
-    """Collective over `group` (None: the default group): communicators of a `TwoSidedChannel` or a `TorchGroupedExchange`.
+    """Collective over `group` (None: the default group): communicators of a `TwoSidedChannel` or a `GroupedExchange`.
 
     Kept ones if all ranks have the same to offer, else new ones by `new_group` with local synchronisation: ranks outside
     `group` take no part.
