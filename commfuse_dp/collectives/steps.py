@@ -152,6 +152,3 @@ class Steps(StepState):
     @property
     def _start(self) -> Where:
         return Where("(start of step)", self.step, "all")
-
-
-__all__ = ["Steps", "follow_steps", "steps_of", "when_recovered"]

@@ -126,15 +126,7 @@ def run_chains(
         device = world.devices[rank]
         ordering = StreamOrdering(device)
         pool = BufferPool(torch.device("cpu"), ordering)
-        stream = GradientStream(
-            transport,
-            pool,
-            transport.probe,
-            None,
-            Breakage(transport),
-            inbox_bytes=inbox,
-            ordering=ordering,
-        )
+        stream = GradientStream(transport, pool, None, Breakage(transport), ordering)
         of_units = Programs(transport, CommFuseConfig())
         sinks = [Sink(f"layer{layer}", bounds, rank) for layer, bounds in enumerate(every)]
         for layer, (sink, bounds) in enumerate(zip(sinks, every, strict=True)):

@@ -162,19 +162,10 @@ class TcpTransport(OneSidedTransport):
         links = connect_all(rank, exchange, deadline_s=deadline_s, inbox_bytes=inbox_bytes, address=address)
         memory = FetchedMemory(rank, world_size, exchange, inbox_bytes)
         channel = TcpChannel(rank, links, probe)
-        self._wire = channel.wire
+        self.wire = channel.wire  # counts what it has moved, headers included
         super().__init__(
             rank, world_size, channel=channel, memory=memory, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe
         )
-
-    @property
-    def wire_bytes_sent(self) -> int:
-        """Bytes handed to the sockets so far, headers included."""
-        return self._wire.bytes_sent
-
-    @property
-    def wire_bytes_received(self) -> int:
-        return self._wire.bytes_received
 
 
 def _lane(message: bytes) -> int:

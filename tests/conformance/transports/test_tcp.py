@@ -250,7 +250,7 @@ def test_large_slices_messages_spans_and_bytes() -> None:
                 transport.finish(epoch)
             transport.wait_finished(2)
             exchange("end")
-            return transport.wire_bytes_sent, transport.wire_bytes_received, spans
+            return transport.wire.bytes_sent, transport.wire.bytes_received, spans
         finally:
             transport.close()
 
