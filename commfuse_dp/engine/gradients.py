@@ -36,8 +36,7 @@ from commfuse_dp.engine.memory.buffers import BufferPool
 from commfuse_dp.engine.ordering import Ordering
 from commfuse_dp.engine.plan import UnitSlice
 from commfuse_dp.engine.replicas import ReplicaGroup, Replicating
-from commfuse_dp.engine.reserver import Reserver
-from commfuse_dp.engine.routes.outbox import Outbox
+from commfuse_dp.engine.routes.outbox import Outbox, Reserver
 from commfuse_dp.engine.routes.route import Means, Missing, Route
 from commfuse_dp.engine.routes.stream import StreamRoute
 from commfuse_dp.engine.scatter import Scatter

@@ -1,20 +1,42 @@
-"""What leaves for other ranks on routes, and what has found no room yet."""
+"""Room in the inboxes of other ranks, and what leaves for them on routes and has found none yet."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from commfuse_dp.engine.memory.buffers import BufferPool
 from commfuse_dp.errors import Where
-from commfuse_dp.transport.base import Sending, Tag
+from commfuse_dp.transport.base import Sending, Tag, Transport
+
+if TYPE_CHECKING:
+    from commfuse_dp.engine.collective_port import CollectivePort
 
 
 class Reserves(Protocol):
     def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor | None: ...
+
+
+class Reserver:
+    """Room for gradients, behind what plain collectives have still to send: see [Note: Program order in a ring] in
+    collective_port.py."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.ports: list[CollectivePort] = []
+
+    def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor | None:
+        """A place for one message; None: no credit, or a collective that was begun before has something to send to `dst`."""
+        for port in self.ports:
+            if port.under_way and port.sends_to(dst):
+                port.progress()
+                if port.sends_to(dst):
+                    return None
+        found = self._transport.reserve((dst,), (nbytes,))
+        return found[0] if found else None
 
 
 class Sends(Protocol):

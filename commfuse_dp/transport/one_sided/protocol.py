@@ -81,9 +81,8 @@ class OneSidedTransport(Peers):
         probe: Probe | None = None,
         members: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(
-            rank, world_size, channel, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe, members=members
-        )
+        super().__init__(rank, world_size, message_limit=inbox_bytes, deadline_s=deadline_s, probe=probe)
+        self._meet(channel, members)
         self.recovery = self._rounds = Rounds(self)
         self._memory = memory
         self._published: list[dict[int, int]] = [{} for _ in range(world_size)]  # [owner][key] -> epoch

@@ -10,6 +10,7 @@ from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.checks import check_peer, is_closed
 from commfuse_dp.transport.streams.watch import Watchdog
+from commfuse_dp.transport.waiting import await_news
 
 
 class StreamCore:
@@ -57,8 +58,7 @@ class StreamCore:
         """Wait for news, for a while."""
         self.enter()
         if timeout_s > 0:
-            self.watch.news.wait(min(timeout_s, 0.05))
-            self.watch.news.clear()
+            await_news(self.watch.news, timeout_s)
             self.check()
 
     # ---- writing words -----------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ The protocol is `one_sided`; what this file adds is its `Channel` over `wire`.
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import ClassVar
 
@@ -25,12 +26,12 @@ from commfuse_dp.probe import RECEIVE, SEND, Probe, now_ns
 from commfuse_dp.transport.base import CHANNEL_GRAD, CHANNEL_REPLICA, ExchangeFn
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.memory import FetchedMemory
-from commfuse_dp.transport.one_sided.news import News
 from commfuse_dp.transport.one_sided.parts import Channel, Receiver, payload_span
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
 from commfuse_dp.transport.tcp.connect import Links, connect_all
 from commfuse_dp.transport.tcp.links import COLLECTIVE_LANE, CONTROL_LANE, GRAD_LANE, PARAM_LANE, Frame, Outgoing
 from commfuse_dp.transport.tcp.wire import Handler, Wire
+from commfuse_dp.transport.waiting import await_news
 
 LINGER_S = 2.0  # after everything is handed to the kernel: longest wait for the peers' acknowledgement
 
@@ -43,7 +44,7 @@ class TcpChannel(Channel, Handler):
         self._names = links.names
         self._probe = probe
         self._receiver: Receiver | None = None
-        self._news = News()
+        self._news = threading.Event()
         self._error: BaseException | None = None
         self._arriving: dict[tuple[int, int], tuple[memoryview | None, int]] = {}  # (peer, lane) -> (landing, start_ns)
         self._text: dict[int, bytearray] = {}
@@ -68,7 +69,7 @@ class TcpChannel(Channel, Handler):
     def poll(self, timeout_s: float) -> None:
         if timeout_s > 0:
             self.wire.push()
-            self._news.wait(timeout_s)
+            await_news(self._news, timeout_s)
         if self._error is not None:
             raise TransportError(
                 f"rank {self._rank}: the I/O thread of transport tcp failed: {type(self._error).__name__}: {self._error}"
@@ -116,7 +117,7 @@ class TcpChannel(Channel, Handler):
             self._receiver.handle(peer, frame.message)
             if total:
                 payload_span(self._probe, RECEIVE, frame.message, peer, start_ns)
-        self._news.ring()
+        self._news.set()
 
     def sent(self, peer: int, item: Outgoing) -> None:
         payload_span(self._probe, SEND, item.message, peer, item.start_ns)
@@ -124,11 +125,11 @@ class TcpChannel(Channel, Handler):
     def lost(self, peer: int, reason: str) -> None:
         assert self._receiver is not None
         self._receiver.lost(peer, reason)
-        self._news.ring()
+        self._news.set()
 
     def broken(self, error: BaseException) -> None:
         self._error = error
-        self._news.ring()
+        self._news.set()
 
 
 class TcpTransport(OneSidedTransport):

@@ -28,8 +28,6 @@ from commfuse_dp.transport.one_sided.memory import FetchedMemory
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
 from commfuse_dp.transport.two_sided.mpi_channel import Lanes, MpiChannel
 
-obstacle = mpi_launch.obstacle
-
 
 class MpiTransport(OneSidedTransport):
     """`mpi`: see the module. Collective.
@@ -45,7 +43,6 @@ class MpiTransport(OneSidedTransport):
     """
 
     name: ClassVar[str] = "mpi"
-    in_place: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -57,7 +54,6 @@ class MpiTransport(OneSidedTransport):
         deadline_s: float,
         probe: Probe | None = None,
     ) -> None:
-
         probe = probe if probe is not None else Probe()
         lanes = open_lanes(exchange)
         memory = FetchedMemory(rank, world_size, exchange, inbox_bytes)

@@ -48,6 +48,7 @@ from commfuse_dp.transport.two_sided.mpi_progress import (
     Payload,
     Requests,
 )
+from commfuse_dp.transport.waiting import LONGEST_WAIT_S
 
 CHUNK_BYTES = 1 << 20
 GRAD_CHUNKS = 4  # under way per peer
@@ -55,7 +56,6 @@ INLINE_BYTES = 4 << 10
 LINGER_S = 5.0  # longest wait of close() for the peers' goodbyes
 FAILED_LINGER_S = 0.5  # the same when the job is about to be ended anyway
 
-_LONGEST_POLL_S = 0.05  # callers whose condition changes by something other than a message look again this often
 _MOST_TESTS = 16  # in one turn
 
 _FAREWELL = 1
@@ -150,7 +150,7 @@ class MpiChannel(Channel):
             error, kind = self._error, type(self._error).__name__
             raise TransportError(f"the progress thread of transport mpi failed: {kind}: {error}") from error
         if timeout_s > 0 and self._peers:
-            limit = time.monotonic() + min(timeout_s, _LONGEST_POLL_S)
+            limit = time.monotonic() + min(timeout_s, LONGEST_WAIT_S)
             self._user_waits = True
             try:
                 while self._events == self._events_seen and (now := time.monotonic()) < limit and self._error is None:
@@ -159,7 +159,7 @@ class MpiChannel(Channel):
             finally:
                 self._user_waits = False
         elif timeout_s > 0:
-            time.sleep(min(timeout_s, _LONGEST_POLL_S))
+            time.sleep(min(timeout_s, LONGEST_WAIT_S))
         self._events_seen = self._events
 
     def flush(self, timeout_s: float) -> bool:

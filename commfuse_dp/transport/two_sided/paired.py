@@ -47,10 +47,10 @@ from commfuse_dp.transport.checks import is_closed
 from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.memory import FetchedMemory
-from commfuse_dp.transport.one_sided.news import News
 from commfuse_dp.transport.one_sided.parts import Channel, Receiver, payload_span
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
 from commfuse_dp.transport.two_sided.p2p import open_lanes, transfer_error
+from commfuse_dp.transport.waiting import await_news
 
 FOREVER_S = 30 * 24 * 3600.0  # patience of the threads that wait for peers; finite, for timeouts are added to a clock
 _FOREVER = datetime.timedelta(seconds=FOREVER_S)
@@ -103,7 +103,7 @@ class TwoSidedChannel(Channel):
         self._under_way = 0  # transfers that were not waited for successfully
         self._counting = threading.Lock()  # they are waited for in several threads
         self._receiver: Receiver | None = None
-        self._news = News()
+        self._news = threading.Event()
         self._deposits_sent: dict[int, int] = defaultdict(int)
         self._deposits_due: dict[int, int] = defaultdict(int)
         self._asked: dict[tuple[int, int], _Transfer] = {}  # (owner, request) -> the receive of its answer
@@ -136,7 +136,7 @@ class TwoSidedChannel(Channel):
 
     def poll(self, timeout_s: float) -> None:
         if timeout_s > 0:
-            self._news.wait(timeout_s)
+            await_news(self._news, timeout_s)
 
     def flush(self, timeout_s: float) -> bool:
         limit = time.monotonic() + timeout_s
@@ -220,7 +220,7 @@ class TwoSidedChannel(Channel):
                 if kind == msg.GOODBYE:
                     self._parted.add(src)
                 self._receiver.handle(src, message)
-                self._news.ring()
+                self._news.set()
         except RuntimeError as error:
             self._lose(src, error)
 
@@ -256,7 +256,7 @@ class TwoSidedChannel(Channel):
             if not isinstance(error, TransportError):
                 error = transfer_error(error, self._rank, peer, NOWHERE, deadline_s=FOREVER_S, backend=self._backend)
             self._receiver.lost(peer, str(error))
-            self._news.ring()
+            self._news.set()
 
 
 def _tensor(data: bytes) -> torch.Tensor:
