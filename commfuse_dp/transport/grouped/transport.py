@@ -28,7 +28,6 @@ Pulls have no arrival word: a persistent kernel that waits for one would hold th
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -125,7 +124,6 @@ class NcclTransport(Messages):
         self._published: dict[int, int] = {}  # key -> epoch
         self._packed: dict[int, Event] = {}  # key -> behind its packing; until "gather" waits for it
         self._free_to_write = self._own_finished = 0
-        self._pid = os.getpid()
         try:
             self._open_messages(exchange)
         except BaseException:
@@ -150,9 +148,7 @@ class NcclTransport(Messages):
     def publish(self, keys: Sequence[int], epoch: int, *, last: bool = False) -> None:
         stream = self._core.enter()
         readers = "exchanges" if self._core.peers and self._free_to_write < epoch - 1 else ""
-        check_publications(
-            keys, epoch, self._published, self.sizes, rank=self.rank, world_size=self.world_size, readers=readers
-        )
+        check_publications(self, keys, epoch, self._published, readers)
         self._published.update(dict.fromkeys(keys, epoch))
         if keys:
             self._packed.update(dict.fromkeys(keys, self.device.record(stream)))
@@ -166,7 +162,7 @@ class NcclTransport(Messages):
         owner, key, start, nbytes, out, after, give, _ = request
         stream = self._core.enter()
         self._core.check_peer(owner)
-        check_pull(request, epoch, self.sizes, world_size=self.world_size, finished=self._own_finished)
+        check_pull(self, request, epoch, self._own_finished)
         out = check_out(out, nbytes, self.name)
         segment = self.segments[key]
         if min(give) < 0 or sum(give) > segment.numel():
@@ -216,11 +212,8 @@ class NcclTransport(Messages):
 
     def _close(self, patience_s: float) -> None:
         core = self._core
-        if core.closed:
-            return
-        core.closed = True
         forget(self)
-        if os.getpid() != self._pid:  # a copy made by fork: neither the thread nor the device is its own
+        if not core.leave():
             return
         idle = False
         try:

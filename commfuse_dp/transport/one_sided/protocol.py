@@ -123,7 +123,7 @@ class OneSidedTransport(Peers):
         with self._lock:
             reading = [p for p in self._peers if self._finished[p] < epoch - 1 and p not in self._departed]
             readers = f"ranks {reading}" if reading else ""
-            check_publications(keys, epoch, published, self.sizes, rank=self.rank, world_size=self.world_size, readers=readers)
+            check_publications(self, keys, epoch, published, readers)
             published.update(dict.fromkeys(keys, epoch))
             for key in keys if self._pulls_waiting else ():
                 for src, request, start, nbytes in self._pulls_waiting.pop((key, epoch), ()):
@@ -150,7 +150,7 @@ class OneSidedTransport(Peers):
     def _pull(self, epoch: int, request: PullRequest) -> Transfer:
         self._check_open()
         owner, key, start, nbytes, out, _, _, _ = request
-        check_pull(request, epoch, self.sizes, world_size=self.world_size, finished=self._own_finished)
+        check_pull(self, request, epoch, self._own_finished)
         if self._memory.in_place:
             if out is not None:
                 raise ValueError(f"pull: transport {self.name} reads in place: out must be None")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -24,8 +25,14 @@ class StreamCore:
         self.device, self.probe = device, probe
         self.peers = [(rank + step) % world_size for step in range(1, world_size)]  # not all ranks turn to rank 0 first
         self.closed = False
+        self._pid = os.getpid()
         self._held: list[WordLike] = []
         self._held_on: Stream | None = None
+
+    def leave(self) -> bool:
+        """The transport closes. False: it has, or this is a copy made by fork: neither the thread nor the device is its own."""
+        before, self.closed = self.closed, True
+        return not before and os.getpid() == self._pid
 
     def check(self) -> None:
         if self.closed:

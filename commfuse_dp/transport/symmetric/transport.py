@@ -56,7 +56,6 @@ ends: freeing it would wait for the stream for ever.
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import ClassVar
 
 import torch
@@ -133,7 +132,6 @@ class SymmetricTransport(Windows, Messages):
         self._open_messages(layout)
         self._watch.own_memory = lambda: (*self._memory_of(rank), *self._message_memory())
         self._watch.memory_of = self._memory_of
-        self._pid = os.getpid()
         close_at_exit(self)
 
     def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
@@ -151,12 +149,9 @@ class SymmetricTransport(Windows, Messages):
 
     def close(self, reason: str = "") -> None:
         core = self._core
-        if core.closed:
-            return
         if reason:
             self.abort(reason)
-        core.closed = True
-        if os.getpid() != self._pid:  # a copy made by fork: neither the thread nor the device is its own
+        if not core.leave():
             return
         idle = False
         try:

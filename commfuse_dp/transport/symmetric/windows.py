@@ -118,9 +118,7 @@ class Windows(Transport):
         core = self._core
         stream = core.enter(flush=False)
         readers = f"ranks {sorted(core.peers)}" if core.peers and self._free_to_write < epoch - 1 else ""
-        check_publications(
-            keys, epoch, self._published, self.sizes, rank=core.rank, world_size=core.world_size, readers=readers
-        )
+        check_publications(self, keys, epoch, self._published, readers)
         self._published.update(dict.fromkeys(keys, epoch))
         if last:
             self._complete = epoch
@@ -275,7 +273,7 @@ class Windows(Transport):
         if source is None or source.others is not request.others:
             parts = [Part(owner, key, start, nbytes, 0), *request.others]
             for part in parts:
-                check_pull(part, epoch, self.sizes, world_size=self._core.world_size, finished=self._own_finished)
+                check_pull(self, part, epoch, self._own_finished)
             before = source
             segments = [self._segments[part.owner][part.key] for part in parts]
             source = self._sources[owner, key, start, nbytes] = _Source(parts, segments, request.others, self._core.rank)
