@@ -79,7 +79,7 @@ def _try_gloo() -> Finding:
     def open_one(rank: int, exchange: Any) -> PairedTransport:
         groups = [dist.PrefixStore(str(lane), store) for lane in range(3)]
         lanes: Any = {lane: dist.ProcessGroupGloo(group, rank, _WORLD_SIZE, patience) for lane, group in enumerate(groups)}
-        return PairedTransport(lanes, exchange, inbox_bytes=_NBYTES, deadline_s=_DEADLINE_S)
+        return PairedTransport(rank, _WORLD_SIZE, exchange, lanes=lanes, inbox_bytes=_NBYTES, deadline_s=_DEADLINE_S)
 
     _exchange_bytes(open_one)
     return Finding(True, "CPU tensors over torch.distributed, tried")

@@ -125,7 +125,7 @@ class P2PCluster(Cluster):
             lanes = {
                 lane: dist.ProcessGroupGloo(dist.PrefixStore(str(lane), store), rank, world_size, timeout) for lane in range(3)
             }
-            return PairedTransport(lanes, exchange, inbox_bytes=inbox_bytes, deadline_s=deadline_s)
+            return PairedTransport(rank, world_size, exchange, lanes=lanes, inbox_bytes=inbox_bytes, deadline_s=deadline_s)
 
         return open_one
 

@@ -21,11 +21,11 @@ from commfuse_dp.transport.one_sided.parts import Channel, Receiver
 class Peers(Transport, Receiver):
     """See the module."""
 
-    def _meet(self, channel: Channel, members: Sequence[int] | None) -> None:
+    def _meet(self, channel: Channel, members: Sequence[int]) -> None:
         """members: as of OneSidedTransport."""
         rank, world_size = self.rank, self.world_size
         self._channel = channel
-        self._peers = [peer for peer in (range(world_size) if members is None else members) if peer != rank]
+        self._peers = [peer for peer in members if peer != rank]
         self._around = sorted(self._peers, key=lambda peer: (peer - rank) % world_size)
         self._lock = threading.RLock()
         self._departed: set[int] = set()

@@ -28,13 +28,15 @@ from __future__ import annotations
 import os
 import sys
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import Probe
-from commfuse_dp.transport.base import NOWHERE, WHOLE, Outcome, PullRequest, Sending, Tag, Transfer
+from commfuse_dp.transport.base import NOWHERE, WHOLE, ExchangeFn, Outcome, PullRequest, Sending, Tag, Transfer
 from commfuse_dp.transport.checks import (
     check_finish,
     check_message,
@@ -62,9 +64,18 @@ CLOSE_FLUSH_S = 5.0  # longest time that close() serves late readers, and then h
 
 
 class OneSidedTransport(Peers):
-    """See the module. Subclasses only build the channel and the memory.
+    """See the module. Collective constructor. Subclasses only build the channel and the memory (`_connect`).
 
-    members: the ranks that it connects, if not all: the others take part in its collective calls only, and numbers stay theirs.
+    Args:
+        exchange: the group's collective object exchange, used while the transport is set up and in `expose`.
+        inbox_bytes: room for unreleased messages, per pair and direction; as much again for staging where peers cannot write
+            into it.
+        deadline_s: longest single wait, also of the set-up, in seconds.
+        members: the ranks that it connects, if not all: the others take part in its collective calls only, and numbers stay
+            theirs.
+        how: what only this kind of transport is given.
+
+    Raises TransportError on all ranks, with the reason, if one of them cannot be set up.
     """
 
     recovery: Rounds
@@ -73,15 +84,17 @@ class OneSidedTransport(Peers):
         self,
         rank: int,
         world_size: int,
+        exchange: ExchangeFn,
         *,
-        channel: Channel,
-        memory: Memory,
         inbox_bytes: int,
         deadline_s: float,
         probe: Probe | None = None,
         members: Sequence[int] | None = None,
+        **how: Any,
     ) -> None:
         super().__init__(rank, world_size, message_limit=inbox_bytes, deadline_s=deadline_s, probe=probe)
+        members = tuple(range(world_size) if members is None else members)
+        channel, memory = self._connect(exchange, members, **how)
         self._meet(channel, members)
         self.recovery = self._rounds = Rounds(self)
         self._memory = memory
@@ -106,6 +119,10 @@ class OneSidedTransport(Peers):
         self._arrivals: dict[Slot, torch.Tensor] = {}  # of this rank's
         channel.start(self)
         close_at_exit(self)
+
+    @abstractmethod
+    def _connect(self, exchange: ExchangeFn, members: Sequence[int], *args: Any, **how: Any) -> tuple[Channel, Memory]:
+        """Collective: to these ranks, this one among them."""
 
     # ---- windows -----------------------------------------------------------------------------------------------------
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:

@@ -31,10 +31,9 @@ from typing import Any, ClassVar
 import torch
 
 from commfuse_dp.errors import TransportError
-from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import ExchangeFn
 from commfuse_dp.transport.checks import raise_failures
-from commfuse_dp.transport.one_sided.parts import Memory, check_same_sizes, cut
+from commfuse_dp.transport.one_sided.parts import Channel, Memory, check_same_sizes, cut
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
 from commfuse_dp.transport.one_sided.ring import align
 from commfuse_dp.transport.shm.sockets import SocketChannel, connect_mesh, pass_descriptor
@@ -173,43 +172,21 @@ class SharedMemory(Memory):
 
 
 class ShmTransport(OneSidedTransport):
-    """Shared memory between the processes of one host. Collective constructor; Linux only.
+    """Shared memory between the processes of one host; Linux only.
 
-    `inbox_bytes`: room for messages from each peer. `members`: the ranks of this one's host, ascending, if there are others;
-    these set up transports of theirs in the same calls.
-    Raises TransportError on all ranks, with the reason, if one of them cannot be set up.
+    members: the ranks of this one's host, ascending, if there are others; these set up transports of theirs in the same calls.
     """
 
     name: ClassVar[str] = "shm"
     in_place: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        exchange: ExchangeFn,
-        *,
-        inbox_bytes: int,
-        deadline_s: float,
-        probe: Probe | None = None,
-        members: Sequence[int] | None = None,
-    ) -> None:
+    def _connect(self, exchange: ExchangeFn, members: Sequence[int]) -> tuple[Channel, Memory]:
         if not hasattr(os, "memfd_create"):
             raise TransportError("transport 'shm' needs Linux (memfd_create, abstract UNIX-domain sockets); use 'tcp' or 'p2p'")
-        members = tuple(range(world_size)) if members is None else tuple(members)
-        mesh = connect_mesh(rank, members, exchange, deadline_s)
+        mesh = connect_mesh(self.rank, members, exchange, self.deadline_s)
         try:
-            memory = SharedMemory(_SharedBlocks(rank, members, exchange, deadline_s), inbox_bytes)
+            memory = SharedMemory(_SharedBlocks(self.rank, members, exchange, self.deadline_s), self.message_limit)
         except BaseException:
             mesh.close()
             raise
-        super().__init__(
-            rank,
-            world_size,
-            channel=SocketChannel(mesh),
-            memory=memory,
-            inbox_bytes=inbox_bytes,
-            deadline_s=deadline_s,
-            probe=probe,
-            members=members,
-        )
+        return SocketChannel(mesh), memory

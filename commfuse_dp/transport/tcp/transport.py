@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -135,38 +136,20 @@ class TcpChannel(Channel, Handler):
 class TcpTransport(OneSidedTransport):
     """`tcp`: see the module.
 
-    Args:
-        exchange: the group's collective object exchange, used while the transport is set up and in `expose`.
-        inbox_bytes: room for unreleased messages, per pair and direction; the same amount again is used for staging.
-        deadline_s: longest single wait, also for the connections of the start, in seconds.
-        address: this rank's address; default: environment COMMFUSE_TCP_ADDRESS, else the interface GLOO_SOCKET_IFNAME, else
-            the interface on the route to MASTER_ADDR, else loopback.
-
-    Raises:
-        TransportError, MismatchError: on all ranks, if one cannot listen or reach its peers, or settings differ.
+    address: of this rank; default: environment COMMFUSE_TCP_ADDRESS, else the interface GLOO_SOCKET_IFNAME, else the interface
+    on the route to MASTER_ADDR, else loopback. Raises MismatchError on all ranks if settings differ.
     """
 
     name: ClassVar[str] = "tcp"
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        exchange: ExchangeFn,
-        *,
-        inbox_bytes: int,
-        deadline_s: float,
-        probe: Probe | None = None,
-        address: str | None = None,
-    ) -> None:
-        probe = probe if probe is not None else Probe()
-        links = connect_all(rank, exchange, deadline_s=deadline_s, inbox_bytes=inbox_bytes, address=address)
-        memory = FetchedMemory(rank, world_size, exchange, inbox_bytes)
-        channel = TcpChannel(rank, links, probe)
+    def _connect(
+        self, exchange: ExchangeFn, members: Sequence[int], address: str | None = None
+    ) -> tuple[Channel, FetchedMemory]:
+        links = connect_all(self.rank, exchange, deadline_s=self.deadline_s, inbox_bytes=self.message_limit, address=address)
+        memory = FetchedMemory(self.rank, self.world_size, exchange, self.message_limit)
+        channel = TcpChannel(self.rank, links, self.probe)
         self.wire = channel.wire  # counts what it has moved, headers included
-        super().__init__(
-            rank, world_size, channel=channel, memory=memory, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe
-        )
+        return channel, memory
 
 
 def _lane(message: bytes) -> int:

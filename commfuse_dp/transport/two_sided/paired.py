@@ -34,7 +34,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -264,38 +264,19 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 
 class PairedTransport(OneSidedTransport):
-    """`p2p` between CPU tensors: see the module.
-
-    Args:
-        lanes, keep: as of `TwoSidedChannel`; owned from now on.
-        exchange: the group's collective object exchange, used in `expose`.
-        inbox_bytes: room for unreleased messages, per pair and direction; the same amount again is used for staging.
-        deadline_s: longest single wait of the user's thread, in seconds.
-    """
+    """`p2p` between CPU tensors: see the module. lanes, keep: as of `TwoSidedChannel`; owned from now on."""
 
     name: ClassVar[str] = "p2p"
 
-    def __init__(
+    def _connect(
         self,
-        lanes: Mapping[int, dist.ProcessGroup],
         exchange: ExchangeFn,
-        *,
-        inbox_bytes: int,
-        deadline_s: float,
-        probe: Probe | None = None,
+        members: Sequence[int],
+        lanes: Mapping[int, dist.ProcessGroup],
         keep: Callable[[], None] = lambda: None,
-    ) -> None:
-        rank, world_size = lanes[PARAM_LANE].rank(), lanes[PARAM_LANE].size()
-        probe = probe if probe is not None else Probe()
-        super().__init__(
-            rank,
-            world_size,
-            channel=TwoSidedChannel(lanes, probe, keep),
-            memory=FetchedMemory(rank, world_size, exchange, inbox_bytes),
-            inbox_bytes=inbox_bytes,
-            deadline_s=deadline_s,
-            probe=probe,
-        )
+    ) -> tuple[TwoSidedChannel, FetchedMemory]:
+        memory = FetchedMemory(self.rank, self.world_size, exchange, self.message_limit)
+        return TwoSidedChannel(lanes, self.probe, keep), memory
 
 
 def open_p2p(
@@ -306,6 +287,14 @@ def open_p2p(
     Raises TransportError if torch.distributed is not initialised or the communicators cannot be made.
     """
     lanes = open_lanes(group, setup_s=deadline_s)
+    place = lanes.groups[PARAM_LANE]
     return PairedTransport(
-        lanes.groups, exchange_of(group), inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe, keep=lanes.keep
+        place.rank(),
+        place.size(),
+        exchange_of(group),
+        inbox_bytes=inbox_bytes,
+        deadline_s=deadline_s,
+        probe=probe,
+        lanes=lanes.groups,
+        keep=lanes.keep,
     )
