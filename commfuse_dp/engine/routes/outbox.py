@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -14,10 +13,7 @@ from commfuse_dp.transport.base import Sending, Tag, Transport
 
 if TYPE_CHECKING:
     from commfuse_dp.engine.collective_port import CollectivePort
-
-
-class Reserves(Protocol):
-    def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor | None: ...
+    from commfuse_dp.engine.routes.stream import Crossing
 
 
 class Reserver:
@@ -39,10 +35,6 @@ class Reserver:
         return found[0] if found else None
 
 
-class Sends(Protocol):
-    def send(self, sendings: Sequence[Sending]) -> None: ...
-
-
 class _Outgoing(NamedTuple):
     where: Where
     tag: Tag
@@ -57,7 +49,7 @@ class Outbox:
         sender: a transport, or what stands for one (stream.py).
     """
 
-    def __init__(self, sender: Sends, slots: Reserves, pool: BufferPool) -> None:
+    def __init__(self, sender: Transport | Crossing, slots: Reserver | Crossing, pool: BufferPool) -> None:
         self.sender = sender
         self._slots = slots
         self._pool = pool

@@ -53,7 +53,7 @@ from commfuse_dp.transport.closing import close_at_exit
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.parts import Channel, Closed, Memory
 from commfuse_dp.transport.one_sided.peers import Peers
-from commfuse_dp.transport.one_sided.pulls import Fetch, Here, OwnCopy, View
+from commfuse_dp.transport.one_sided.pulls import Fetch, Here, View
 from commfuse_dp.transport.one_sided.recovery import Rounds
 from commfuse_dp.transport.one_sided.ring import Ring
 from commfuse_dp.transport.waiting import wait_until
@@ -174,7 +174,7 @@ class OneSidedTransport(Peers):
             return View(self, owner, key, epoch, start, nbytes)
         out = check_out(out, nbytes, self.name)
         if owner == self.rank:
-            return OwnCopy(self, owner, key, epoch, start, nbytes, out)
+            return View(self, owner, key, epoch, start, nbytes, out)
         return self.fetch(owner, key, epoch, out, start=start)
 
     def fetch(

@@ -31,13 +31,13 @@ from commfuse_dp.transport.one_sided.parts import Channel, Receiver, payload_spa
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
 from commfuse_dp.transport.tcp.connect import Links, connect_all
 from commfuse_dp.transport.tcp.links import COLLECTIVE_LANE, CONTROL_LANE, GRAD_LANE, PARAM_LANE, Frame, Outgoing
-from commfuse_dp.transport.tcp.wire import Handler, Wire
+from commfuse_dp.transport.tcp.wire import Wire
 from commfuse_dp.transport.waiting import await_news
 
 LINGER_S = 2.0  # after everything is handed to the kernel: longest wait for the peers' acknowledgement
 
 
-class TcpChannel(Channel, Handler):
+class TcpChannel(Channel):
     """Messages and payloads between `OneSidedTransport` and the wire; the receiver is called by the wire's I/O thread."""
 
     def __init__(self, rank: int, links: Links, probe: Probe) -> None:
@@ -93,6 +93,7 @@ class TcpChannel(Channel, Handler):
 
     # ---- the I/O thread's side ---------------------------------------------------------------------------------------
     def sink(self, peer: int, frame: Frame) -> memoryview:
+        """Where the chunk's payload (frame.nbytes bytes) goes."""
         if frame.lane == CONTROL_LANE:
             self._text[peer] = bytearray(frame.nbytes)
             return memoryview(self._text[peer])
@@ -107,6 +108,7 @@ class TcpChannel(Channel, Handler):
         return view[frame.offset : frame.offset + frame.nbytes]
 
     def deliver(self, peer: int, frame: Frame) -> None:
+        """A frame has been received with all of its payload."""
         assert self._receiver is not None
         if frame.lane == CONTROL_LANE:
             self._receiver.handle(peer, frame.message + bytes(self._text.pop(peer, b"")))
@@ -121,14 +123,17 @@ class TcpChannel(Channel, Handler):
         self._news.set()
 
     def sent(self, peer: int, item: Outgoing) -> None:
+        """The last byte of `item` has been handed to the kernel."""
         payload_span(self._probe, SEND, item.message, peer, item.start_ns)
 
     def lost(self, peer: int, reason: str) -> None:
+        """The connection ended (EOF included: whether that was in order is the receiver's to know)."""
         assert self._receiver is not None
         self._receiver.lost(peer, reason)
         self._news.set()
 
     def broken(self, error: BaseException) -> None:
+        """The I/O thread itself failed; nothing will be sent or received any more."""
         self._error = error
         self._news.set()
 

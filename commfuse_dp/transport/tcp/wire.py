@@ -29,8 +29,8 @@ import socket
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from commfuse_dp.probe import now_ns
 from commfuse_dp.transport.one_sided.messages import HEADER_BYTES
@@ -46,6 +46,9 @@ from commfuse_dp.transport.tcp.links import (
 from commfuse_dp.transport.tcp.pace import Pace
 from commfuse_dp.transport.tcp.turns import Turns, limit_unsent, unacknowledged
 
+if TYPE_CHECKING:
+    from commfuse_dp.transport.tcp.transport import TcpChannel
+
 MAGIC = 0xCF
 CHUNK_BYTES = 2 << 20
 NOTSENT_BYTES = 2 << 20
@@ -54,34 +57,11 @@ READ_BUDGET = 4 << 20  # bytes read from one peer before the others get their tu
 CONTROL_JOIN_BYTES = 32 << 10
 
 
-class Handler(ABC):
-    """What the I/O thread calls. Every method must be quick and must not block."""
-
-    @abstractmethod
-    def sink(self, peer: int, frame: Frame) -> memoryview:
-        """Where the chunk's payload (frame.nbytes bytes) goes."""
-
-    @abstractmethod
-    def deliver(self, peer: int, frame: Frame) -> None:
-        """A frame has been received with all of its payload."""
-
-    @abstractmethod
-    def sent(self, peer: int, item: Outgoing) -> None:
-        """The last byte of `item` has been handed to the kernel."""
-
-    @abstractmethod
-    def lost(self, peer: int, reason: str) -> None:
-        """The connection ended (EOF included: whether that was in order is the handler's to know)."""
-
-    @abstractmethod
-    def broken(self, error: BaseException) -> None:
-        """The I/O thread itself failed; nothing will be sent or received any more."""
-
-
 class Wire:
     """Sockets to all peers and the thread that serves them. `control` and `data` may be called from any thread.
 
     Args:
+        handler: what the thread calls; every method of its is quick and does not block.
         sockets: by peer and role (CONTROL_ROLE, DATA_ROLE); connected stream sockets, which the wire owns from now on.
     """
 
@@ -89,7 +69,7 @@ class Wire:
         self,
         rank: int,
         sockets: Mapping[tuple[int, int], socket.socket],
-        handler: Handler,
+        handler: TcpChannel,
         *,
         chunk_bytes: int = CHUNK_BYTES,
         notsent_bytes: int = NOTSENT_BYTES,

@@ -31,7 +31,7 @@ from commfuse_dp.transport.tcp.links import (
     Outgoing,
 )
 from commfuse_dp.transport.tcp.transport import TcpTransport
-from commfuse_dp.transport.tcp.wire import LOWAT_FLOOR, MAGIC, Handler, Wire
+from commfuse_dp.transport.tcp.wire import LOWAT_FLOOR, MAGIC, Wire
 from tests.support import single
 from tests.support.leftovers import shared_memory
 from tests.support.processes import RankPipe, RankProcesses
@@ -61,8 +61,8 @@ def turned_away(sock: socket.socket) -> bool:
         return True
 
 
-class Recorder(Handler):
-    """Keeps payloads by message, in the order of their completion."""
+class Recorder:
+    """What a wire calls. Keeps payloads by message, in the order of their completion."""
 
     def __init__(self, sizes: dict[bytes, int]) -> None:
         self.sizes = sizes
