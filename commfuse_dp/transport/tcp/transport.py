@@ -44,7 +44,7 @@ class TcpChannel(Channel):
         self._rank = rank
         self._names = links.names
         self._probe = probe
-        self._receiver: Receiver | None = None
+        self._receiver: Receiver  # from `start` on
         self._news = threading.Event()
         self._error: BaseException | None = None
         self._arriving: dict[tuple[int, int], tuple[memoryview | None, int]] = {}  # (peer, lane) -> (landing, start_ns)
@@ -98,7 +98,6 @@ class TcpChannel(Channel):
             self._text[peer] = bytearray(frame.nbytes)
             return memoryview(self._text[peer])
         if frame.offset == 0:
-            assert self._receiver is not None
             landing = self._receiver.landing(peer, frame.message)
             view = None if landing is None else landing.numpy().data
             self._arriving[peer, frame.lane] = (view, now_ns())
@@ -109,7 +108,6 @@ class TcpChannel(Channel):
 
     def deliver(self, peer: int, frame: Frame) -> None:
         """A frame has been received with all of its payload."""
-        assert self._receiver is not None
         if frame.lane == CONTROL_LANE:
             self._receiver.handle(peer, frame.message + bytes(self._text.pop(peer, b"")))
         else:
@@ -128,7 +126,6 @@ class TcpChannel(Channel):
 
     def lost(self, peer: int, reason: str) -> None:
         """The connection ended (EOF included: whether that was in order is the receiver's to know)."""
-        assert self._receiver is not None
         self._receiver.lost(peer, reason)
         self._news.set()
 

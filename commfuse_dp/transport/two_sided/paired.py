@@ -102,7 +102,7 @@ class TwoSidedChannel(Channel):
         self._probe, self._keep = probe, keep
         self._under_way = 0  # transfers that were not waited for successfully
         self._counting = threading.Lock()  # they are waited for in several threads
-        self._receiver: Receiver | None = None
+        self._receiver: Receiver  # from `start` on
         self._news = threading.Event()
         self._deposits_sent: dict[int, int] = defaultdict(int)
         self._deposits_due: dict[int, int] = defaultdict(int)
@@ -196,7 +196,6 @@ class TwoSidedChannel(Channel):
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
     def _irecv(self, src: int, lane: int, tag: int, message: bytes) -> _Transfer:
-        assert self._receiver is not None
         return self._begin("recv", self._receiver.room_for(src, message), src, lane, tag, message)
 
     def _control(self, src: int, nbytes: int, tag: int) -> bytes:
@@ -207,7 +206,6 @@ class TwoSidedChannel(Channel):
 
     def _read(self, src: int) -> None:
         """Messages of one peer, until its goodbye or its end."""
-        assert self._receiver is not None
         try:
             while src not in self._parted:
                 message = self._control(src, msg.HEADER_BYTES, _HEADER_TAG)
@@ -252,7 +250,6 @@ class TwoSidedChannel(Channel):
 
     def _lose(self, peer: int, error: RuntimeError) -> None:
         if peer not in self._parted and not self._closed:
-            assert self._receiver is not None
             if not isinstance(error, TransportError):
                 error = transfer_error(error, self._rank, peer, NOWHERE, deadline_s=FOREVER_S, backend=self._backend)
             self._receiver.lost(peer, str(error))
