@@ -7,7 +7,7 @@
 An exchange: both ranks fetch `size` bytes from each other at the same time. `pull` fetches a published slice (shm: sums it in
 place, so that its bytes are really read), `message` sends a gradient slice. Variants:
     shm       shared memory                         tcp            sockets
-    p2p       torch.distributed, one-sided          tcp-sendfile   sockets, pages of a memfd attached without a copy
+    p2p       torch.distributed, one-sided
     mpi       MPI (not among the defaults: it changes how the ranks are started)
     gloo      bare isend + irecv + wait of torch.distributed: the price of the stock path, without any protocol
 
@@ -39,7 +39,7 @@ from commfuse_dp.transport.exchange import exchange_of
 
 WORLD_SIZE = 2
 SIZES = (64 << 10, 1 << 20, 5 << 20, 16 << 20)
-DEFAULT_VARIANTS = ("shm", "tcp", "tcp-sendfile", "p2p", "gloo")
+DEFAULT_VARIANTS = ("shm", "tcp", "p2p", "gloo")
 VARIANTS = (*DEFAULT_VARIANTS, "mpi")
 # Of MPICH and UCX; other MPIs do not know them. Without them, ranks in two namespaces of one machine would share memory.
 MPI_OVER_THE_LINK = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self"}
@@ -127,7 +127,7 @@ def _open(name: str, largest: int) -> Transport:
         return MpiTransport(dist.get_rank(), WORLD_SIZE, exchange, **settings)
     from commfuse_dp.transport.tcp.transport import TcpTransport
 
-    return TcpTransport(dist.get_rank(), WORLD_SIZE, exchange, zero_copy=name == "tcp-sendfile", **settings)
+    return TcpTransport(dist.get_rank(), WORLD_SIZE, exchange, **settings)
 
 
 def worker(options: argparse.Namespace) -> None:

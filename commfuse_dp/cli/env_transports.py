@@ -71,7 +71,6 @@ def _try_gloo() -> Finding:
 
     if not dist.is_available() or not dist.is_gloo_available():
         return Finding(False, "this torch was built without gloo")
-    from commfuse_dp.transport.two_sided.p2p import TwoSided
     from commfuse_dp.transport.two_sided.paired import PairedTransport
 
     store = dist.HashStore()
@@ -80,8 +79,7 @@ def _try_gloo() -> Finding:
     def open_one(rank: int, exchange: Any) -> PairedTransport:
         groups = [dist.PrefixStore(str(lane), store) for lane in range(3)]
         lanes: Any = {lane: dist.ProcessGroupGloo(group, rank, _WORLD_SIZE, patience) for lane, group in enumerate(groups)}
-        two_sided = TwoSided(lanes, deadline_s=_DEADLINE_S)
-        return PairedTransport(two_sided, exchange, inbox_bytes=_NBYTES, deadline_s=_DEADLINE_S)
+        return PairedTransport(rank, _WORLD_SIZE, exchange, lanes=lanes, inbox_bytes=_NBYTES, deadline_s=_DEADLINE_S)
 
     _exchange_bytes(open_one)
     return Finding(True, "CPU tensors over torch.distributed, tried")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 
 from commfuse_dp.program.layout import chunk_bounds
+from commfuse_dp.program.orders import check_order
 
 Op = Literal["sum", "mean"]
 SUMMABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -16,6 +17,17 @@ SUMMABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 def check_op(op: str) -> None:
     if op not in ("sum", "mean"):
         raise ValueError(f"op={op!r}: must be 'sum' or 'mean'")
+
+
+def check_reduction(order: str, op: str, name: str, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
+    """dtype of the partials, for a result of `dtype`, which is called `name`."""
+    check_order(order)
+    check_op(op)
+    check_summable(name, dtype)
+    if reduce_dtype is None:
+        return dtype
+    check_summable("reduce_dtype", reduce_dtype)
+    return reduce_dtype
 
 
 def check_summable(name: str, dtype: torch.dtype) -> None:
@@ -44,6 +56,35 @@ def check_total(name: str, rows: int, sizes: tuple[int, ...]) -> None:
 def even_sizes(rows: int, world_size: int) -> tuple[int, ...]:
     """FSDP2's division of `rows` (torch.chunk)."""
     return tuple(stop - start for start, stop in chunk_bounds(rows, world_size))
+
+
+def kept_rows(
+    sizes: Sequence[int] | None, rows: int | None, world_size: int, exchange: Callable[[], tuple[int, ...]]
+) -> tuple[int, ...]:
+    """What every rank keeps of a sum. rows: in all, None if not known: then ranks exchange what they have room for."""
+    if sizes is not None:
+        found = check_sizes(sizes, world_size)
+    else:
+        found = even_sizes(rows, world_size) if rows is not None else exchange()
+    if rows is not None:
+        check_total("the tensor to reduce", rows, found)
+    return found
+
+
+def line_of(sizes: Any, rank: int, given: torch.Tensor | None, world_size: int) -> tuple[tuple[int, ...], Any]:
+    """(rows that `rank` sends to each, all ranks' such lines if they are known) of an all-to-all.
+
+    sizes: that table, or this rank's line; None: the rows of `given` are divided."""
+    if sizes is None:
+        if given is None:
+            raise ValueError("produce is a function: pass sizes, the rows for every destination")
+        return even_sizes(int(given.shape[0]), world_size), None
+    if not len(sizes) or isinstance(sizes[0], int):
+        return check_sizes(sizes, world_size), None
+    if len(sizes) != world_size:
+        raise ValueError(f"sizes has {len(sizes)} lines: one for each of {world_size} sources is needed")
+    table = tuple(check_sizes(row, world_size) for row in sizes)
+    return table[rank], table
 
 
 def check_out(out: torch.Tensor, shape: tuple[int, ...], what: str) -> None:

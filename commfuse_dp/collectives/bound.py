@@ -17,8 +17,7 @@ import torch
 
 from commfuse_dp.program.layout import Slice, Tensor
 from commfuse_dp.program.operations import TOTAL, Consume, Link, Piece, Produce, Program, Receive, Reduce, Send
-
-_ALIGNMENT = 64  # bytes: cuts between the messages of one piece
+from commfuse_dp.transport.one_sided.ring import ALIGNMENT
 
 
 class Owner(int):
@@ -152,10 +151,11 @@ class BoundProgram:
 
 
 def message_cuts(elements: int, itemsize: int, limit: int) -> list[tuple[int, int]]:
-    """Element ranges of the messages that carry one piece over channels with room for `limit` bytes; at least one."""
-    if elements * itemsize <= max(limit // 2, min(limit, _ALIGNMENT)):
+    """Element ranges of the messages that carry one piece over channels with room for `limit` bytes; at least one. Cuts are
+    aligned."""
+    if elements * itemsize <= max(limit // 2, min(limit, ALIGNMENT)):
         return [(0, elements)]
-    step = max(limit // 4 // _ALIGNMENT * _ALIGNMENT, min(limit, _ALIGNMENT)) // itemsize
+    step = max(limit // 4 // ALIGNMENT * ALIGNMENT, min(limit, ALIGNMENT)) // itemsize
     if step == 0:
         raise ValueError(f"messages of at most {limit} bytes cannot carry elements of {itemsize} bytes: raise inbox_bytes")
     return [(start, min(start + step, elements)) for start in range(0, elements, step)]

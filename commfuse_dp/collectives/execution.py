@@ -24,7 +24,6 @@ A piece that is larger than half a channel is cut into messages of a quarter, wh
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -377,7 +376,7 @@ class Execution:
             return ready()
 
         start = now_ns()
-        with progress.looking_often(transport) if others else nullcontext():
+        with progress.looking_often(transport, others):
             wait_until(transport, pumped, peer=peer, where=self._where(piece), doing=doing)
         transport.probe.exposed(self._name, start, now_ns())
 

@@ -116,23 +116,11 @@ def reduce_scatter(
 
     Returns [sizes[rank], ...]. Raises as all_gather does.
     """
-    check_order(order)
-    args.check_op(op)
     rows, row_shape, out_dtype, device = args.scatter_shapes(produce, out, shape, dtype)
-    partial_dtype = reduce_dtype if reduce_dtype is not None else out_dtype
-    args.check_summable("dtype of the result", out_dtype)
-    args.check_summable("reduce_dtype", partial_dtype)
+    partial_dtype = args.check_reduction(order, op, "dtype of the result", out_dtype, reduce_dtype)
     session = begin(group, transport, device)
     rank = session.rank
-    if sizes is not None:
-        found = args.check_sizes(sizes, session.world_size)
-    elif rows is not None:
-        found = args.even_sizes(rows, session.world_size)
-    else:
-        assert out is not None
-        found = _exchange_sizes(session, out)
-    if rows is not None:
-        args.check_total("the tensor to reduce", rows, found)
+    found = args.kept_rows(sizes, rows, session.world_size, lambda: _exchange_sizes(session, out))
     result = torch.empty((found[rank], *row_shape), dtype=out_dtype, device=device) if out is None else out
     args.check_out(result, (found[rank], *row_shape), "reduce_scatter")
     bindings = of_scatter(
@@ -169,11 +157,7 @@ def all_reduce(
 
     Every element is summed by one rank, so the result is bitwise the same on all; see reduce_scatter for the order.
     """
-    check_order(order)
-    args.check_op(op)
-    partial_dtype = reduce_dtype if reduce_dtype is not None else tensor.dtype
-    args.check_summable("tensor", tensor.dtype)
-    args.check_summable("reduce_dtype", partial_dtype)
+    partial_dtype = args.check_reduction(order, op, "tensor", tensor.dtype, reduce_dtype)
     result = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if out is None else out
     args.check_out(result, tuple(tensor.shape), "all_reduce")
     if result.dtype != tensor.dtype:
@@ -232,8 +216,10 @@ def all_to_all(
         row_shape, device = tuple(row_shape or ()), device if device is not None else torch.device("cpu")
         dtype = dtype if dtype is not None else torch.get_default_dtype()
     session = begin(group, transport, device)
-    table = _exchange_table(session, sizes, given)
     rank = session.rank
+    line, table = args.line_of(sizes, rank, given, session.world_size)
+    if table is None:
+        table = tuple(tuple(row) for row in gather_integers(session, list(line)))
     if given is not None:
         args.check_total("the tensor to send", int(given.shape[0]), table[rank])
     starts = [sum(row[rank] for row in table[:source]) for source in range(session.world_size)]
@@ -305,8 +291,9 @@ def gather_integers(session: Session, row: list[int]) -> list[list[int]]:
     return out.tolist()
 
 
-def _exchange_sizes(session: Session, shard: torch.Tensor) -> tuple[int, ...]:
+def _exchange_sizes(session: Session, shard: torch.Tensor | None) -> tuple[int, ...]:
     """Rows of every rank's shard. Raises MismatchError unless row shapes and dtypes are equal."""
+    assert shard is not None
     kind = zlib.crc32(f"{tuple(shard.shape[1:])} {shard.dtype}".encode())
     everyone = gather_integers(session, [int(shard.shape[0]), kind])
     for rank, (_, other) in enumerate(everyone):
@@ -316,18 +303,3 @@ def _exchange_sizes(session: Session, shard: torch.Tensor) -> tuple[int, ...]:
                 "All ranks need the same row shape and dtype; only the number of rows may differ."
             )
     return tuple(rows for rows, _ in everyone)
-
-
-def _exchange_table(session: Session, sizes: Any, given: torch.Tensor | None) -> tuple[tuple[int, ...], ...]:
-    n = session.world_size
-    if sizes is None:
-        if given is None:
-            raise ValueError("produce is a function: pass sizes, the rows for every destination")
-        line = args.even_sizes(int(given.shape[0]), n)
-    elif len(sizes) and not isinstance(sizes[0], int):
-        if len(sizes) != n:
-            raise ValueError(f"sizes has {len(sizes)} lines: one for each of {n} sources is needed")
-        return tuple(args.check_sizes(row, n) for row in sizes)
-    else:
-        line = args.check_sizes(sizes, n)
-    return tuple(tuple(row) for row in gather_integers(session, list(line)))

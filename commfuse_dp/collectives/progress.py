@@ -57,9 +57,10 @@ def _key(callback: _Callback) -> tuple[int, str]:
 
 
 @contextmanager
-def looking_often(transport: Transport) -> Iterator[None]:
-    """Waits of `transport` inside the body never sleep for longer than LOOK_S."""
-    before, transport.sleep_s = transport.sleep_s, LOOK_S
+def looking_often(transport: Transport, others: list[_Callback]) -> Iterator[None]:
+    """Waits of `transport` inside the body never sleep for longer than LOOK_S, if there are others to be looked after."""
+    before = transport.sleep_s
+    transport.sleep_s = LOOK_S if others else before
     try:
         yield
     finally:

@@ -105,33 +105,23 @@ def reduce_scatter(
     transport: Transport | None = None,
 ) -> torch.Tensor:
     """Produce everything, then reduce (an all_reduce of the whole, in the wide type): see functions.reduce_scatter."""
-    check_order(order)
-    args.check_op(op)
     rows, row_shape, out_dtype, device = args.scatter_shapes(produce, out, shape, dtype)
-    partial_dtype = reduce_dtype if reduce_dtype is not None else out_dtype
-    args.check_summable("dtype of the result", out_dtype)
-    args.check_summable("reduce_dtype", partial_dtype)
+    partial_dtype = args.check_reduction(order, op, "dtype of the result", out_dtype, reduce_dtype)
     rank, n = _rank_and_size(group)
-    if sizes is not None:
-        found = args.check_sizes(sizes, n)
-    elif rows is not None:
-        found = args.even_sizes(rows, n)
-    else:
-        assert out is not None
-        found = tuple(size for (size,) in _gather_objects([int(out.shape[0])], group, n))
+    own = [len(out)] if out is not None else []
+    found = args.kept_rows(sizes, rows, n, lambda: tuple(size for (size,) in _gather_objects(own, group, n)))
     if isinstance(produce, torch.Tensor):
-        args.check_total("the tensor to reduce", int(produce.shape[0]), found)
         partials = produce.detach().to(partial_dtype)
     else:
         partials = torch.empty((sum(found), *row_shape), dtype=partial_dtype, device=device)
         _filled(produce, rank, n, found, slices_per_rank, order, partials)
     total = _reduced(partials, wide_dtype(out_dtype, partial_dtype), op, group, n)
     start = sum(found[:rank])
-    own = total[start : start + found[rank]].to(out_dtype)
+    summed = total[start : start + found[rank]].to(out_dtype)
     if out is None:
-        return own.contiguous()
+        return summed.contiguous()
     args.check_out(out, (found[rank], *row_shape), "reduce_scatter")
-    return out.copy_(own)
+    return out.copy_(summed)
 
 
 def _reduced(partials: torch.Tensor, wide: torch.dtype, op: str, group: dist.ProcessGroup | None, n: int) -> torch.Tensor:
@@ -154,11 +144,7 @@ def all_reduce(
     transport: Transport | None = None,
 ) -> torch.Tensor:
     """One all_reduce in the wide type: see functions.all_reduce."""
-    check_order(order)
-    args.check_op(op)
-    partial_dtype = reduce_dtype if reduce_dtype is not None else tensor.dtype
-    args.check_summable("tensor", tensor.dtype)
-    args.check_summable("reduce_dtype", partial_dtype)
+    partial_dtype = args.check_reduction(order, op, "tensor", tensor.dtype, reduce_dtype)
     wide = wide_dtype(tensor.dtype, partial_dtype)
     total = _reduced(tensor.detach().to(partial_dtype), wide, op, group, _rank_and_size(group)[1]).to(tensor.dtype)
     return total if out is None else out.copy_(total)
@@ -184,16 +170,7 @@ def all_to_all(
     """
     check_order(order)
     rank, n = _rank_and_size(group)
-    if isinstance(produce, torch.Tensor):
-        line = args.even_sizes(int(produce.shape[0]), n) if sizes is None else None
-    elif sizes is None:
-        raise ValueError("produce is a function: pass sizes, the rows for every destination")
-    else:
-        line = None
-    if line is None:
-        assert sizes is not None
-        whole_table = len(sizes) > 0 and not isinstance(sizes[0], int)
-        line = args.check_sizes(sizes[rank] if whole_table else sizes, n)  # type: ignore[arg-type]
+    line, _ = args.line_of(sizes, rank, produce if isinstance(produce, torch.Tensor) else None, n)
     table = tuple(tuple(row) for row in _gather_objects(list(line), group, n))
     problem = Problem("all_to_all", table, order, slices_per_rank)
     program = build(problem, rank).operations

@@ -99,16 +99,11 @@ def transport_for(
     """The transport that `begin` would use, without counting a call; None in a world of one rank."""
     if transport is not None:
         return transport
-    members = _members(group)
+    members, place = _members(group), (purpose, device.type)
     if members is None or members.size() == 1:
         return None
-    return _transport_of(members, group, device, purpose)
-
-
-def _transport_of(key: object, group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Transport:
-    place = purpose, device.type
     with _lock:
-        found = _opened.setdefault(key, {}).get(place)
+        found = _opened.setdefault(members, {}).get(place)
     if found is None:
         found, _ = open_transport(
             purpose.kind,
@@ -119,7 +114,7 @@ def _transport_of(key: object, group: dist.ProcessGroup | None, device: torch.de
             device=device,
         )
         with _lock:
-            _opened[key][place] = found
+            _opened[members][place] = found
     return found
 
 

@@ -7,7 +7,6 @@ next step.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Callable
@@ -133,7 +132,7 @@ class Steps(StepState):
         if self.cause:
             recovery.discard(CHANNEL_COLLECTIVE)  # peers that wait for room here come to know of it
         others = progress.callbacks()
-        with progress.looking_often(transport) if others else contextlib.nullcontext():
+        with progress.looking_often(transport, others):
             transport.wait_finished(self.step, self._start, meanwhile=lambda: [callback() for callback in others])
         lost = self.agree()
         if not lost:
@@ -152,6 +151,3 @@ class Steps(StepState):
     @property
     def _start(self) -> Where:
         return Where("(start of step)", self.step, "all")
-
-
-__all__ = ["Steps", "follow_steps", "steps_of", "when_recovered"]

@@ -274,7 +274,8 @@ class CollectivePort:
         self._engine.breakage.by(f"({what} of an FSDP2 group)", error)
 
     def recover(self, *, complete: bool) -> None:
-        """All ranks have left a step that was broken off, and do this. complete: all have begun the same collectives."""
+        """All ranks have left a step that was broken off, and do this. complete: all have begun the same collectives, which are
+        finished; else they are dropped."""
         if complete:
             while self.under_way:
                 self._wait(self.under_way[0], self.progress, heed=False)

@@ -84,23 +84,10 @@ class Engine:
         self.buffers = BufferPool(device, ordering, self.probe, limit=config.inbox_bytes)
         self.breakage = Breakage(transport)
         self.programs = Programs(transport, config)
-        self.gradients = GradientStream(
-            transport,
-            self.buffers,
-            self.probe,
-            replicas,
-            self.breakage,
-            inbox_bytes=transport.message_limit,
-            ordering=ordering,
-        )
+        self.gradients = GradientStream(transport, self.buffers, replicas, self.breakage, ordering)
         self.parameters = ParameterStream(transport, self.units, config, self.programs, device)
-        binder = Binder(
-            transport,
-            self.programs,
-            self.parameters,
-            replicas=replicas.size if replicas is not None else 0,
-            replay=config.replay,
-        )
+        beside = replicas.size if replicas is not None else 0
+        binder = Binder(transport, self.programs, self.parameters, replicas=beside, replay=config.replay)
         self._backward = Backward(self, binder)
         self.exchange = self._backward.exchange
         self.ports = self.gradients.ports

@@ -36,15 +36,14 @@ from commfuse_dp.engine.memory.buffers import BufferPool
 from commfuse_dp.engine.ordering import Ordering
 from commfuse_dp.engine.plan import UnitSlice
 from commfuse_dp.engine.replicas import ReplicaGroup, Replicating
-from commfuse_dp.engine.reserver import Reserver
-from commfuse_dp.engine.routes.outbox import Outbox
+from commfuse_dp.engine.routes.outbox import Outbox, Reserver
 from commfuse_dp.engine.routes.route import Means, Missing, Route
 from commfuse_dp.engine.routes.stream import StreamRoute
 from commfuse_dp.engine.scatter import Scatter
 from commfuse_dp.engine.sums import SMALL_BYTES, Sums
 from commfuse_dp.errors import Where
 from commfuse_dp.ops.pieces import Piece
-from commfuse_dp.probe import SEND, Probe, now_ns
+from commfuse_dp.probe import SEND, now_ns
 from commfuse_dp.transport.base import Sending, Transport
 from commfuse_dp.transport.waiting import wait_until
 
@@ -60,17 +59,13 @@ class GradientStream:
         self,
         transport: Transport,
         pool: BufferPool,
-        probe: Probe,
         replicas: ReplicaGroup | None,
         breakage: Breakage,
-        *,
-        inbox_bytes: int,
         ordering: Ordering,
     ) -> None:
-        self._transport = transport
+        self._transport, self._probe, self._inbox_bytes = transport, transport.probe, transport.message_limit
         self._ordering = ordering
         self._pool = pool
-        self._probe = probe
         self._replicas = replicas
         self._breakage = breakage
         self._rank = transport.rank
@@ -78,11 +73,10 @@ class GradientStream:
         self._kept_views = transport.in_place  # slots are places of shared memory: their views come again
         self._routed = False  # some unit's partials do not go straight
         self._peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
-        self._inbox_bytes = inbox_bytes
         self._queue: deque[Scatter] = deque()
         self._replicating: deque[tuple[Scatter, torch.Tensor, Replicating]] = deque()
         self._settled = 0  # step whose end the replicas have been told of, and have told
-        self._sums = Sums(transport, pool.device, inbox_bytes=inbox_bytes, divides=replicas is None)
+        self._sums = Sums(transport, pool.device, divides=replicas is None)
         self.slots = Reserver(transport)
         self.ports = self.slots.ports
         self._means = self._new_means()

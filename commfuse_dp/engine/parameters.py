@@ -354,16 +354,13 @@ class ParameterStream:
                     self._window.done(found.key)
             self._window.announce(keys)
 
-    def visits_forward(self, unit: Unit) -> list[Visit]:
-        """All slices in the order in which they come, own first."""
-        return self._readings[unit.index].forward
-
-    def remote_forward(self, unit: Unit) -> list[Key]:
-        """What comes from others, in this order."""
-        return self._readings[unit.index].remote_forward
+    def coming(self, unit: Unit) -> tuple[list[Visit], list[Key]]:
+        """All slices in the order in which they come, own first; and what of it comes from others, in this order."""
+        reading = self._readings[unit.index]
+        return reading.forward, reading.remote_forward
 
     def take_whole(self, unit: Unit) -> list[Held] | None:
-        """All slices of others at once, as they come together (`remote_forward`), without waiting where they have a word of
+        """All slices of others at once, as they come together (`coming`), without waiting where they have a word of
         arrival (`transfer.arrival`); None if they do not fit into the window together."""
         window = self._window
         if window is None:

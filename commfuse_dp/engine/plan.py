@@ -7,7 +7,8 @@ rank's rows into `slices_per_rank` slices; the other parts, the *heads* (biases)
     segment of one owner:   | head: bias rows | main rows of slice 0 | main rows of slice 1 | ...
     slices:                 |<------------- slice 0 ---------------->|<----- slice 1 ------>|
 
-so that a slice is one contiguous byte range, both of the published parameters and of the partial gradients.
+so that a slice is one contiguous byte range, both of the published parameters and of the partial gradients. Heads and main rows
+start on a cache line, whatever the dtype.
 
 Frameworks that cut flattened tensors (DeepSpeed) give `flat_bounds`, the flat range of each rank: units of one part, whose
 slices may begin and end in the middle of a row. Their pieces are whole rows or parts of one row. A `replicated` unit
@@ -28,8 +29,7 @@ import torch
 from commfuse_dp.errors import ConfigError
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.program.layout import FlatLayout, RowLayout, rectangles
-
-ALIGNMENT = 64  # bytes; heads and main rows start on a cache line, whatever the dtype
+from commfuse_dp.transport.one_sided.ring import ALIGNMENT, align
 
 
 class ParamSlot(Protocol):
@@ -119,10 +119,6 @@ def absent_slice(owner: int, index: int) -> UnitSlice:
     return UnitSlice(owner, index, 0, 0, 0, 0, (), -1)
 
 
-def _align(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
 @dataclass(frozen=True)
 class _Part:
     layout: RowLayout
@@ -138,7 +134,7 @@ class Geometry(ABC):
         self.slices = tuple(own for own, _ in segments)
         self.segment_bytes = tuple(size for _, size in segments)
         self.largest_slice = max((s.nbytes for own in self.slices for s in own), default=0)
-        self.owed = tuple(sum(_align(s.nbytes) for s in own) for own in self.slices)
+        self.owed = tuple(sum(align(s.nbytes) for s in own) for own in self.slices)
         """Bytes that are sent to each owner, each slice on a cache line."""
 
     @abstractmethod
@@ -164,7 +160,7 @@ class RowGeometry(Geometry):
             start, stop = part.layout.bounds(owner)
             if include[number] and stop > start:
                 heads.append((number, offset, start, stop - start))
-                offset = _align(offset + (stop - start) * part.row_numel * itemsize)
+                offset = align(offset + (stop - start) * part.row_numel * itemsize)
         main = parts[0]
         rows = main.layout.slices(owner) if include[0] else ()
         if not rows:

@@ -117,6 +117,3 @@ class ReplicaGroup:
             "sharding no step follows one that was broken off on some replicas only: stop all ranks and resume from the last "
             "checkpoint. (After an exception in the same place on all ranks the next step goes on.)"
         )
-
-
-__all__ = ["ReplicaGroup", "Replicating"]

@@ -29,13 +29,13 @@ class Sums:
         released: bytes of small messages whose places the peers do not know to be free yet; set to 0 when they have been told.
     """
 
-    def __init__(self, transport: Transport, device: torch.device, *, inbox_bytes: int, divides: bool) -> None:
+    def __init__(self, transport: Transport, device: torch.device, *, divides: bool) -> None:
         self._transport = transport
         self._probe = transport.probe
         self._rank = transport.rank
         self._peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
         self._device = device
-        self._inbox_bytes = inbox_bytes
+        self._inbox_bytes = transport.message_limit
         self._divides = divides
         self._on_streams = transport.device is not None
         self._kept_views = transport.in_place  # slots are places of shared memory: their views come again

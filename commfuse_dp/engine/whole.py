@@ -186,19 +186,17 @@ class _ReadTable:
         words: list[Word | None] = []
         bias: dict[int, Piece] = {}
         unit, rank = self._unit, self._engine.rank
-        self._at = []
-        here_of = dict(zip(self._engine.parameters.remote_forward(unit), held, strict=False))  # none of them in place
-        for here in held:
-            arrival = here.transfer.arrival
-            self._at.append((here.buffer, arrival._replace(value=arrival.value - epoch) if arrival is not None else None))
-        for visit in self._engine.parameters.visits_forward(unit):
+        arrivals = [here.transfer.arrival for here in held]
+        less = [arrival._replace(value=arrival.value - epoch) if arrival is not None else None for arrival in arrivals]
+        self._at = [(here.buffer, word) for here, word in zip(held, less, strict=True)]
+        visits, keys = self._engine.parameters.coming(unit)
+        at_of = dict(zip(keys, self._at, strict=False))  # none of them in place
+        for visit in visits:
             item, word, pieces = visit.item, None, visit.pieces
             if item.owner != rank:
-                here = here_of[visit.group.key]
-                assert here.buffer is not None
-                pieces = unit.params.pieces(item, here.buffer[visit.at : visit.at + item.nbytes])
-                arrival = here.transfer.arrival
-                word = arrival._replace(value=arrival.value - epoch) if arrival is not None else None
+                buffer, word = at_of[visit.group.key]
+                assert buffer is not None
+                pieces = unit.params.pieces(item, buffer[visit.at : visit.at + item.nbytes])
             for piece in pieces:
                 if piece.part == 1:  # comes with the owner's first slice and serves all of them
                     bias[item.owner] = piece

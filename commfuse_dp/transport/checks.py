@@ -8,7 +8,7 @@ import torch
 
 from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.probe import Counters
-from commfuse_dp.transport.base import CHANNEL_PARAM, Part, PullRequest, Tag
+from commfuse_dp.transport.base import CHANNEL_PARAM, Part, PullRequest, Tag, Transport
 
 _FIELD_LIMIT = 1 << 31
 
@@ -27,20 +27,13 @@ def check_sizes(sizes: Sequence[Sequence[int]], before: object, world_size: int)
 
 
 def check_publications(
-    keys: Sequence[int],
-    epoch: int,
-    published: Mapping[int, int],
-    sizes: Sequence[Sequence[int]] | None,
-    *,
-    rank: int,
-    world_size: int,
-    readers: str,
+    transport: Transport, keys: Sequence[int], epoch: int, published: Mapping[int, int], readers: str
 ) -> None:
-    """published: key -> its epoch so far. sizes: as in `window_bytes`. readers: who may still read the epoch before.
+    """published: key -> its epoch so far. readers: who may still read the epoch before.
 
     Raises ValueError if this one is not the next, TransportError if somebody may read, and what `window_bytes` does."""
     for key in keys:
-        window_bytes(sizes, rank, key, world_size)
+        window_bytes(transport, transport.rank, key)
         before = published.get(key, 0)
         if epoch != before + 1:
             raise ValueError(f"publish(key {key}, epoch {epoch}): epochs rise by one and {before} was the last")
@@ -51,10 +44,9 @@ def check_publications(
         )
 
 
-def window_bytes(sizes: Sequence[Sequence[int]] | None, owner: int, key: int, world_size: int) -> int:
-    """What `owner` publishes under `key`. sizes: as exposed, None before.
-
-    Raises TransportError before `expose`, ValueError if there is no such window."""
+def window_bytes(transport: Transport, owner: int, key: int) -> int:
+    """What `owner` publishes under `key`. Raises TransportError before `expose`, ValueError if there is no such window."""
+    sizes, world_size = transport.sizes, transport.world_size
     if sizes is None:
         raise TransportError("no windows: call expose(sizes) on all ranks first")
     if not (0 <= key < len(sizes) and 0 <= owner < world_size):
@@ -62,14 +54,12 @@ def window_bytes(sizes: Sequence[Sequence[int]] | None, owner: int, key: int, wo
     return sizes[key][owner]
 
 
-def check_pull(
-    wanted: PullRequest | Part, epoch: int, sizes: Sequence[Sequence[int]] | None, *, world_size: int, finished: int
-) -> None:
-    """sizes: as in `window_bytes`; finished: this rank's last finished epoch.
+def check_pull(transport: Transport, wanted: PullRequest | Part, epoch: int, finished: int) -> None:
+    """finished: this rank's last finished epoch.
 
     Raises ValueError for bytes that are not in the window and for an epoch that is over, and what `window_bytes` does."""
     owner, key, start, nbytes = wanted.owner, wanted.key, wanted.start, wanted.nbytes
-    published = window_bytes(sizes, owner, key, world_size)
+    published = window_bytes(transport, owner, key)
     if start < 0 or nbytes < 0 or start + nbytes > published:
         raise ValueError(
             f"pull: bytes [{start}, {start + nbytes}) of key {key} of rank {owner}, which publishes {published} bytes there"

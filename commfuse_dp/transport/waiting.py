@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -9,6 +10,14 @@ from commfuse_dp.errors import DeadlineError, PeerLostError, Where
 from commfuse_dp.interrupts import HELD, deliver_held
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.checks import too_late
+
+LONGEST_WAIT_S = 0.05  # callers whose condition changes by something other than a message look again this often
+
+
+def await_news(news: threading.Event, timeout_s: float) -> None:
+    """A thread of the transport sets it when something has arrived; whoever looks afterwards sees all that came before."""
+    news.wait(min(timeout_s, LONGEST_WAIT_S))
+    news.clear()
 
 
 def wait_until(transport: Transport, ready: Callable[[], bool], *, peer: int, where: Where, doing: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.collective_port import CollectivePort
 from commfuse_dp.engine.engine import Engine
-from commfuse_dp.engine.reserver import Reserver
+from commfuse_dp.engine.routes.outbox import Reserver
 from commfuse_dp.errors import PeerLostError, Where
 from commfuse_dp.transport.waiting import wait_until
 from tests.support.inproc import InprocTransport, InprocWorld

@@ -168,7 +168,7 @@ def _no_message(monkeypatch: pytest.MonkeyPatch) -> None:
         landing.read = True
         return landing.data
 
-    monkeypatch.setattr(Messages, "receive", receive)
+    monkeypatch.setattr(Messages, "_receive", receive)
 
 
 def _crowded_inbox(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +191,7 @@ def _crowded_staging(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A partial leaves before it is computed."""
-    send = Messages.send
+    send = Messages._send
 
     def hasty(self: Messages, dst: int, tag: Any, buffer: torch.Tensor, when: Any) -> None:
         device = self._core.device
@@ -201,7 +201,7 @@ def _not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             device.wait_event = wait  # type: ignore[method-assign]
 
-    monkeypatch.setattr(Messages, "send", hasty)
+    monkeypatch.setattr(Messages, "_send", hasty)
 
 
 RACES = [

@@ -85,8 +85,7 @@ class Rank:
 
         self.transport.send = noted  # type: ignore[method-assign]
         pool = self.pool = BufferPool(torch.device("cpu"), Ordering())
-        probe, breakage = self.transport.probe, Breakage(self.transport)
-        self.stream = GradientStream(self.transport, pool, probe, None, breakage, inbox_bytes=case.inbox, ordering=Ordering())
+        self.stream = GradientStream(self.transport, pool, None, Breakage(self.transport), Ordering())
         programs = Programs(self.transport, CommFuseConfig())
         policy = Policy(divide_factor=3.0, reduce_dtype=case.reduce_dtype)
         record = Record(False, case.dtype, (True,), True, case.delivered, 3.0, False)

@@ -126,15 +126,7 @@ def run_chains(
         device = world.devices[rank]
         ordering = StreamOrdering(device)
         pool = BufferPool(torch.device("cpu"), ordering)
-        stream = GradientStream(
-            transport,
-            pool,
-            transport.probe,
-            None,
-            Breakage(transport),
-            inbox_bytes=inbox,
-            ordering=ordering,
-        )
+        stream = GradientStream(transport, pool, None, Breakage(transport), ordering)
         of_units = Programs(transport, CommFuseConfig())
         sinks = [Sink(f"layer{layer}", bounds, rank) for layer, bounds in enumerate(every)]
         for layer, (sink, bounds) in enumerate(zip(sinks, every, strict=True)):
@@ -204,7 +196,7 @@ def _hops_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _no_credit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Messages, "release", lambda self, src, tag, more: None)
+    monkeypatch.setattr(Messages, "release", lambda self, srcs, tag, *, more=False: None)
 
 
 def _buffer_too_early(monkeypatch: pytest.MonkeyPatch) -> None:

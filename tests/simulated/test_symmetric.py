@@ -209,22 +209,22 @@ def _publication(patch: pytest.MonkeyPatch) -> None:
 def _complete_too_early(patch: pytest.MonkeyPatch) -> None:
     wait_finished = Windows.wait_finished
 
-    def hasty(self: Windows, epoch: int, where: Where) -> None:
-        wait_finished(self, epoch, where)
+    def hasty(self: Windows, epoch: int, *rest: Any, **more: Any) -> None:
+        wait_finished(self, epoch, *rest, **more)
         self.publish((), epoch + 1, last=True)
 
     patch.setattr(Windows, "wait_finished", hasty)
 
 
 def _readers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Windows, "wait_finished", lambda self, epoch, where: setattr(self, "_free_to_write", epoch))
+    patch.setattr(Windows, "wait_finished", lambda self, epoch, *rest, **more: setattr(self, "_free_to_write", epoch))
 
 
 def _buffer(patch: pytest.MonkeyPatch) -> None:
     pull = Windows.pull
 
     def hasty(self: Windows, epoch: int, requests: Sequence[PullRequest]) -> list[Pull]:
-        never = FakeEvent(self.core.device.world)  # type: ignore[attr-defined]
+        never = FakeEvent(self._core.device.world)  # type: ignore[attr-defined]
         never.passed = True
         return pull(self, epoch, [request._replace(after=never) for request in requests])
 
@@ -288,7 +288,7 @@ def _arrival(patch: pytest.MonkeyPatch) -> None:
 def _credit_too_early(patch: pytest.MonkeyPatch) -> None:
     release = Messages.release
 
-    def hasty(self: Messages, src: int, tag: Tag, *, more: bool) -> None:
+    def hasty(self: Messages, src: int, tag: Tag, *, more: bool = False) -> None:
         with self._core.device.on(self._scatter):
             release(self, src, tag, more=more)
 

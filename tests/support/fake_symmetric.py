@@ -80,7 +80,7 @@ class AskingTransport(SymmetricTransport):
 
     def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[Any]:
         for dst, nbytes in zip(dsts, sizes, strict=True):
-            ring = self._messages.staging.rings.get(dst)
+            ring = self._staging.rings.get(dst)
             if ring is not None and 0 <= nbytes <= self.message_limit:
                 self.advance()
                 behind = copy.deepcopy(ring._places).place(nbytes).behind
@@ -95,7 +95,7 @@ class AskingTransport(SymmetricTransport):
             self.advance()
         for src in srcs if not wait else ():
             self._core.check_peer(src)
-            entry = self._messages._inboxes[src, tag.channel].expected.get(tag)
+            entry = self._inboxes[src, tag.channel].expected.get(tag)
             if entry is None:
                 return []
             index = pair_of(src, tag.channel) * ARRIVAL_WORDS + entry.word

@@ -265,10 +265,13 @@ class InprocTransport(OneSidedTransport):
         super().__init__(
             rank,
             world.world_size,
-            channel=_InprocChannel(rank, world),
-            memory=_InprocMemory(rank, world),
+            world.exchange_for(rank),
             inbox_bytes=world.inbox_bytes,
             deadline_s=world.deadline_s,
             probe=probe,
             members=members,
+            world=world,
         )
+
+    def _connect(self, exchange: ExchangeFn, members: Sequence[int], world: InprocWorld) -> tuple[Channel, Memory]:
+        return _InprocChannel(self.rank, world), _InprocMemory(self.rank, world)

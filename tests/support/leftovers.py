@@ -25,11 +25,11 @@ def leftovers() -> Leftovers:
 
 
 def shared_memory() -> list[str]:
-    """Shared memory of transports that this process has mapped. It has no name by which one could look for it from outside:
-    in /dev/shm it is #<inode> here (multiprocessing's semaphores lie there, too)."""
+    """Memory of transports that this process has mapped. It has no name by which one could look for it from outside: in
+    /dev/shm it is #<inode> here (multiprocessing's semaphores lie there, too), and /dev/zero if it is not shared with peers."""
     with open("/proc/self/maps") as file:
         places = [line.split(maxsplit=5)[5].strip() for line in file if line.count("/")]
-    return [place for place in places if place.startswith(("/memfd:commfuse", "/dev/shm/#"))]
+    return [place for place in places if place.startswith(("/memfd:commfuse", "/dev/shm/#", "/dev/zero"))]
 
 
 def _target(fd: str) -> str:

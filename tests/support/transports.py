@@ -93,22 +93,9 @@ class DelayedInprocCluster(InprocCluster):
 
 class ShmCluster(Cluster):
     kind = "shm"
-    backing = "memfd"
 
     def opener(self, world_size: int, inbox_bytes: int, deadline_s: float) -> Opener:
-        return lambda rank, exchange: ShmTransport(
-            rank,
-            world_size,
-            exchange,
-            inbox_bytes=inbox_bytes,
-            deadline_s=deadline_s,
-            backing=self.backing,  # type: ignore[arg-type]
-        )
-
-
-class DevShmCluster(ShmCluster):
-    kind = "shm-dev_shm"
-    backing = "dev_shm"
+        return lambda rank, exchange: ShmTransport(rank, world_size, exchange, inbox_bytes=inbox_bytes, deadline_s=deadline_s)
 
 
 class TcpCluster(Cluster):
@@ -129,8 +116,7 @@ class P2PCluster(Cluster):
     def opener(self, world_size: int, inbox_bytes: int, deadline_s: float) -> Opener:
         import torch.distributed as dist
 
-        from commfuse_dp.transport.two_sided.p2p import TwoSided
-        from commfuse_dp.transport.two_sided.paired import FOREVER_S, PairedTransport
+        from commfuse_dp.transport.two_sided.paired import PairedTransport
 
         store = dist.HashStore()
         timeout = datetime.timedelta(seconds=deadline_s)
@@ -139,14 +125,12 @@ class P2PCluster(Cluster):
             lanes = {
                 lane: dist.ProcessGroupGloo(dist.PrefixStore(str(lane), store), rank, world_size, timeout) for lane in range(3)
             }
-            return PairedTransport(
-                TwoSided(lanes, deadline_s=FOREVER_S), exchange, inbox_bytes=inbox_bytes, deadline_s=deadline_s
-            )
+            return PairedTransport(rank, world_size, exchange, lanes=lanes, inbox_bytes=inbox_bytes, deadline_s=deadline_s)
 
         return open_one
 
     def die(self, transport: Transport) -> None:
-        for lane in transport._channel._two_sided._lanes.values():  # type: ignore[attr-defined]
+        for lane in transport._channel._lanes.values():  # type: ignore[attr-defined]
             lane.abort()
 
 
@@ -182,7 +166,7 @@ class MpiCluster(Cluster):
 
 
 CLUSTERS: dict[str, type[Cluster]] = {
-    cluster.kind: cluster for cluster in (InprocCluster, DelayedInprocCluster, ShmCluster, DevShmCluster, SymmetricCluster)
+    cluster.kind: cluster for cluster in (InprocCluster, DelayedInprocCluster, ShmCluster, SymmetricCluster)
 }
 if importlib.util.find_spec("commfuse_dp.transport.tcp.transport") is not None:
     CLUSTERS[TcpCluster.kind] = TcpCluster

@@ -1,24 +1,38 @@
-"""What leaves for other ranks on routes, and what has found no room yet."""
+"""Room in the inboxes of other ranks, and what leaves for them on routes and has found none yet."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from commfuse_dp.engine.memory.buffers import BufferPool
 from commfuse_dp.errors import Where
-from commfuse_dp.transport.base import Sending, Tag
+from commfuse_dp.transport.base import Sending, Tag, Transport
+
+if TYPE_CHECKING:
+    from commfuse_dp.engine.collective_port import CollectivePort
+    from commfuse_dp.engine.routes.stream import Crossing
 
 
-class Reserves(Protocol):
-    def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor | None: ...
+class Reserver:
+    """Room for gradients, behind what plain collectives have still to send: see [Note: Program order in a ring] in
+    collective_port.py."""
 
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.ports: list[CollectivePort] = []
 
-class Sends(Protocol):
-    def send(self, sendings: Sequence[Sending]) -> None: ...
+    def try_reserve(self, dst: int, nbytes: int) -> torch.Tensor | None:
+        """A place for one message; None: no credit, or a collective that was begun before has something to send to `dst`."""
+        for port in self.ports:
+            if port.under_way and port.sends_to(dst):
+                port.progress()
+                if port.sends_to(dst):
+                    return None
+        found = self._transport.reserve((dst,), (nbytes,))
+        return found[0] if found else None
 
 
 class _Outgoing(NamedTuple):
@@ -35,7 +49,7 @@ class Outbox:
         sender: a transport, or what stands for one (stream.py).
     """
 
-    def __init__(self, sender: Sends, slots: Reserves, pool: BufferPool) -> None:
+    def __init__(self, sender: Transport | Crossing, slots: Reserver | Crossing, pool: BufferPool) -> None:
         self.sender = sender
         self._slots = slots
         self._pool = pool

@@ -27,9 +27,9 @@ holds up what it can finish itself, or two ranks would wait for each other: `Gra
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -43,6 +43,9 @@ from commfuse_dp.engine.routes.outbox import Outbox
 from commfuse_dp.engine.routes.steps import Key, Step, Way
 from commfuse_dp.errors import Where
 from commfuse_dp.transport.base import CHANNEL_GRAD, NOWHERE, Sending, Tag, Transport
+
+if TYPE_CHECKING:
+    from commfuse_dp.engine.routes.stream import Crossing
 
 Missing = tuple[UnitSlice, int, str]  # slice, peer, what the peer is to do
 
@@ -61,14 +64,6 @@ class Means:
     outbox: Outbox
     scratch: Callable[[torch.dtype], torch.Tensor]
     held_back: Route | None = None
-
-
-class Messages(Protocol):
-    """What a route asks of whatever brings its terms: a transport, or what stands for one between hosts (stream.py)."""
-
-    def expect(self, srcs: Sequence[int], tag: Tag, nbytes: int) -> None: ...
-    def receive(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE) -> list[torch.Tensor]: ...
-    def release(self, srcs: Sequence[int], tag: Tag, *, more: bool = False) -> None: ...
 
 
 class Route:
@@ -119,7 +114,7 @@ class Route:
             if step.sources:
                 messages.expect(step.sources, tag, nbytes)
 
-    def _between_hosts(self, geometry: Geometry) -> tuple[Messages, Outbox]:
+    def _between_hosts(self, geometry: Geometry) -> tuple[Transport | Crossing, Outbox]:
         """(what brings the sums of other hosts, what takes this rank's sums for others)."""
         return self._transport, self._outbox
 
@@ -210,7 +205,7 @@ class Route:
 
     def _add(
         self,
-        messages: Messages,
+        messages: Transport | Crossing,
         step: Step,
         own: torch.Tensor,
         dtype: torch.dtype,

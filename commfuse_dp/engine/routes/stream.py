@@ -34,9 +34,9 @@ import torch
 from commfuse_dp.device.base import Event
 from commfuse_dp.engine.plan import Geometry
 from commfuse_dp.engine.routes.outbox import Outbox
-from commfuse_dp.engine.routes.route import Means, Messages, Route
+from commfuse_dp.engine.routes.route import Means, Route
 from commfuse_dp.errors import Where
-from commfuse_dp.transport.base import NOWHERE, Sending, Tag
+from commfuse_dp.transport.base import NOWHERE, Sending, Tag, Transport
 from commfuse_dp.transport.hierarchical.transport import HierarchicalTransport
 
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -108,7 +108,7 @@ class StreamRoute(Route):
     _enqueued = False
     _may_finish = False
 
-    def _between_hosts(self, geometry: Geometry) -> tuple[Messages, Outbox]:
+    def _between_hosts(self, geometry: Geometry) -> tuple[Transport | Crossing, Outbox]:
         if self._way.chained:
             return super()._between_hosts(geometry)
         self._crossing = Crossing(self._means, list(map(self._bytes, geometry.segment_bytes)))

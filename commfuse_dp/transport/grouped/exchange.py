@@ -30,7 +30,6 @@ from __future__ import annotations
 import datetime
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -46,58 +45,10 @@ Labels = tuple[torch.Tensor, torch.Tensor]  # sent with what is sent, received w
 LANES = (PARAM_LANE, GRAD_LANE)
 
 
-class Exchanged(ABC):
-    """An exchange under way."""
-
-    @abstractmethod
-    def done(self) -> bool:
-        """Whether the device is through with it. Never blocks; any thread may ask. CPU: True only after `wait`."""
-
-    @abstractmethod
-    def wait(self, where: Where = NOWHERE) -> None:
-        """Device: the current stream waits until it is done; the host goes on. CPU: the host blocks, with the deadline.
-
-        where: for the error; the exchange's own if nowhere. Raises DeadlineError or PeerLostError (CPU)."""
-
-
-class GroupedExchange(ABC):
-    """One rank's end, on two lanes. See [Note: Order, and why nothing can wait for ever]. One thread calls it, but `abort`."""
-
-    rank: int
-    world_size: int
-
-    @abstractmethod
-    def exchange(
-        self,
-        lane: int,
-        sends: Sequence[Part],
-        receives: Sequence[Part],
-        *,
-        labels: Labels | None = None,
-        where: Where = NOWHERE,
-    ) -> Exchanged:
-        """Send and receive as one step. lane: PARAM_LANE or GRAD_LANE.
-
-        At most one send to and one receive from each peer; each must be of the size that the peer gives. Tensors without
-        elements are left out, at both ends. CPU: every exchange must be waited for.
-
-        labels: small tensors that go with the send and come with the receive, of which there is at most one each; alike on all
-        ranks, and left out where the tensor that they go with is.
-        where: what is moved, for errors. Raises ValueError for a peer, lane or tensor that is not possible, TransportError
-        after `close` or `abort`.
-        """
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Break off what is under way: streams that wait for it go on, what it wrote is worthless. Any thread, any time."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give the communicators back. Safe to call twice. What is under way should be over: see `Exchanged.done`."""
-
-
-class TorchGroupedExchange(GroupedExchange):
+class GroupedExchange:
     """`torch.distributed.batch_isend_irecv`, which NCCL runs as one group. (NCCL: not yet run on a GPU)
+
+    One rank's end, on two lanes; see [Note: Order, and why nothing can wait for ever]. One thread calls it, but `abort`.
 
     The same code runs over gloo on CPU tensors, whose parts are sent and received one by one. There `Work.is_completed` stays
     False until `wait` has returned, and a send ends only once its receive is posted.
@@ -124,7 +75,7 @@ class TorchGroupedExchange(GroupedExchange):
         self.rank, self.world_size = lanes[PARAM_LANE].rank(), lanes[PARAM_LANE].size()
         self.device, self.deadline_s = device, deadline_s
         self._keep = keep
-        self._under_way: dict[int, deque[_TorchExchanged]] = {lane: deque() for lane in LANES}
+        self._under_way: dict[int, deque[Exchanged]] = {lane: deque() for lane in LANES}
         self._ended = ""  # why it cannot be used any more
         self._lock = threading.Lock()  # `abort` against `close`
 
@@ -137,6 +88,16 @@ class TorchGroupedExchange(GroupedExchange):
         labels: Labels | None = None,
         where: Where = NOWHERE,
     ) -> Exchanged:
+        """Send and receive as one step. lane: PARAM_LANE or GRAD_LANE.
+
+        At most one send to and one receive from each peer; each must be of the size that the peer gives. Tensors without
+        elements are left out, at both ends. CPU: every exchange must be waited for.
+
+        labels: small tensors that go with the send and come with the receive, of which there is at most one each; alike on all
+        ranks, and left out where the tensor that they go with is.
+        where: what is moved, for errors. Raises ValueError for a peer, lane or tensor that is not possible, TransportError
+        after `close` or `abort`.
+        """
         if self._ended:
             raise TransportError(f"grouped exchange of rank {self.rank}: {self._ended}")
         if lane not in self._lanes:
@@ -158,12 +119,13 @@ class TorchGroupedExchange(GroupedExchange):
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
             raise transfer_error(error, self.rank, peers[0], where, deadline_s=self.deadline_s, backend=group.name()) from error
-        exchanged = _TorchExchanged(self, works, peers, [data for _, data in (*sends, *receives)], where, group.name())
+        exchanged = Exchanged(self, works, peers, [data for _, data in (*sends, *receives)], where, group.name())
         if works:
             under_way.append(exchanged)
         return exchanged
 
     def abort(self) -> None:
+        """Break off what is under way: streams that wait for it go on, what it wrote is worthless. Any thread, any time."""
         with self._lock:
             if self._ended:
                 return
@@ -173,6 +135,7 @@ class TorchGroupedExchange(GroupedExchange):
                 group.abort()
 
     def close(self) -> None:
+        """Give the communicators back. Safe to call twice. What is under way should be over: see `Exchanged.done`."""
         with self._lock:
             keep, self._keep = self._keep, None
             self._ended = self._ended or "it is closed"
@@ -197,12 +160,14 @@ class TorchGroupedExchange(GroupedExchange):
             seen.add(peer)
 
 
-class _TorchExchanged(Exchanged):
+class Exchanged:
+    """An exchange under way."""
+
     __slots__ = ("_backend", "_owner", "_peers", "_tensors", "_waited", "_works", "where")
 
     def __init__(
         self,
-        owner: TorchGroupedExchange,
+        owner: GroupedExchange,
         works: list[dist.Work],
         peers: tuple[int, ...],
         tensors: list[torch.Tensor],
@@ -215,11 +180,15 @@ class _TorchExchanged(Exchanged):
         self.where = where
 
     def done(self) -> bool:
+        """Whether the device is through with it. Never blocks; any thread may ask. CPU: True only after `wait`."""
         if self._owner.device.type == "cpu":
             return self._waited or not self._works
         return all(work.is_completed() for work in self._works)
 
     def wait(self, where: Where = NOWHERE) -> None:
+        """Device: the current stream waits until it is done; the host goes on. CPU: the host blocks, with the deadline.
+
+        where: for the error; the exchange's own if nowhere. Raises DeadlineError or PeerLostError (CPU)."""
         where = where if where is not NOWHERE else self.where
         owner = self._owner
         try:
@@ -248,7 +217,7 @@ def wrong_device(device: torch.device) -> str | None:
     )
 
 
-def open_grouped(group: dist.ProcessGroup | None, *, deadline_s: float, device: torch.device) -> TorchGroupedExchange:
+def open_grouped(group: dist.ProcessGroup | None, *, deadline_s: float, device: torch.device) -> GroupedExchange:
     """Collective over `group` (None: the default group): grouped exchanges on communicators of their own.
 
     NCCL's own watchdog ends the process after twice deadline_s: whoever uses this looks after shorter deadlines.
@@ -262,7 +231,7 @@ def open_grouped(group: dist.ProcessGroup | None, *, deadline_s: float, device: 
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     lanes = open_lanes(group, setup_s=2 * deadline_s, device=device)
-    exchange = TorchGroupedExchange(lanes.groups, device=device, deadline_s=deadline_s, keep=lanes.keep)
+    exchange = GroupedExchange(lanes.groups, device=device, deadline_s=deadline_s, keep=lanes.keep)
     try:
         for lane in LANES if exchange.world_size > 1 else ():
             _introduce(exchange, lane)
@@ -274,7 +243,7 @@ def open_grouped(group: dist.ProcessGroup | None, *, deadline_s: float, device: 
     return exchange
 
 
-def _introduce(exchange: TorchGroupedExchange, lane: int) -> None:
+def _introduce(exchange: GroupedExchange, lane: int) -> None:
     """All ranks take part: each tells the next one who it is."""
     rank, size, device = exchange.rank, exchange.world_size, exchange.device
     out, into = torch.full((1,), rank, device=device), torch.empty(1, dtype=torch.int64, device=device)

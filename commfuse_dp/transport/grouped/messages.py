@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
 from commfuse_dp.device.base import Device, Event, WordLike
 from commfuse_dp.errors import TransportError, Where
-from commfuse_dp.transport.base import CHANNEL_GRAD, GRAD_LANE, NOWHERE, ExchangeFn, Tag
+from commfuse_dp.transport.base import CHANNEL_GRAD, GRAD_LANE, NOWHERE, ExchangeFn, Sending, Tag, Transport
 from commfuse_dp.transport.checks import (
     NO_MEMORY,
     check_message,
@@ -88,12 +89,14 @@ class Inboxes:
         return _Ring(data)
 
 
-class Messages:
-    """What this rank sends and receives. Collective constructor: raises TransportError on all ranks if memory is short."""
+class Messages(Transport):
+    """What this rank sends and receives."""
 
-    def __init__(self, core: Core, limit: int, exchange: ExchangeFn) -> None:
-        self._core = core
-        self.limit = limit  # bytes of the largest message
+    _core: Core
+
+    def _open_messages(self, exchange: ExchangeFn) -> None:
+        """Collective: raises TransportError on all ranks if memory is short."""
+        core, limit = self._core, self.message_limit
         device, ring = core.device, align(limit)
         self._scatter = device.side_stream("scatter")
         rings: dict[int, list[torch.Tensor]] = {}  # of each peer: staging, inbox
@@ -105,14 +108,23 @@ class Messages:
         except RuntimeError as error:  # what torch raises when an allocation fails
             failure = f"no memory on {device.torch_device} for inbox_bytes = {limit}, twice for each peer ({error})"
         raise_failures(exchange(failure), end=NO_MEMORY)
-        self.staging = Staging(core, {peer: both[0] for peer, both in rings.items()}, limit)
+        self._staging = Staging(core, {peer: both[0] for peer, both in rings.items()}, limit)
         self._inboxes = Inboxes(device, ring, {peer: both[1] for peer, both in rings.items()})
         # Announced, not yet paired with a send of ours: bytes. Steps that were broken off leave theirs.
         self._expected: dict[tuple[int, Tag], int] = {}
         self._landed: dict[tuple[int, Tag], Landing] = {}
 
     # ---- sending -----------------------------------------------------------------------------------------------------
-    def send(self, dst: int, tag: Tag, buffer: torch.Tensor, when: WordLike | None) -> None:
+    def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[torch.Tensor]:
+        """What one call reserves for one peer before it sends must fit into inbox_bytes."""
+        return self._staging.reserve(dsts, sizes, room)
+
+    def send(self, sendings: Sequence[Sending], *, more: bool = False) -> None:
+        """`when`: written by kernels that are in the current stream already, once the buffers are complete."""
+        for dst, tag, buffer, when, _ in sendings:
+            self._send(dst, tag, buffer, when)
+
+    def _send(self, dst: int, tag: Tag, buffer: torch.Tensor, when: WordLike | None) -> None:
         core = self._core
         stream = core.enter()
         core.check_peer(dst)
@@ -120,7 +132,7 @@ class Messages:
         device, scatter, nbytes = core.device, self._scatter, buffer.nbytes
         reservation = None
         if nbytes:
-            staging, ring = self.staging.memory[dst], self.staging.rings.alone(dst)
+            staging, ring = self._staging.memory[dst], self._staging.rings.alone(dst)
             reservation = ring.find(buffer.data_ptr() - staging.data_ptr(), nbytes)
             if reservation is None:
                 raise not_reserved(dst, tag)
@@ -147,25 +159,30 @@ class Messages:
             self._landed[src, tag] = landing
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
-    def expect(self, src: int, tag: Tag, nbytes: int) -> None:
+    def expect(self, srcs: Sequence[int], tag: Tag, nbytes: int, room: int = 0) -> None:
+        """Before the send of the same tag to the peers that mirror `srcs`."""
         core = self._core
         core.check()
-        core.check_peer(src)
         check_tag(tag)
-        check_message(nbytes, self.limit, f"from rank {src}")
-        if (src, tag) in self._expected or (src, tag) in self._landed:
-            raise expected_twice(core.rank, src, tag)
-        self._expected[src, tag] = nbytes
+        for src in srcs:
+            core.check_peer(src)
+            check_message(nbytes, self.message_limit, f"from rank {src}")
+            if (src, tag) in self._expected or (src, tag) in self._landed:
+                raise expected_twice(core.rank, src, tag)
+            self._expected[src, tag] = nbytes
 
-    def landed(self, src: int, tag: Tag) -> bool:
+    def receive(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE, *, wait: bool = True) -> list[torch.Tensor]:
+        """wait False: [] unless the steps have been taken in which they come."""
         self._core.check()
-        self._core.check_peer(src)
-        return (src, tag) in self._landed
+        for src in srcs:
+            self._core.check_peer(src)
+        if not wait and any((src, tag) not in self._landed for src in srcs):
+            return []
+        return [self._receive(src, tag, where) for src in srcs]
 
-    def receive(self, src: int, tag: Tag, where: Where) -> torch.Tensor:
+    def _receive(self, src: int, tag: Tag, where: Where) -> torch.Tensor:
         core = self._core
         stream = core.enter()
-        core.check_peer(src)
         landing = self._landed.get((src, tag))
         if landing is None:
             raise ValueError(
@@ -179,22 +196,19 @@ class Messages:
         landing.read = True
         return landing.data
 
-    def release(self, src: int, tag: Tag) -> None:
+    def release(self, srcs: Sequence[int], tag: Tag, *, more: bool = False) -> None:
         core = self._core
-        stream = core.enter()
-        landing = self._landed.get((src, tag))
-        if landing is None or not landing.read:
-            raise not_here(src, tag)
-        del self._landed[src, tag]
-        landing.released = core.device.record(stream)
-        count_message(core.probe.counters, tag.channel, landing.data.numel(), sent=False)
+        for src in srcs:
+            stream = core.enter()
+            landing = self._landed.get((src, tag))
+            if landing is None or not landing.read:
+                raise not_here(src, tag)
+            del self._landed[src, tag]
+            landing.released = core.device.record(stream)
+            count_message(core.probe.counters, tag.channel, landing.data.numel(), sent=False)
 
-    def memory(self) -> object:
-        """All of it, for whoever must keep it."""
-        return self.staging.memory, self._inboxes
-
-    def forget(self) -> None:
+    def _forget_messages(self) -> None:
         """Let go of all memory."""
-        self.staging.clear()
+        self._staging.clear()
         self._inboxes.clear()
         self._landed.clear()

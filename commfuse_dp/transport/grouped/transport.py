@@ -28,7 +28,6 @@ Pulls have no arrival word: a persistent kernel that waits for one would hold th
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -47,10 +46,7 @@ from commfuse_dp.transport.base import (
     ExchangeFn,
     Outcome,
     PullRequest,
-    Sending,
-    Tag,
     Transfer,
-    Transport,
 )
 from commfuse_dp.transport.checks import (
     check_finish,
@@ -64,7 +60,7 @@ from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.grouped.core import Core
 from commfuse_dp.transport.grouped.exchange import GroupedExchange, open_grouped
 from commfuse_dp.transport.grouped.messages import Messages
-from commfuse_dp.transport.grouped.watch import Ballot, Step, TorchBallot
+from commfuse_dp.transport.grouped.watch import Ballot, Step
 from commfuse_dp.transport.one_sided.parts import own_segments
 
 
@@ -91,7 +87,7 @@ class Brought(Transfer):
         return self._out
 
 
-class NcclTransport(Transport):
+class NcclTransport(Messages):
     """See the module. Collective constructor.
 
     Args:
@@ -128,9 +124,8 @@ class NcclTransport(Transport):
         self._published: dict[int, int] = {}  # key -> epoch
         self._packed: dict[int, Event] = {}  # key -> behind its packing; until "gather" waits for it
         self._free_to_write = self._own_finished = 0
-        self._pid = os.getpid()
         try:
-            self._messages = Messages(self._core, inbox_bytes, exchange)
+            self._open_messages(exchange)
         except BaseException:
             self._core.watch.stop()
             grouped.close()
@@ -153,9 +148,7 @@ class NcclTransport(Transport):
     def publish(self, keys: Sequence[int], epoch: int, *, last: bool = False) -> None:
         stream = self._core.enter()
         readers = "exchanges" if self._core.peers and self._free_to_write < epoch - 1 else ""
-        check_publications(
-            keys, epoch, self._published, self.sizes, rank=self.rank, world_size=self.world_size, readers=readers
-        )
+        check_publications(self, keys, epoch, self._published, readers)
         self._published.update(dict.fromkeys(keys, epoch))
         if keys:
             self._packed.update(dict.fromkeys(keys, self.device.record(stream)))
@@ -169,7 +162,7 @@ class NcclTransport(Transport):
         owner, key, start, nbytes, out, after, give, _ = request
         stream = self._core.enter()
         self._core.check_peer(owner)
-        check_pull(request, epoch, self.sizes, world_size=self.world_size, finished=self._own_finished)
+        check_pull(self, request, epoch, self._own_finished)
         out = check_out(out, nbytes, self.name)
         segment = self.segments[key]
         if min(give) < 0 or sum(give) > segment.numel():
@@ -208,31 +201,6 @@ class NcclTransport(Transport):
         self._free_to_write = max(self._free_to_write, epoch)
         self.device.wait_event(stream, self.device.record(self._gather))
 
-    # ---- messages ----------------------------------------------------------------------------------------------------
-    def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[torch.Tensor]:
-        """What one call reserves for one peer before it sends must fit into inbox_bytes."""
-        return self._messages.staging.reserve(dsts, sizes, room)
-
-    def send(self, sendings: Sequence[Sending], *, more: bool = False) -> None:
-        """`when`: written by kernels that are in the current stream already, once the buffers are complete."""
-        for dst, tag, buffer, when, _ in sendings:
-            self._messages.send(dst, tag, buffer, when)
-
-    def expect(self, srcs: Sequence[int], tag: Tag, nbytes: int, room: int = 0) -> None:
-        """Before the send of the same tag to the peers that mirror `srcs`."""
-        for src in srcs:
-            self._messages.expect(src, tag, nbytes)
-
-    def receive(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE, *, wait: bool = True) -> list[torch.Tensor]:
-        """wait False: [] unless the steps have been taken in which they come."""
-        if not wait and not all(self._messages.landed(src, tag) for src in srcs):
-            return []
-        return [self._messages.receive(src, tag, where) for src in srcs]
-
-    def release(self, srcs: Sequence[int], tag: Tag, *, more: bool = False) -> None:
-        for src in srcs:
-            self._messages.release(src, tag)
-
     # ---- progress and end --------------------------------------------------------------------------------------------
     def progress(self, timeout_s: float = 0.0) -> None:
         self._core.progress(timeout_s)
@@ -244,11 +212,8 @@ class NcclTransport(Transport):
 
     def _close(self, patience_s: float) -> None:
         core = self._core
-        if core.closed:
-            return
-        core.closed = True
         forget(self)
-        if os.getpid() != self._pid:  # a copy made by fork: neither the thread nor the device is its own
+        if not core.leave():
             return
         idle = False
         try:
@@ -256,9 +221,9 @@ class NcclTransport(Transport):
         finally:
             if idle:
                 self.segments = ()
-                self._messages.forget()
+                self._forget_messages()
             else:
-                never_free(self, "an exchange did not end; its memory is kept", self.segments, self._messages.memory())
+                never_free(self, "an exchange did not end; its memory is kept", self)
 
 
 def open_nccl(
@@ -280,6 +245,6 @@ def open_nccl(
         device=device,
         inbox_bytes=inbox_bytes,
         deadline_s=deadline_s,
-        ballot=TorchBallot(grouped.control) if grouped.control is not None else None,
+        ballot=Ballot(grouped.control) if grouped.control is not None else None,
         probe=probe,
     )

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -48,24 +47,18 @@ if TYPE_CHECKING:
 LINGER_S = 5.0  # longest time that `stop` waits for what the peers tell
 
 
-class Ballot(ABC):
-    """Every rank tells all others a few integers, without waiting for them."""
-
-    @abstractmethod
-    def cast(self, row: list[int]) -> Callable[[], list[list[int]] | None]:
-        """row: of one length on all ranks. The n-th calls of all ranks belong together.
-
-        Returns a function that gives the rows of all ranks, or None while they are not all there; it raises RuntimeError if a
-        rank is lost."""
-
-
-class TorchBallot(Ballot):
-    """Over a gloo communicator that nobody else uses. For one thread."""
+class Ballot:
+    """Every rank tells all others a few integers, without waiting for them. Over a gloo communicator that nobody else uses, and
+    for one thread."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def cast(self, row: list[int]) -> Callable[[], list[list[int]] | None]:
+        """row: of one length on all ranks. The n-th calls of all ranks belong together.
+
+        Returns a function that gives the rows of all ranks, or None while they are not all there; it raises RuntimeError if a
+        rank is lost."""
         own = torch.tensor(row, dtype=torch.int64, device="cpu")
         rows = [torch.empty_like(own) for _ in range(self._group.size())]
         work = self._group.allgather([rows], [own])

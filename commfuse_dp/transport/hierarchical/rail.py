@@ -29,7 +29,6 @@ kernels_may_wait=False, and the stream waits before the kernel.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -89,7 +88,6 @@ class Rail:
         self._core = Core(grouped, device, name=name, deadline_s=deadline_s, ballot=ballot, probe=probe)
         self._core.layers = lambda: self.whole.layers
         self._relay, self._across = device.side_stream("relay"), device.side_stream("across")
-        self._pid = os.getpid()
 
     # ---- shards ------------------------------------------------------------------------------------------------------
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
@@ -142,10 +140,7 @@ class Rail:
 
     def close(self) -> None:
         core = self._core
-        if core.closed:
-            return
-        core.closed = True
-        if os.getpid() != self._pid:  # a copy made by fork has no right to any of it
+        if not core.leave():
             return
         patience_s = self._deadline_s if core.watch.failure is None else CLOSE_S
         idle = False

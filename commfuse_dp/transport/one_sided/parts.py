@@ -21,13 +21,8 @@ class Receiver(ABC):
     """The side of the protocol that a channel delivers to."""
 
     @abstractmethod
-    def handle(self, src: int, message: bytes) -> None:
-        """One message of `src` has arrived (header, text of an ABORT; a payload, if any, is already in its landing)."""
-
-    def handle_all(self, src: int, messages: Sequence[bytes]) -> None:
-        """`handle` for several messages that arrived together, in their order."""
-        for message in messages:
-            self.handle(src, message)
+    def handle(self, src: int, *messages: bytes) -> None:
+        """Messages of `src` have arrived, in their order (header, text of an ABORT; a payload, if any, is in its landing)."""
 
     @abstractmethod
     def landing(self, src: int, header: bytes) -> torch.Tensor | None:

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Sequence
 
 from commfuse_dp.errors import PeerLostError, TransportError, Where
-from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.checks import is_closed
 from commfuse_dp.transport.one_sided import messages as msg
@@ -20,25 +19,15 @@ from commfuse_dp.transport.one_sided.parts import Channel, Receiver
 
 
 class Peers(Transport, Receiver):
-    """See the module. members: as of OneSidedTransport."""
+    """See the module."""
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        channel: Channel,
-        *,
-        inbox_bytes: int,
-        deadline_s: float,
-        probe: Probe | None,
-        members: Sequence[int] | None,
-    ) -> None:
-        super().__init__(rank, world_size, message_limit=inbox_bytes, deadline_s=deadline_s, probe=probe)
+    def _meet(self, channel: Channel, members: Sequence[int]) -> None:
+        """members: as of OneSidedTransport."""
+        rank, world_size = self.rank, self.world_size
         self._channel = channel
-        self._peers = [peer for peer in (range(world_size) if members is None else members) if peer != rank]
+        self._peers = [peer for peer in members if peer != rank]
         self._around = sorted(self._peers, key=lambda peer: (peer - rank) % world_size)
         self._lock = threading.RLock()
-        self.changed = threading.Condition(self._lock)
         self._departed: set[int] = set()
         self._failure: tuple[int, str] | None = None  # (culprit or -1, reason)
         self._early = ""  # the reason, if it is that a peer has said goodbye too early
@@ -80,7 +69,6 @@ class Peers(Transport, Receiver):
             if self._failure is None:
                 self._tell_others(src, reason)
             self._fail(src, reason)
-            self.changed.notify_all()
         if self.on_news is not None:
             self.on_news()
 

@@ -20,8 +20,7 @@ State of one rank
 [Note: Threads]
 `Receiver` is called by the channel, either from `Channel.poll` in the user's thread (shm, inproc) or from an I/O thread
 (tcp). All shared state, counters too, is therefore changed and looked at under one lock, which does not
-count on that of the interpreter (free-threaded Python); `changed` is notified after every message, so that a channel
-with an I/O thread can wait on it in `poll`. `Channel.post` is called with the lock held and must not take it.
+count on that of the interpreter (free-threaded Python). `Channel.post` is called with the lock held and must not take it.
 """
 
 from __future__ import annotations
@@ -29,13 +28,15 @@ from __future__ import annotations
 import os
 import sys
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import Probe
-from commfuse_dp.transport.base import NOWHERE, WHOLE, Outcome, PullRequest, Sending, Tag, Transfer
+from commfuse_dp.transport.base import NOWHERE, WHOLE, ExchangeFn, Outcome, PullRequest, Sending, Tag, Transfer
 from commfuse_dp.transport.checks import (
     check_finish,
     check_message,
@@ -52,7 +53,7 @@ from commfuse_dp.transport.closing import close_at_exit
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.parts import Channel, Closed, Memory
 from commfuse_dp.transport.one_sided.peers import Peers
-from commfuse_dp.transport.one_sided.pulls import Fetch, Here, OwnCopy, View
+from commfuse_dp.transport.one_sided.pulls import Fetch, Here, View
 from commfuse_dp.transport.one_sided.recovery import Rounds
 from commfuse_dp.transport.one_sided.ring import Ring
 from commfuse_dp.transport.waiting import wait_until
@@ -63,9 +64,18 @@ CLOSE_FLUSH_S = 5.0  # longest time that close() serves late readers, and then h
 
 
 class OneSidedTransport(Peers):
-    """See the module. Subclasses only build the channel and the memory.
+    """See the module. Collective constructor. Subclasses only build the channel and the memory (`_connect`).
 
-    members: the ranks that it connects, if not all: the others take part in its collective calls only, and numbers stay theirs.
+    Args:
+        exchange: the group's collective object exchange, used while the transport is set up and in `expose`.
+        inbox_bytes: room for unreleased messages, per pair and direction; as much again for staging where peers cannot write
+            into it.
+        deadline_s: longest single wait, also of the set-up, in seconds.
+        members: the ranks that it connects, if not all: the others take part in its collective calls only, and numbers stay
+            theirs.
+        how: what only this kind of transport is given.
+
+    Raises TransportError on all ranks, with the reason, if one of them cannot be set up.
     """
 
     recovery: Rounds
@@ -74,17 +84,18 @@ class OneSidedTransport(Peers):
         self,
         rank: int,
         world_size: int,
+        exchange: ExchangeFn,
         *,
-        channel: Channel,
-        memory: Memory,
         inbox_bytes: int,
         deadline_s: float,
         probe: Probe | None = None,
         members: Sequence[int] | None = None,
+        **how: Any,
     ) -> None:
-        super().__init__(
-            rank, world_size, channel, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe, members=members
-        )
+        super().__init__(rank, world_size, message_limit=inbox_bytes, deadline_s=deadline_s, probe=probe)
+        members = tuple(range(world_size) if members is None else members)
+        channel, memory = self._connect(exchange, members, **how)
+        self._meet(channel, members)
         self.recovery = self._rounds = Rounds(self)
         self._memory = memory
         self._published: list[dict[int, int]] = [{} for _ in range(world_size)]  # [owner][key] -> epoch
@@ -109,6 +120,10 @@ class OneSidedTransport(Peers):
         channel.start(self)
         close_at_exit(self)
 
+    @abstractmethod
+    def _connect(self, exchange: ExchangeFn, members: Sequence[int], *args: Any, **how: Any) -> tuple[Channel, Memory]:
+        """Collective: to these ranks, this one among them."""
+
     # ---- windows -----------------------------------------------------------------------------------------------------
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
         self._check_open()
@@ -125,7 +140,7 @@ class OneSidedTransport(Peers):
         with self._lock:
             reading = [p for p in self._peers if self._finished[p] < epoch - 1 and p not in self._departed]
             readers = f"ranks {reading}" if reading else ""
-            check_publications(keys, epoch, published, self.sizes, rank=self.rank, world_size=self.world_size, readers=readers)
+            check_publications(self, keys, epoch, published, readers)
             published.update(dict.fromkeys(keys, epoch))
             for key in keys if self._pulls_waiting else ():
                 for src, request, start, nbytes in self._pulls_waiting.pop((key, epoch), ()):
@@ -152,14 +167,14 @@ class OneSidedTransport(Peers):
     def _pull(self, epoch: int, request: PullRequest) -> Transfer:
         self._check_open()
         owner, key, start, nbytes, out, _, _, _ = request
-        check_pull(request, epoch, self.sizes, world_size=self.world_size, finished=self._own_finished)
+        check_pull(self, request, epoch, self._own_finished)
         if self._memory.in_place:
             if out is not None:
                 raise ValueError(f"pull: transport {self.name} reads in place: out must be None")
             return View(self, owner, key, epoch, start, nbytes)
         out = check_out(out, nbytes, self.name)
         if owner == self.rank:
-            return OwnCopy(self, owner, key, epoch, start, nbytes, out)
+            return View(self, owner, key, epoch, start, nbytes, out)
         return self.fetch(owner, key, epoch, out, start=start)
 
     def fetch(
@@ -330,18 +345,10 @@ class OneSidedTransport(Peers):
             self._channel.poll(left)
 
     # ---- receiver ----------------------------------------------------------------------------------------------------
-    def handle(self, src: int, message: bytes) -> None:
-        with self._lock:
-            self._take_in(src, message)
-            self.changed.notify_all()
-        if self.on_news is not None:
-            self.on_news()
-
-    def handle_all(self, src: int, messages: Sequence[bytes]) -> None:
+    def handle(self, src: int, *messages: bytes) -> None:
         with self._lock:
             for message in messages:
                 self._take_in(src, message)
-            self.changed.notify_all()
         if self.on_news is not None:
             self.on_news()
 

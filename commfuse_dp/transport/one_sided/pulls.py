@@ -80,43 +80,37 @@ class _Pull(Transfer):
 
 
 class View(_Pull):
-    """Read in place, where the owner published."""
+    """Read in place, where the owner published; or, of memory that is not read in place, this rank's own bytes, copied once
+    into `out`."""
 
-    __slots__ = ("_nbytes", "_start")
+    __slots__ = ("_nbytes", "_out", "_start")
 
-    def __init__(self, transport: OneSidedTransport, owner: int, key: int, epoch: int, start: int, nbytes: int) -> None:
+    def __init__(
+        self,
+        transport: OneSidedTransport,
+        owner: int,
+        key: int,
+        epoch: int,
+        start: int,
+        nbytes: int,
+        out: torch.Tensor | None = None,
+    ) -> None:
         super().__init__(transport, owner, key, epoch)
-        self._start = start
-        self._nbytes = nbytes
+        self._start, self._nbytes, self._out = start, nbytes, out
 
     def _ready(self) -> bool:
         return self._published()
 
     def _bytes(self) -> torch.Tensor:
         transport = self._transport
-        if not self._counted and self._owner != transport.rank:
+        data = transport._view(self._owner, self._key, self._start, self._nbytes).data
+        if not self._counted:
             self._counted = True
-            transport.counters.param_bytes_received += self._nbytes
-        return transport._view(self._owner, self._key, self._start, self._nbytes).data
-
-
-class OwnCopy(View):
-    """This rank's own bytes, copied once into `out` (memory that is not read in place)."""
-
-    __slots__ = ("_copied", "_out")
-
-    def __init__(
-        self, transport: OneSidedTransport, owner: int, key: int, epoch: int, start: int, nbytes: int, out: torch.Tensor
-    ) -> None:
-        super().__init__(transport, owner, key, epoch, start, nbytes)
-        self._out = out
-        self._copied = False
-
-    def _bytes(self) -> torch.Tensor:
-        if not self._copied:
-            self._out.copy_(super()._bytes())
-            self._copied = True
-        return self._out
+            if self._owner != transport.rank:
+                transport.counters.param_bytes_received += self._nbytes
+            if self._out is not None:
+                self._out.copy_(data)
+        return data if self._out is None else self._out
 
 
 class Fetch(_Pull):

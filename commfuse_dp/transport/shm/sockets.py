@@ -196,7 +196,7 @@ class SocketChannel(Channel):
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._receiver: Receiver | None = None
+        self._receiver: Receiver  # from `start` on
         self._queued: dict[int, bytearray] = {}
         self._held: set[int] = set()  # peers whose queue was not tried to be sent yet
         self._partial: dict[int, bytes] = {}
@@ -314,7 +314,6 @@ class SocketChannel(Channel):
                 self._epoll.modify(sock.fileno(), select.EPOLLIN)
 
     def _take_in(self, peer: int) -> None:
-        assert self._receiver is not None
         try:
             data = self._mesh.sockets[peer].recv(1 << 16)
         except BlockingIOError:
@@ -340,10 +339,9 @@ class SocketChannel(Channel):
             messages.append(header if end - at == msg.HEADER_BYTES else data[at:end])
             at = end
         self._partial[peer] = data[at:]
-        self._receiver.handle_all(peer, messages)
+        self._receiver.handle(peer, *messages)
 
     def _end(self, peer: int) -> None:
-        assert self._receiver is not None
         with self._sending:
             sock = self._mesh.sockets.pop(peer)
             self._epoll.unregister(sock.fileno())

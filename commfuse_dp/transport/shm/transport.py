@@ -1,10 +1,9 @@
 """One-sided transport between processes of one host: shared memory for the bytes, UNIX-domain sockets for the signals.
 
 [Note: Nothing to leave behind]
-The memory has no name at any time: `memfd_create`, or an O_TMPFILE of mode 0600 in /dev/shm (`backing="dev_shm"`). Its
-descriptor is handed to the peers over a socket; the kernel frees the pages when the last rank that maps them is gone, by
-a normal end, an exception or kill -9. A named segment would need somebody left alive to unlink it.
-`memfd` is the default because it is not bounded by the size of /dev/shm, which containers often set to 64 MiB.
+The memory has no name at any time (`memfd_create`). Its descriptor is handed to the peers over a socket; the kernel frees the
+pages when the last rank that maps them is gone, by a normal end, an exception or kill -9. A named segment would need somebody
+left alive to unlink it. Nor is it bounded by the size of /dev/shm, which containers often set to 64 MiB.
 
 [Note: Memory is had at once or refused]
 Pages are allocated by `posix_fallocate` at set-up. Without it, lack of memory would show as SIGBUS at the first write to
@@ -22,27 +21,23 @@ No atomic operation from Python is needed, and a waiting rank sleeps in the kern
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
 from commfuse_dp.errors import TransportError
-from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import ExchangeFn
 from commfuse_dp.transport.checks import raise_failures
-from commfuse_dp.transport.one_sided.parts import Memory, check_same_sizes, cut
+from commfuse_dp.transport.one_sided.parts import Channel, Memory, check_same_sizes, cut
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
 from commfuse_dp.transport.one_sided.ring import align
 from commfuse_dp.transport.shm.sockets import SocketChannel, connect_mesh, pass_descriptor
 
-Backing = Literal["memfd", "dev_shm"]
-SHM_DIR = "/dev/shm"
 _KEEP_FREE = 64 << 20  # bytes of available memory that shared memory must leave to the rest of the machine
 
 
@@ -69,17 +64,9 @@ def available_memory() -> int | None:
     return min(found, default=None)
 
 
-def _free_in_shm() -> int:
-    figures = os.statvfs(SHM_DIR)
-    return figures.f_bavail * figures.f_frsize
-
-
-def _allocate(nbytes: int, backing: Backing) -> int:
+def _allocate(nbytes: int) -> int:
     """Descriptor of nbytes (> 0) of zeroed anonymous shared memory, every page of it allocated."""
-    if backing == "memfd":
-        fd = os.memfd_create("commfuse", os.MFD_CLOEXEC)
-    else:
-        fd = os.open(SHM_DIR, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fd = os.memfd_create("commfuse", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except BaseException:
@@ -105,9 +92,8 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 class _SharedBlocks:
     """One object per rank, cut into blocks (block `i` of rank `owner`: bytes and place), mapped as far as it is used."""
 
-    def __init__(self, rank: int, members: Sequence[int], exchange: ExchangeFn, backing: Backing, deadline_s: float) -> None:
-        self.rank, self.members, self.exchange = rank, members, exchange
-        self.backing, self.deadline_s = backing, deadline_s
+    def __init__(self, rank: int, members: Sequence[int], exchange: ExchangeFn, deadline_s: float) -> None:
+        self.rank, self.members, self.exchange, self.deadline_s = rank, members, exchange, deadline_s
 
     def make(self, nbytes: int, purpose: str) -> dict[int, int]:
         """Collective: allocate nbytes on this rank; returns all ranks' descriptors. Raises the same error on all ranks."""
@@ -115,7 +101,7 @@ class _SharedBlocks:
         wanted = [everyone[rank] for rank in self.members]
         total = sum(asked for asked, _ in wanted)
         known = [free for _, free in wanted if free is not None]
-        if known and self.backing == "memfd" and total > min(known) - _KEEP_FREE:
+        if known and total > min(known) - _KEEP_FREE:
             raise TransportError(
                 f"not enough memory for {purpose}: the {len(self.members)} ranks of this host ask for {total} bytes of shared "
                 f"memory together (this one {nbytes}), {min(known)} are available, {_KEEP_FREE} of which are left to the "
@@ -123,9 +109,12 @@ class _SharedBlocks:
             )
         fd, error = -1, None
         try:
-            fd = _allocate(_page(max(nbytes, 1)), self.backing)
+            fd = _allocate(_page(max(nbytes, 1)))
         except OSError as failure:
-            error = self._explain(nbytes, purpose, failure)
+            error = (
+                f"cannot get {nbytes} bytes of shared memory for {purpose} ({failure.strerror}): {available_memory()} bytes of "
+                "memory are available"
+            )
         try:
             raise_failures(self.exchange(error))
             fds = pass_descriptor(self.rank, self.members, self.exchange, fd, self.deadline_s)
@@ -135,15 +124,6 @@ class _SharedBlocks:
             raise
         fds[self.rank] = fd
         return fds
-
-    def _explain(self, nbytes: int, purpose: str, failure: OSError) -> str:
-        text = f"cannot get {nbytes} bytes of shared memory for {purpose} ({failure.strerror})"
-        if self.backing == "dev_shm" and failure.errno == errno.ENOSPC:
-            return (
-                f"{text}: {_free_in_shm()} bytes are free in {SHM_DIR}. Make it larger (docker run --shm-size, "
-                f"mount -o remount,size=... {SHM_DIR}) or use backing='memfd', which does not depend on it"
-            )
-        return f"{text}: {available_memory()} bytes of memory are available"
 
 
 class SharedMemory(Memory):
@@ -192,46 +172,21 @@ class SharedMemory(Memory):
 
 
 class ShmTransport(OneSidedTransport):
-    """Shared memory between the processes of one host. Collective constructor; Linux only.
+    """Shared memory between the processes of one host; Linux only.
 
-    `inbox_bytes`: room for messages from each peer. `backing`: where the memory comes from, see the module. `members`: the
-    ranks of this one's host, ascending, if there are others; these set up transports of theirs in the same calls.
-    Raises TransportError on all ranks, with the reason, if one of them cannot be set up.
+    members: the ranks of this one's host, ascending, if there are others; these set up transports of theirs in the same calls.
     """
 
     name: ClassVar[str] = "shm"
     in_place: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        exchange: ExchangeFn,
-        *,
-        inbox_bytes: int,
-        deadline_s: float,
-        probe: Probe | None = None,
-        backing: Backing = "memfd",
-        members: Sequence[int] | None = None,
-    ) -> None:
-        if backing not in ("memfd", "dev_shm"):
-            raise ValueError(f"backing={backing!r}: 'memfd' or 'dev_shm' are allowed")
+    def _connect(self, exchange: ExchangeFn, members: Sequence[int]) -> tuple[Channel, Memory]:
         if not hasattr(os, "memfd_create"):
             raise TransportError("transport 'shm' needs Linux (memfd_create, abstract UNIX-domain sockets); use 'tcp' or 'p2p'")
-        members = tuple(range(world_size)) if members is None else tuple(members)
-        mesh = connect_mesh(rank, members, exchange, deadline_s)
+        mesh = connect_mesh(self.rank, members, exchange, self.deadline_s)
         try:
-            memory = SharedMemory(_SharedBlocks(rank, members, exchange, backing, deadline_s), inbox_bytes)
+            memory = SharedMemory(_SharedBlocks(self.rank, members, exchange, self.deadline_s), self.message_limit)
         except BaseException:
             mesh.close()
             raise
-        super().__init__(
-            rank,
-            world_size,
-            channel=SocketChannel(mesh),
-            memory=memory,
-            inbox_bytes=inbox_bytes,
-            deadline_s=deadline_s,
-            probe=probe,
-            members=members,
-        )
+        return SocketChannel(mesh), memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.checks import check_peer, is_closed
 from commfuse_dp.transport.streams.watch import Watchdog
+from commfuse_dp.transport.waiting import await_news
 
 
 class StreamCore:
@@ -23,8 +25,14 @@ class StreamCore:
         self.device, self.probe = device, probe
         self.peers = [(rank + step) % world_size for step in range(1, world_size)]  # not all ranks turn to rank 0 first
         self.closed = False
+        self._pid = os.getpid()
         self._held: list[WordLike] = []
         self._held_on: Stream | None = None
+
+    def leave(self) -> bool:
+        """The transport closes. False: it has, or this is a copy made by fork: neither the thread nor the device is its own."""
+        before, self.closed = self.closed, True
+        return not before and os.getpid() == self._pid
 
     def check(self) -> None:
         if self.closed:
@@ -57,8 +65,7 @@ class StreamCore:
         """Wait for news, for a while."""
         self.enter()
         if timeout_s > 0:
-            self.watch.news.wait(min(timeout_s, 0.05))
-            self.watch.news.clear()
+            await_news(self.watch.news, timeout_s)
             self.check()
 
     # ---- writing words -----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from commfuse_dp.device.base import Event, Span, WordLike
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import SEND
-from commfuse_dp.transport.base import NOWHERE, Sending, Tag
+from commfuse_dp.transport.base import NOWHERE, Sending, Tag, Transport
 from commfuse_dp.transport.checks import (
     check_message,
     check_tag,
@@ -41,17 +41,17 @@ class _Fan:
         self.reservations: list[tuple[StagingRing, Reservation]] = []
 
 
-class Messages:
+class Messages(Transport):
     """What this rank sends and receives."""
 
-    def __init__(self, core: Core, layout: Layout, limit: int) -> None:
-        self._core = core
-        self.limit = limit  # bytes of the largest message
-        device = core.device
+    _core: Core
+
+    def _open_messages(self, layout: Layout) -> None:
+        core, device = self._core, self._core.device
         self._scatter = device.side_stream("scatter")
         with torch.inference_mode(False):
             memory = {peer: torch.zeros(layout.ring, dtype=torch.uint8, device=device.torch_device) for peer in core.peers}
-        self.staging = Staging(core, memory, limit)
+        self._staging = Staging(core, memory, self.message_limit)
         by_channel = [[(peer, channel) for peer in core.peers] for channel in CHANNELS]
         self._outboxes = Lanes(by_channel, lambda: Outbox(layout.ring))
         self._pairs = {(peer, channel): pair_of(peer, channel) for peer in (*core.peers, core.rank) for channel in CHANNELS}
@@ -59,11 +59,15 @@ class Messages:
         self._inboxes = Lanes(by_channel, lambda: Inbox(layout.ring))
 
     # ---- sending -----------------------------------------------------------------------------------------------------
-    def send(self, sendings: Sequence[Sending]) -> None:
+    def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[torch.Tensor]:
+        """What one call reserves for one peer before it sends must fit into inbox_bytes."""
+        return self._staging.reserve(dsts, sizes, room)
+
+    def send(self, sendings: Sequence[Sending], *, more: bool = False) -> None:
         """In their order, as far as they go to one peer. Those that follow each other leave together, up to `TOGETHER` bytes or
         a quarter of all: behind the last of them, by one batch of copies. Places in the staging are free again when all of them
-        have left."""
-        core, scatter, staging = self._core, self._scatter, self.staging.memory
+        have left. `when`: written by kernels that are in the current stream already, once the buffers are complete."""
+        core, scatter, staging = self._core, self._scatter, self._staging.memory
         stream = core.enter()
         runs = self._runs(sendings)  # before anything is enqueued
         device, probe = core.device, core.probe
@@ -147,7 +151,7 @@ class Messages:
                 if min(tag) < 0 or max(tag) >= _FIELD_LIMIT or tag.channel not in CHANNELS:
                     self._refuse_tag(tag)
                 fan = runs[-1][tag, room] = _Fan(tag, room)
-            staging = self.staging.memory.get(dst)
+            staging = self._staging.memory.get(dst)
             if staging is None:
                 self._core.check_peer(dst)
                 raise AssertionError(dst)
@@ -165,10 +169,10 @@ class Messages:
 
     def _find(self, fan: _Fan) -> None:
         """The reservations of its messages."""
-        for ring, members in self.staging.rings.together(list(fan.sendings)):
+        for ring, members in self._staging.rings.together(list(fan.sendings)):
             lanes = [(ring, members)]
             if len(members) > 1 and len({fan.offsets[dst] for dst in members}) > 1:
-                lanes = [(self.staging.rings.alone(dst), [dst]) for dst in members]
+                lanes = [(self._staging.rings.alone(dst), [dst]) for dst in members]
             for lane, dsts in lanes:
                 dst = dsts[0]
                 reservation = lane.find(fan.offsets[dst], fan.room if len(dsts) > 1 else fan.sendings[dst].buffer.nbytes)
@@ -177,8 +181,8 @@ class Messages:
                 fan.reservations.append((lane, reservation))
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
-    def expect(self, srcs: Sequence[int], tag: Tag, nbytes: int, room: int) -> None:
-        core = self._core
+    def expect(self, srcs: Sequence[int], tag: Tag, nbytes: int, room: int = 0) -> None:
+        core, room = self._core, room or nbytes
         if min(tag) < 0 or max(tag) >= _FIELD_LIMIT or tag.channel not in CHANNELS:
             self._refuse_tag(tag)
         names = [(src, tag.channel) for src in srcs]
@@ -188,11 +192,11 @@ class Messages:
         for box, members in self._inboxes.together(names):
             if tag in box.expected:
                 raise expected_twice(core.rank, members[0][0], tag)
-            if not 0 <= nbytes <= room <= self.limit:
-                check_message(max(nbytes, room) if nbytes >= 0 else nbytes, self.limit, f"from rank {members[0][0]}")
+            if not 0 <= nbytes <= room <= self.message_limit:
+                check_message(max(nbytes, room) if nbytes >= 0 else nbytes, self.message_limit, f"from rank {members[0][0]}")
             box.expect(tag, nbytes, room)
 
-    def receive(self, srcs: Sequence[int], tag: Tag, where: Where) -> list[torch.Tensor]:
+    def receive(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE, *, wait: bool = True) -> list[torch.Tensor]:
         core = self._core
         stream = core.enter()
         if min(tag) < 0 or max(tag) >= _FIELD_LIMIT or tag.channel not in CHANNELS:
@@ -234,7 +238,7 @@ class Messages:
             found.append(view)
         return found
 
-    def release(self, srcs: Sequence[int], tag: Tag, *, more: bool) -> None:
+    def release(self, srcs: Sequence[int], tag: Tag, *, more: bool = False) -> None:
         core = self._core
         stream = core.enter(flush=False)
         words: list[WordLike] = []
@@ -260,15 +264,15 @@ class Messages:
         if words:
             core.hold(stream, words, more=more)
 
-    def memory(self) -> list[torch.Tensor]:
+    def _message_memory(self) -> list[torch.Tensor]:
         """What sums read, and what leaves for others."""
         core = self._core
         inboxes = [core.own.rings[pair_of(peer, channel)] for peer in core.peers for channel in CHANNELS]
-        return inboxes + list(self.staging.memory.values())
+        return inboxes + list(self._staging.memory.values())
 
-    def forget(self) -> None:
+    def _forget_messages(self) -> None:
         """Let go of all memory."""
-        self.staging.clear()
+        self._staging.clear()
         self._views.clear()
 
     # ---- helpers -----------------------------------------------------------------------------------------------------

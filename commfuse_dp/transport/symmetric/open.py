@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from commfuse_dp.device.base import Stream, Word
+from commfuse_dp.device.base import Word
 from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import ExchangeFn
@@ -18,7 +18,7 @@ from commfuse_dp.transport.symmetric.memory import SymmetricMemory, TorchSymmetr
 from commfuse_dp.transport.symmetric.transport import SymmetricTransport
 
 if TYPE_CHECKING:
-    from commfuse_dp.device.cuda import Card
+    from commfuse_dp.device.cuda import Card, CudaDevice
 
 TRIAL_S = 5.0  # longest wait for a word that a peer writes in the trial
 
@@ -64,17 +64,7 @@ def judge(hosts: Sequence[str], cards: Sequence[Card], links: Sequence[Sequence[
     return Verdict(True, f"{count} ranks on one host" + (f", by {ways}" if ways else ""))
 
 
-class _Writes(Protocol):
-    """What the trial needs of a CudaDevice."""
-
-    peer_writes: Literal["value", "copy"]
-
-    def side_stream(self, name: str) -> Stream: ...
-    def write_values(self, stream: Stream, words: Sequence[Word]) -> None: ...
-    def peek(self, pad: torch.Tensor) -> list[int]: ...
-
-
-def try_writes(device: _Writes, memory: SymmetricMemory, rank: int, world_size: int, exchange: ExchangeFn) -> str:
+def try_writes(device: CudaDevice, memory: SymmetricMemory, rank: int, world_size: int, exchange: ExchangeFn) -> str:
     """Collective: find a way to write words of peers, see [Note: Writing a word of a peer] in device/cuda.py, and set it.
 
     Returns it for the reason given to the user. Raises TransportError on all ranks if none works.

@@ -56,17 +56,15 @@ ends: freeing it would wait for the stream for ever.
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
 
 from commfuse_dp.device.base import Device
 from commfuse_dp.device.timing import EventTimer
-from commfuse_dp.errors import CommFuseError, Where
+from commfuse_dp.errors import CommFuseError
 from commfuse_dp.probe import Probe
-from commfuse_dp.transport.base import NOWHERE, WHOLE, ExchangeFn, Outcome, PullRequest, Sending, Tag, Transport
+from commfuse_dp.transport.base import WHOLE, ExchangeFn, Outcome, Transport
 from commfuse_dp.transport.closing import CLOSE_S, close_at_exit, done_within, never_free
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.parts import Channel
@@ -74,10 +72,10 @@ from commfuse_dp.transport.symmetric.core import Core, Layout
 from commfuse_dp.transport.symmetric.memory import SymmetricMemory
 from commfuse_dp.transport.symmetric.messages import Messages
 from commfuse_dp.transport.symmetric.watch import WordWatch
-from commfuse_dp.transport.symmetric.windows import Pull, Windows
+from commfuse_dp.transport.symmetric.windows import Windows
 
 
-class SymmetricTransport(Transport):
+class SymmetricTransport(Windows, Messages):
     """See the module. Collective constructor.
 
     Args:
@@ -105,7 +103,7 @@ class SymmetricTransport(Transport):
         probe: Probe | None = None,
         kernels_may_wait: bool = True,
     ) -> None:
-        super().__init__(rank, world_size, message_limit=inbox_bytes, deadline_s=deadline_s, probe=probe)
+        Transport.__init__(self, rank, world_size, message_limit=inbox_bytes, deadline_s=deadline_s, probe=probe)
         self.device = device
         self.probe.measure_by(EventTimer(device, self.probe))
         self._channel = channel
@@ -130,51 +128,15 @@ class SymmetricTransport(Transport):
             watch=self._watch,
             probe=self.probe,
         )
-        self._windows = Windows(self._core, kernels_may_wait=kernels_may_wait)
-        self._windows.describe = lambda *slice_: self.describe(*slice_)
-        self._messages = Messages(self._core, layout, inbox_bytes)
-        self._watch.own_memory = lambda: (*self._windows.memory_of(rank), *self._messages.memory())
-        self._watch.memory_of = self._windows.memory_of
-        self._pid = os.getpid()
+        self._open_windows(kernels_may_wait=kernels_may_wait)
+        self._open_messages(layout)
+        self._watch.own_memory = lambda: (*self._memory_of(rank), *self._message_memory())
+        self._watch.memory_of = self._memory_of
         close_at_exit(self)
 
-    # ---- windows -----------------------------------------------------------------------------------------------------
-    def expose(self, sizes: Sequence[Sequence[int]]) -> None:
-        self._windows.expose(sizes)
-        self.sizes, self.segments = self._windows.sizes, self._windows.segments(self.rank)
-
-    def publish(self, keys: Sequence[int], epoch: int, *, last: bool = False) -> None:
-        self._windows.publish(keys, epoch, last=last)
-
-    def pull(self, epoch: int, requests: Sequence[PullRequest]) -> list[Pull]:
-        """Of requests whose `after` is None, `out` may be fresh from the allocator: such a copy runs behind all that is in the
-        current stream."""
-        return self._windows.pull(epoch, requests)
-
     def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
-        self._windows.finish(epoch)
-        self._messages.staging.rewind()
-
-    def wait_finished(self, epoch: int, where: Where = NOWHERE, *, meanwhile: Callable[[], object] | None = None) -> None:
-        self._windows.wait_finished(epoch, where)
-
-    # ---- messages ----------------------------------------------------------------------------------------------------
-    def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[torch.Tensor]:
-        """What one call reserves for one peer before it sends must fit into inbox_bytes."""
-        return self._messages.staging.reserve(dsts, sizes, room)
-
-    def send(self, sendings: Sequence[Sending], *, more: bool = False) -> None:
-        """`when`: written by kernels that are in the current stream already, once the buffers are complete."""
-        self._messages.send(sendings)
-
-    def expect(self, srcs: Sequence[int], tag: Tag, nbytes: int, room: int = 0) -> None:
-        self._messages.expect(srcs, tag, nbytes, room or nbytes)
-
-    def receive(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE, *, wait: bool = True) -> list[torch.Tensor]:
-        return self._messages.receive(srcs, tag, where)
-
-    def release(self, srcs: Sequence[int], tag: Tag, *, more: bool = False) -> None:
-        self._messages.release(srcs, tag, more=more)
+        super().finish(epoch)
+        self._staging.rewind()
 
     # ---- progress and end --------------------------------------------------------------------------------------------
     def progress(self, timeout_s: float = 0.0) -> None:
@@ -187,12 +149,9 @@ class SymmetricTransport(Transport):
 
     def close(self, reason: str = "") -> None:
         core = self._core
-        if core.closed:
-            return
         if reason:
             self.abort(reason)
-        core.closed = True
-        if os.getpid() != self._pid:  # a copy made by fork: neither the thread nor the device is its own
+        if not core.leave():
             return
         idle = False
         try:
@@ -205,19 +164,18 @@ class SymmetricTransport(Transport):
             self._channel.close()
             if idle:
                 core.blocks.clear()
-                self.segments = ()
-                self._windows.forget()
-                self._messages.forget()
+                self._forget_windows()
+                self._forget_messages()
                 core.memory.close()
             else:
-                never_free(self, "a stream still waits; its memory is kept", core, self._windows, self._messages)
+                never_free(self, "a stream still waits; its memory is kept", self)
 
     def _settle(self) -> bool:
         """Wait until the own streams have done what was enqueued; True if they have."""
         device = self.device
         if self._watch.failure is None:
             self._core.flush()
-            self._windows.leave()
+            self._leave()
         streams = {device.side_stream("gather"), device.side_stream("scatter"), device.current_stream()}
         events = [device.record(stream) for stream in streams]
         patience_s = min(CLOSE_S, self.deadline_s)

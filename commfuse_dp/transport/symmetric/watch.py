@@ -176,7 +176,11 @@ class WordWatch(Watchdog[Wait], Receiver):
         self.fail(PeerLostError, missing.peer, text, where)
 
     # ---- receiver ----------------------------------------------------------------------------------------------------
-    def handle(self, src: int, message: bytes) -> None:
+    def handle(self, src: int, *messages: bytes) -> None:
+        for message in messages:
+            self._take_in(src, message)
+
+    def _take_in(self, src: int, message: bytes) -> None:
         kind, culprit = msg.HEADER.unpack_from(message)[:2]
         if kind == msg.GOODBYE:
             self.departed.add(src)

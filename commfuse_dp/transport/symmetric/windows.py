@@ -10,7 +10,7 @@ import torch
 from commfuse_dp.device.base import Event, Span, Word
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import RECEIVE
-from commfuse_dp.transport.base import NOWHERE, Part, PullRequest, Transfer
+from commfuse_dp.transport.base import NOWHERE, WHOLE, Outcome, Part, PullRequest, Transfer, Transport
 from commfuse_dp.transport.checks import (
     check_finish,
     check_out,
@@ -39,7 +39,7 @@ class Pull(Transfer):
         self._place = 0  # in it
 
     def done(self) -> bool:
-        self._windows.core.check()
+        self._windows._core.check()
         return True
 
     def wait(self, where: Where = NOWHERE) -> torch.Tensor:
@@ -74,15 +74,14 @@ class _Source:
         return self.spans
 
 
-class Windows:
+class Windows(Transport):
     """Segments of all ranks, and this rank's pulls from them."""
 
-    def __init__(self, core: Core, *, kernels_may_wait: bool) -> None:
-        self.core = core
-        self.describe: Callable[[int, int, int, int, int], Where]  # as of the transport
+    _core: Core
+
+    def _open_windows(self, *, kernels_may_wait: bool) -> None:
         self._kernels_may_wait = kernels_may_wait
-        self._gather = core.device.side_stream("gather")
-        self.sizes: list[tuple[int, ...]] | None = None  # as exposed
+        self._gather = self._core.device.side_stream("gather")
         self._segments: list[list[torch.Tensor]] = []  # [owner][key]
         self._shards: list[torch.Tensor] = []  # [owner]: all segments
         self._pads: list[
@@ -101,7 +100,7 @@ class Windows:
         self._own_finished = 0
 
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
-        core = self.core
+        core = self._core
         core.enter()
         table = check_sizes(sizes, self.sizes, core.world_size)
         check_same_sizes(table, core.exchange(table))
@@ -112,20 +111,14 @@ class Windows:
             self._pads.append(block.narrow(0, 0, words).view(torch.int32))
             self._segments.append(cut(block, [row[owner] for row in table], words))
             self._shards.append(block.narrow(0, words, totals[owner]))
-        self.sizes = table
+        self.sizes, self.segments = table, self._segments[core.rank]
 
-    def segments(self, owner: int) -> list[torch.Tensor]:
-        """What a rank publishes, by key."""
-        return self._segments[owner]
-
-    def publish(self, keys: Sequence[int], epoch: int, *, last: bool) -> None:
+    def publish(self, keys: Sequence[int], epoch: int, *, last: bool = False) -> None:
         """last: one word more, for all of this rank's keys that are published in `epoch`."""
-        core = self.core
+        core = self._core
         stream = core.enter(flush=False)
         readers = f"ranks {sorted(core.peers)}" if core.peers and self._free_to_write < epoch - 1 else ""
-        check_publications(
-            keys, epoch, self._published, self.sizes, rank=core.rank, world_size=core.world_size, readers=readers
-        )
+        check_publications(self, keys, epoch, self._published, readers)
         self._published.update(dict.fromkeys(keys, epoch))
         if last:
             self._complete = epoch
@@ -133,8 +126,9 @@ class Windows:
         core.hold(stream, [(pad, place, epoch) for place in places for pad in self._pads], more=False)
 
     def pull(self, epoch: int, requests: Sequence[PullRequest]) -> list[Pull]:
-        """In the order of the requests, each with its own word; see [Note: Words for pulls]."""
-        core = self.core
+        """In the order of the requests, each with its own word; see [Note: Words for pulls]. Of requests whose `after` is None,
+        `out` may be fresh from the allocator: such a copy runs behind all that is in the current stream."""
+        core = self._core
         stream = core.enter()
         device, gather = core.device, self._gather
         sources = [self._source(epoch, request) for request in requests]  # before anything is enqueued
@@ -208,7 +202,7 @@ class Windows:
 
     def await_pull(self, pull: Pull) -> None:
         """The current stream waits until the bytes are there."""
-        core = self.core
+        core = self._core
         stream = core.enter()
         if pull.arrival is not None:
             core.device.wait_value(stream, *pull.arrival)
@@ -218,18 +212,18 @@ class Windows:
             core.device.wait_event(stream, pull.landed)
         core.check()  # as in Core.behind
 
-    def finish(self, epoch: int) -> None:
-        self.core.enter()
+    def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
+        self._core.enter()
         check_finish(epoch, self._own_finished)
         self._tell_finished(epoch)
 
     def _tell_finished(self, epoch: int) -> None:
-        core = self.core
+        core = self._core
         self._own_finished = epoch
         core.device.write_values(self._gather, [(core.blocks[peer].finished, core.rank, epoch) for peer in core.peers])
 
-    def wait_finished(self, epoch: int, where: Where) -> None:
-        core, device = self.core, self.core.device
+    def wait_finished(self, epoch: int, where: Where = NOWHERE, *, meanwhile: Callable[[], object] | None = None) -> None:
+        core, device = self._core, self._core.device
         stream = core.enter()
         if epoch <= 0:
             return
@@ -239,16 +233,17 @@ class Windows:
         if conditions:
             core.behind(stream, [core.wait_for(stream, conditions, (where,), "to finish reading epoch", about=epoch)])
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """At the end: nothing is read from now on, whatever epoch the peers may still come to."""
         self._tell_finished(self._own_finished + NEVER)
 
-    def memory_of(self, owner: int) -> Sequence[torch.Tensor]:
+    def _memory_of(self, owner: int) -> Sequence[torch.Tensor]:
         """What is copied from a rank."""
         return self._shards[owner : owner + 1]
 
-    def forget(self) -> None:
+    def _forget_windows(self) -> None:
         """Let go of all memory."""
+        self.segments = ()
         self._segments, self._pads, self._signals, self._shards = [], [], [], []
         self._sources.clear()
 
@@ -256,7 +251,7 @@ class Windows:
     def _place(self, owner: int, key: int) -> int:
         """Of the word that says that a key is published; -1: that all are."""
         keys = len(self._segments[owner])
-        return owner * keys + key if key >= 0 else self.core.world_size * keys + owner
+        return owner * keys + key if key >= 0 else self._core.world_size * keys + owner
 
     def _publication(self, owner: int, key: int, epoch: int) -> Condition | None:
         """What "gather" must wait for before it reads; None: it waits for that already, and is in order."""
@@ -265,12 +260,12 @@ class Windows:
         if self._awaited.get((owner, key)) == epoch:
             return None
         self._awaited[owner, key] = epoch
-        if key < 0 and owner != self.core.rank:
+        if key < 0 and owner != self._core.rank:
             before, count = self._complete_awaited
             self._complete_awaited = epoch, count + 1 if before == epoch else 1
-            if self._complete_awaited[1] == len(self.core.peers):
+            if self._complete_awaited[1] == len(self._core.peers):
                 self._all_awaited = epoch
-        return Condition(owner, self._pads[self.core.rank], self._place(owner, key), epoch)
+        return Condition(owner, self._pads[self._core.rank], self._place(owner, key), epoch)
 
     def _source(self, epoch: int, request: PullRequest) -> _Source:
         owner, key, start, nbytes, out = request[:5]
@@ -278,10 +273,10 @@ class Windows:
         if source is None or source.others is not request.others:
             parts = [Part(owner, key, start, nbytes, 0), *request.others]
             for part in parts:
-                check_pull(part, epoch, self.sizes, world_size=self.core.world_size, finished=self._own_finished)
+                check_pull(self, part, epoch, self._own_finished)
             before = source
             segments = [self._segments[part.owner][part.key] for part in parts]
-            source = self._sources[owner, key, start, nbytes] = _Source(parts, segments, request.others, self.core.rank)
+            source = self._sources[owner, key, start, nbytes] = _Source(parts, segments, request.others, self._core.rank)
             if before is not None:
                 source.pad, source.place, source.pulls = before.pad, before.place, before.pulls
             elif self._kernels_may_wait:
@@ -289,14 +284,14 @@ class Windows:
         if epoch <= self._own_finished:
             raise ValueError(f"pull: epoch {epoch} is over: this rank has finished epoch {self._own_finished}")
         if out is None or out.numel() != source.nbytes or out.dtype != torch.uint8 or not out.is_contiguous() or out.dim() != 1:
-            check_out(out, source.nbytes, self.core.name)
+            check_out(out, source.nbytes, self._core.name)
         return source
 
     def _signal(self, number: int) -> tuple[torch.Tensor, int]:
         """The arrival word of a source: (pad, place). Its values only rise: whoever waits for an older one is not held up."""
         pad, place = divmod(number, SIGNAL_WORDS)
         if pad == len(self._signals):
-            device = self.core.device
+            device = self._core.device
             with torch.inference_mode(False):
                 self._signals.append(torch.zeros(SIGNAL_WORDS, dtype=torch.int32, device=device.torch_device))
             device.wait_event(self._gather, device.record(device.current_stream()))

@@ -26,21 +26,13 @@ class Frame(NamedTuple):
     message: bytes
 
 
-class Source(NamedTuple):
-    """Bytes to send: `view` holds them; if `fd` >= 0 they also are [position, position + len(view)) of that file."""
-
-    view: memoryview
-    fd: int = -1
-    position: int = 0
-
-
 @dataclass
 class Outgoing:
     """One transfer in a data lane."""
 
     lane: int
     message: bytes
-    source: Source
+    view: memoryview  # what is sent
     done: int = 0
     start_ns: int = 0
     number: int = 0  # in which order the wire was given it
@@ -82,7 +74,7 @@ class Link:
 
     def next_is_empty(self) -> bool:
         """That frame has no payload."""
-        return next((not len(lane[0].source.view) for lane in self.lanes.values() if lane), False)
+        return next((not len(lane[0].view) for lane in self.lanes.values() if lane), False)
 
     def idle(self) -> bool:
         return not (self.pending or self.chunk or self.control or any(self.lanes.values()))

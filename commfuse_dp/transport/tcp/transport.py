@@ -15,7 +15,9 @@ The protocol is `one_sided`; what this file adds is its `Channel` over `wire`.
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -24,33 +26,30 @@ from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import RECEIVE, SEND, Probe, now_ns
 from commfuse_dp.transport.base import CHANNEL_GRAD, CHANNEL_REPLICA, ExchangeFn
 from commfuse_dp.transport.one_sided import messages as msg
-from commfuse_dp.transport.one_sided.news import News
+from commfuse_dp.transport.one_sided.memory import FetchedMemory
 from commfuse_dp.transport.one_sided.parts import Channel, Receiver, payload_span
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
 from commfuse_dp.transport.tcp.connect import Links, connect_all
-from commfuse_dp.transport.tcp.links import COLLECTIVE_LANE, CONTROL_LANE, GRAD_LANE, PARAM_LANE, Frame, Outgoing, Source
-from commfuse_dp.transport.tcp.memory import StagedMemory
-from commfuse_dp.transport.tcp.wire import Handler, Wire
+from commfuse_dp.transport.tcp.links import COLLECTIVE_LANE, CONTROL_LANE, GRAD_LANE, PARAM_LANE, Frame, Outgoing
+from commfuse_dp.transport.tcp.wire import Wire
+from commfuse_dp.transport.waiting import await_news
 
 LINGER_S = 2.0  # after everything is handed to the kernel: longest wait for the peers' acknowledgement
 
-_EMPTY = Source(memoryview(b""))
 
-
-class TcpChannel(Channel, Handler):
+class TcpChannel(Channel):
     """Messages and payloads between `OneSidedTransport` and the wire; the receiver is called by the wire's I/O thread."""
 
-    def __init__(self, rank: int, links: Links, memory: StagedMemory, probe: Probe, *, zero_copy: bool) -> None:
+    def __init__(self, rank: int, links: Links, probe: Probe) -> None:
         self._rank = rank
         self._names = links.names
-        self._memory = memory
         self._probe = probe
-        self._receiver: Receiver | None = None
-        self._news = News()
+        self._receiver: Receiver  # from `start` on
+        self._news = threading.Event()
         self._error: BaseException | None = None
         self._arriving: dict[tuple[int, int], tuple[memoryview | None, int]] = {}  # (peer, lane) -> (landing, start_ns)
         self._text: dict[int, bytearray] = {}
-        self.wire = Wire(rank, links.sockets, self, zero_copy=zero_copy)
+        self.wire = Wire(rank, links.sockets, self)
 
     # ---- the user's side ---------------------------------------------------------------------------------------------
     def start(self, receiver: Receiver) -> None:
@@ -59,9 +58,9 @@ class TcpChannel(Channel, Handler):
 
     def post(self, dst: int, message: bytes, payload: torch.Tensor | None = None, *, hold: bool = False) -> None:
         if payload is not None and payload.numel():
-            self.wire.data(dst, Outgoing(_lane(message), message, self._memory.source(payload)))
+            self.wire.data(dst, Outgoing(_lane(message), message, payload.numpy().data))
         elif payload is not None or msg.kind_of(message) == msg.GOODBYE:
-            self.wire.data(dst, Outgoing(_lane(message), message, _EMPTY))
+            self.wire.data(dst, Outgoing(_lane(message), message, memoryview(b"")))
         else:
             self.wire.control(dst, message, wake=not hold)
 
@@ -71,7 +70,7 @@ class TcpChannel(Channel, Handler):
     def poll(self, timeout_s: float) -> None:
         if timeout_s > 0:
             self.wire.push()
-            self._news.wait(timeout_s)
+            await_news(self._news, timeout_s)
         if self._error is not None:
             raise TransportError(
                 f"rank {self._rank}: the I/O thread of transport tcp failed: {type(self._error).__name__}: {self._error}"
@@ -94,11 +93,11 @@ class TcpChannel(Channel, Handler):
 
     # ---- the I/O thread's side ---------------------------------------------------------------------------------------
     def sink(self, peer: int, frame: Frame) -> memoryview:
+        """Where the chunk's payload (frame.nbytes bytes) goes."""
         if frame.lane == CONTROL_LANE:
             self._text[peer] = bytearray(frame.nbytes)
             return memoryview(self._text[peer])
         if frame.offset == 0:
-            assert self._receiver is not None
             landing = self._receiver.landing(peer, frame.message)
             view = None if landing is None else landing.numpy().data
             self._arriving[peer, frame.lane] = (view, now_ns())
@@ -108,7 +107,7 @@ class TcpChannel(Channel, Handler):
         return view[frame.offset : frame.offset + frame.nbytes]
 
     def deliver(self, peer: int, frame: Frame) -> None:
-        assert self._receiver is not None
+        """A frame has been received with all of its payload."""
         if frame.lane == CONTROL_LANE:
             self._receiver.handle(peer, frame.message + bytes(self._text.pop(peer, b"")))
         else:
@@ -119,67 +118,40 @@ class TcpChannel(Channel, Handler):
             self._receiver.handle(peer, frame.message)
             if total:
                 payload_span(self._probe, RECEIVE, frame.message, peer, start_ns)
-        self._news.ring()
+        self._news.set()
 
     def sent(self, peer: int, item: Outgoing) -> None:
+        """The last byte of `item` has been handed to the kernel."""
         payload_span(self._probe, SEND, item.message, peer, item.start_ns)
 
     def lost(self, peer: int, reason: str) -> None:
-        assert self._receiver is not None
+        """The connection ended (EOF included: whether that was in order is the receiver's to know)."""
         self._receiver.lost(peer, reason)
-        self._news.ring()
+        self._news.set()
 
     def broken(self, error: BaseException) -> None:
+        """The I/O thread itself failed; nothing will be sent or received any more."""
         self._error = error
-        self._news.ring()
+        self._news.set()
 
 
 class TcpTransport(OneSidedTransport):
     """`tcp`: see the module.
 
-    Args:
-        exchange: the group's collective object exchange, used while the transport is set up and in `expose`.
-        inbox_bytes: room for unreleased messages, per pair and direction; the same amount again is used for staging.
-        deadline_s: longest single wait, also for the connections of the start, in seconds.
-        address: this rank's address; default: environment COMMFUSE_TCP_ADDRESS, else the interface GLOO_SOCKET_IFNAME, else
-            the interface on the route to MASTER_ADDR, else loopback.
-        zero_copy: send with sendfile instead of a copy into the socket; see [Note: Sending without a copy] in `wire`.
-
-    Raises:
-        TransportError, MismatchError: on all ranks, if one cannot listen or reach its peers, or settings differ.
+    address: of this rank; default: environment COMMFUSE_TCP_ADDRESS, else the interface GLOO_SOCKET_IFNAME, else the interface
+    on the route to MASTER_ADDR, else loopback. Raises MismatchError on all ranks if settings differ.
     """
 
     name: ClassVar[str] = "tcp"
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        exchange: ExchangeFn,
-        *,
-        inbox_bytes: int,
-        deadline_s: float,
-        probe: Probe | None = None,
-        address: str | None = None,
-        zero_copy: bool = False,
-    ) -> None:
-        probe = probe if probe is not None else Probe()
-        links = connect_all(rank, exchange, deadline_s=deadline_s, inbox_bytes=inbox_bytes, address=address)
-        memory = StagedMemory(rank, world_size, exchange, inbox_bytes)
-        channel = TcpChannel(rank, links, memory, probe, zero_copy=zero_copy)
-        self._wire = channel.wire
-        super().__init__(
-            rank, world_size, channel=channel, memory=memory, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe
-        )
-
-    @property
-    def wire_bytes_sent(self) -> int:
-        """Bytes handed to the sockets so far, headers included."""
-        return self._wire.bytes_sent
-
-    @property
-    def wire_bytes_received(self) -> int:
-        return self._wire.bytes_received
+    def _connect(
+        self, exchange: ExchangeFn, members: Sequence[int], address: str | None = None
+    ) -> tuple[Channel, FetchedMemory]:
+        links = connect_all(self.rank, exchange, deadline_s=self.deadline_s, inbox_bytes=self.message_limit, address=address)
+        memory = FetchedMemory(self.rank, self.world_size, exchange, self.message_limit)
+        channel = TcpChannel(self.rank, links, self.probe)
+        self.wire = channel.wire  # counts what it has moved, headers included
+        return channel, memory
 
 
 def _lane(message: bytes) -> int:

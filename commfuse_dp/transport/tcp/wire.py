@@ -14,16 +14,9 @@ every segment spends most of its time in wake-ups: SO_RCVLOWAT holds the wake-up
 The mark never exceeds what is still due of the chunk under way, so the kernel never waits for bytes that do not come; the end
 of a connection is reported whatever the mark. One `recvmsg` takes the rest of a chunk and the next header together.
 
-[Note: Sending without a copy]
-`sendfile` from a memfd attaches the pages themselves to the socket: the bytes are read when the network card (or, on one host,
-the receiving process) takes them, not at the call. The memory must therefore rest until the peer *process* has read the bytes.
-It does: a published segment is rewritten only after every peer's FINISH of that epoch, a staging slot only after its CREDIT,
-and a peer sends those after it has taken the payload from its socket. What may still linger on our side then (a segment whose
-acknowledgement is on its way) or in the network (a spurious retransmission) lies below the receiver's window: TCP drops it by
-its sequence number, whatever it contains, or by its checksum; bytes beyond it belong to memory that still rests.
-It is off by default: it saves the sender's copy, but on a virtual link the receiver then copies from the sender's memory, in
-pages of 4 KB that nobody has just written. Alternating runs over a shaped link cost as much or more (docs: benchmarks/results).
-A real card reads the pages by DMA; measure there with benchmarks/micro_transport.py before switching it on.
+[Note: Sending copies]
+`sendfile` from a memfd, which attaches the pages themselves to the socket, was tried: on a virtual link the receiver then
+copies from the sender's memory, in pages of 4 KB that nobody has just written, and exchanges cost as much or more.
 """
 
 from __future__ import annotations
@@ -36,8 +29,8 @@ import socket
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from commfuse_dp.probe import now_ns
 from commfuse_dp.transport.one_sided.messages import HEADER_BYTES
@@ -53,6 +46,9 @@ from commfuse_dp.transport.tcp.links import (
 from commfuse_dp.transport.tcp.pace import Pace
 from commfuse_dp.transport.tcp.turns import Turns, limit_unsent, unacknowledged
 
+if TYPE_CHECKING:
+    from commfuse_dp.transport.tcp.transport import TcpChannel
+
 MAGIC = 0xCF
 CHUNK_BYTES = 2 << 20
 NOTSENT_BYTES = 2 << 20
@@ -61,53 +57,27 @@ READ_BUDGET = 4 << 20  # bytes read from one peer before the others get their tu
 CONTROL_JOIN_BYTES = 32 << 10
 
 
-class Handler(ABC):
-    """What the I/O thread calls. Every method must be quick and must not block."""
-
-    @abstractmethod
-    def sink(self, peer: int, frame: Frame) -> memoryview:
-        """Where the chunk's payload (frame.nbytes bytes) goes."""
-
-    @abstractmethod
-    def deliver(self, peer: int, frame: Frame) -> None:
-        """A frame has been received with all of its payload."""
-
-    @abstractmethod
-    def sent(self, peer: int, item: Outgoing) -> None:
-        """The last byte of `item` has been handed to the kernel."""
-
-    @abstractmethod
-    def lost(self, peer: int, reason: str) -> None:
-        """The connection ended (EOF included: whether that was in order is the handler's to know)."""
-
-    @abstractmethod
-    def broken(self, error: BaseException) -> None:
-        """The I/O thread itself failed; nothing will be sent or received any more."""
-
-
 class Wire:
     """Sockets to all peers and the thread that serves them. `control` and `data` may be called from any thread.
 
     Args:
+        handler: what the thread calls; every method of its is quick and does not block.
         sockets: by peer and role (CONTROL_ROLE, DATA_ROLE); connected stream sockets, which the wire owns from now on.
-        zero_copy: send with sendfile where the source has a file descriptor.
     """
 
     def __init__(
         self,
         rank: int,
         sockets: Mapping[tuple[int, int], socket.socket],
-        handler: Handler,
+        handler: TcpChannel,
         *,
         chunk_bytes: int = CHUNK_BYTES,
         notsent_bytes: int = NOTSENT_BYTES,
-        zero_copy: bool = False,
     ) -> None:
         self.bytes_sent = 0  # headers included; written by the I/O thread only
         self.bytes_received = 0
         self._handler = handler
         self._chunk_bytes = chunk_bytes
-        self._zero_copy = zero_copy and hasattr(os, "sendfile")
         self._links = {(peer, role): Link(peer, role, sock, Pace(notsent_bytes)) for (peer, role), sock in sockets.items()}
         self._numbers = itertools.count()
         self._selector = selectors.DefaultSelector()
@@ -303,11 +273,11 @@ class Wire:
                 item = lane[0]
                 if not item.done:
                     item.start_ns = now_ns()
-                nbytes = min(self._chunk_bytes, link.pace.queue_bytes, len(item.source.view) - item.done)
+                nbytes = min(self._chunk_bytes, link.pace.queue_bytes, len(item.view) - item.done)
                 link.pending = memoryview(HEADER.pack(MAGIC, item.lane, nbytes, item.done, item.message))
                 if nbytes:
                     link.chunk, link.chunk_left = item, nbytes
-                if item.done + nbytes == len(item.source.view):
+                if item.done + nbytes == len(item.view):
                     lane.popleft()
                 return True
         return False
@@ -316,20 +286,14 @@ class Wire:
         """True if the kernel took all of what was offered."""
         item = link.chunk
         assert item is not None
-        source = item.source
-        if self._zero_copy and source.fd >= 0:
-            count = os.sendfile(link.sock.fileno(), source.fd, source.position + item.done, link.chunk_left)
-            if count == 0:
-                raise OSError("the published memory ended early")
-        else:
-            count = link.sock.send(source.view[item.done : item.done + link.chunk_left])
+        count = link.sock.send(item.view[item.done : item.done + link.chunk_left])
         self.bytes_sent += count
         link.written += count
         item.done += count
         link.chunk_left -= count
         if not link.chunk_left:
             link.chunk = None
-            if item.done == len(source.view):
+            if item.done == len(item.view):
                 self._handler.sent(link.peer, item)
             return True
         return False

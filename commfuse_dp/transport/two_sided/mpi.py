@@ -18,53 +18,29 @@ import os
 import socket
 import threading
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 from commfuse_dp import mpi_launch
 from commfuse_dp.errors import TransportError
-from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import ExchangeFn
 from commfuse_dp.transport.one_sided.memory import FetchedMemory
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
 from commfuse_dp.transport.two_sided.mpi_channel import Lanes, MpiChannel
 
-obstacle = mpi_launch.obstacle
-
 
 class MpiTransport(OneSidedTransport):
-    """`mpi`: see the module. Collective.
+    """`mpi`: see the module. Ranks are those of the group that `exchange` connects; those of MPI_COMM_WORLD may be others.
 
-    Args:
-        rank, world_size: in the group that `exchange` connects; the ranks of MPI_COMM_WORLD may be others.
-        exchange: the group's collective object exchange, used while the transport is set up and in `expose`.
-        inbox_bytes: room for unreleased messages, per pair and direction; the same amount again is used for staging.
-        deadline_s: longest single wait, in seconds.
-
-    Raises:
-        TransportError: on all ranks, if one of them cannot use MPI, or they are not different processes of one MPI job.
+    Raises TransportError on all ranks if they are not different processes of one MPI job, too.
     """
 
     name: ClassVar[str] = "mpi"
-    in_place: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        exchange: ExchangeFn,
-        *,
-        inbox_bytes: int,
-        deadline_s: float,
-        probe: Probe | None = None,
-    ) -> None:
-
-        probe = probe if probe is not None else Probe()
+    def _connect(self, exchange: ExchangeFn, members: Sequence[int]) -> tuple[MpiChannel, FetchedMemory]:
         lanes = open_lanes(exchange)
-        memory = FetchedMemory(rank, world_size, exchange, inbox_bytes)
-        channel = MpiChannel(rank, lanes, probe, keep=_keep)
-        super().__init__(
-            rank, world_size, channel=channel, memory=memory, inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe
-        )
+        memory = FetchedMemory(self.rank, self.world_size, exchange, self.message_limit)
+        return MpiChannel(self.rank, lanes, self.probe, keep=_keep), memory
 
 
 class _Card(NamedTuple):

@@ -48,6 +48,7 @@ from commfuse_dp.transport.two_sided.mpi_progress import (
     Payload,
     Requests,
 )
+from commfuse_dp.transport.waiting import LONGEST_WAIT_S
 
 CHUNK_BYTES = 1 << 20
 GRAD_CHUNKS = 4  # under way per peer
@@ -55,7 +56,6 @@ INLINE_BYTES = 4 << 10
 LINGER_S = 5.0  # longest wait of close() for the peers' goodbyes
 FAILED_LINGER_S = 0.5  # the same when the job is about to be ended anyway
 
-_LONGEST_POLL_S = 0.05  # callers whose condition changes by something other than a message look again this often
 _MOST_TESTS = 16  # in one turn
 
 _FAREWELL = 1
@@ -96,7 +96,7 @@ class MpiChannel(Channel):
         self._peers = [peer for peer in range(len(lanes.ranks)) if peer != rank]
         upper = lanes.params.Get_attr(self._mpi.TAG_UB)
         self._tags = upper if upper is not None else 32767  # what MPI guarantees
-        self._receiver: Receiver | None = None
+        self._receiver: Receiver  # from `start` on
         self._error: BaseException | None = None
         self._pid = os.getpid()
         self._stop = self._closed = False
@@ -150,7 +150,7 @@ class MpiChannel(Channel):
             error, kind = self._error, type(self._error).__name__
             raise TransportError(f"the progress thread of transport mpi failed: {kind}: {error}") from error
         if timeout_s > 0 and self._peers:
-            limit = time.monotonic() + min(timeout_s, _LONGEST_POLL_S)
+            limit = time.monotonic() + min(timeout_s, LONGEST_WAIT_S)
             self._user_waits = True
             try:
                 while self._events == self._events_seen and (now := time.monotonic()) < limit and self._error is None:
@@ -159,7 +159,7 @@ class MpiChannel(Channel):
             finally:
                 self._user_waits = False
         elif timeout_s > 0:
-            time.sleep(min(timeout_s, _LONGEST_POLL_S))
+            time.sleep(min(timeout_s, LONGEST_WAIT_S))
         self._events_seen = self._events
 
     def flush(self, timeout_s: float) -> bool:
@@ -244,7 +244,6 @@ class MpiChannel(Channel):
         for lane in self._comms:
             self._waiting.pop((peer, lane), None)
         if peer not in self._ended and not self._closed:
-            assert self._receiver is not None
             self._receiver.lost(peer, f"MPI: {error}")
 
     def _news(self) -> None:
@@ -312,7 +311,6 @@ class MpiChannel(Channel):
             self._start(item, self._comms[lane].Isend, chunk)
 
     def _receive(self, src: int, lane: int, tag: int, message: bytes) -> None:
-        assert self._receiver is not None
         item = Payload(src, lane, tag, _view(self._receiver.room_for(src, message)), message, sending=False)
         for start in range(0, len(item.view), CHUNK_BYTES):
             self._start(item, self._comms[lane].Irecv, item.view[start : start + CHUNK_BYTES])
@@ -342,7 +340,7 @@ class MpiChannel(Channel):
             if not item.left and item.issued == len(item.view):
                 payload_span(self._probe, SEND, item.message, item.peer, item.start_ns)
         elif not item.left:
-            assert self._receiver is not None and item.message is not None
+            assert item.message is not None
             self._receiver.handle(item.peer, item.message)
             self._payloads_in[item.peer] += 1
             self._news()
@@ -358,7 +356,6 @@ class MpiChannel(Channel):
             control.start()
         except self._mpi.Exception as error:
             self._lose(peer, error)
-        assert self._receiver is not None
         batch: list[bytes] = []
         at = 0
         while at < len(records):
@@ -383,7 +380,7 @@ class MpiChannel(Channel):
                 at += text
             batch.append(message)
         if batch:
-            self._receiver.handle_all(peer, batch)
+            self._receiver.handle(peer, *batch)
         self._news()
         self._part(peer)
 
@@ -395,7 +392,6 @@ class MpiChannel(Channel):
         self._ended.add(peer)
         self._news()
         if not farewell:
-            assert self._receiver is not None
             self._receiver.handle(peer, msg.pack(msg.GOODBYE))
             self._send_queued()  # our own goodbye may be among it
             if peer not in self._parting:

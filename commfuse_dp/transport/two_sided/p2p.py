@@ -1,4 +1,18 @@
-"""Sends and receives of torch.distributed on communicators of our own: over gloo, between CPU tensors."""
+"""Communicators of torch.distributed of our own, one for each lane (parameters, gradients, control): so neither queues behind
+another nor behind the user's.
+
+[Note: What gloo does, as measured]
+* `Work.is_completed()` stays False until `wait()` has returned.
+* Sends rendezvous, even small ones: a send completes only once its receive is posted. Post receives early.
+* A wait that ran into its timeout leaves the connection unusable: a deadline there is final.
+* Messages with different tags may overtake each other; equal tags keep their order.
+
+[Note: Communicators are kept]
+They are never destroyed: who has used them keeps them for the next `open_lanes` of the same ranks. Making them is slow, gloo
+frees its connections only with the process anyway, and torch names a group after its ranks and the number of groups alive
+(`new_group` with local synchronisation): a group made after one was destroyed can get that one's name, finds its addresses in
+the store, and fails to connect. Communicators with transfers left open are not used again.
+"""
 
 from __future__ import annotations
 
@@ -8,95 +22,18 @@ import re
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from commfuse_dp.errors import DeadlineError, PeerLostError, TransportError, Where
-from commfuse_dp.probe import Probe, now_ns
-from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, NOWHERE, PARAM_LANE
-from commfuse_dp.transport.checks import is_closed, raise_failures
+from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, PARAM_LANE
+from commfuse_dp.transport.checks import raise_failures
 from commfuse_dp.transport.exchange import exchange_of
 
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
-
-
-class TwoSided:
-    """Asynchronous sends and receives on lanes (communicators of their own): parameters, gradients, control. So neither queues
-    behind another nor behind the user's.
-
-    CPU tensors only: GPUs exchange in groups, ordered by streams (grouped/exchange.py).
-
-    [Note: What gloo does, as measured]
-    * `Work.is_completed()` stays False until `wait()` has returned.
-    * Sends rendezvous, even small ones: a send completes only once its receive is posted. Post receives early.
-    * A wait that ran into its timeout leaves the connection unusable: a deadline here is final.
-    * Messages with different tags may overtake each other; equal tags keep their order.
-
-    [Note: Communicators are kept]
-    They are never destroyed: `close` keeps them for the next `open_lanes` of the same ranks. Making them is slow, gloo frees
-    its connections only with the process anyway, and torch names a group after its ranks and the number of groups alive
-    (`new_group` with local synchronisation): a group made after one was destroyed can get that one's name, finds its
-    addresses in the store, and fails to connect. Communicators with transfers left open are not used again.
-
-    Args:
-        lanes: a communicator per lane, all of the same ranks. `open_lanes` makes them.
-        deadline_s: longest wait of a handle, in seconds.
-        keep: called by `close` if the communicators can be used again.
-    """
-
-    def __init__(
-        self,
-        lanes: Mapping[int, dist.ProcessGroup],
-        *,
-        deadline_s: float,
-        probe: Probe | None = None,
-        keep: Callable[[], None] | None = None,
-    ) -> None:
-        first = lanes[PARAM_LANE]
-        self.rank, self.world_size = first.rank(), first.size()
-        self.deadline_s = deadline_s
-        self.probe = probe if probe is not None else Probe()
-        self._keep = keep
-        self._lanes = dict(lanes)
-        self._backend = first.name()
-        self._under_way = 0  # handles that were not waited for successfully
-        self._lock = threading.Lock()  # handles are waited for in several threads
-
-    def isend(self, buffer: torch.Tensor, dst: int, *, lane: int, tag: int) -> Handle:
-        return self._begin(self._group(lane).send, buffer, dst, tag)
-
-    def irecv(self, buffer: torch.Tensor, src: int, *, lane: int, tag: int) -> Handle:
-        return self._begin(self._group(lane).recv, buffer, src, tag)
-
-    def close(self) -> None:
-        self._lanes = {}
-        keep, self._keep = self._keep, None
-        if keep is not None and not self._under_way:
-            keep()
-
-    def _group(self, lane: int) -> dist.ProcessGroup:
-        if not self._lanes:
-            raise is_closed("p2p", self.rank)
-        return self._lanes[lane]
-
-    def _begin(self, call: Callable[..., dist.Work], buffer: torch.Tensor, peer: int, tag: int) -> Handle:
-        try:
-            work = call([buffer], peer, tag)
-        except RuntimeError as error:
-            raise self.error(error, peer) from error
-        with self._lock:
-            self._under_way += 1
-        return Handle(self, work, peer, buffer)
-
-    def settled(self) -> None:
-        with self._lock:
-            self._under_way -= 1
-
-    def error(self, error: RuntimeError, peer: int) -> TransportError:
-        return transfer_error(error, self.rank, peer, NOWHERE, deadline_s=self.deadline_s, backend=self._backend)
 
 
 def transfer_error(
@@ -118,30 +55,6 @@ def transfer_error(
     return PeerLostError(
         f"rank {rank} lost {who} (transport p2p over {backend}; {where}): {text}", rank=rank, peer=peer, where=where
     )
-
-
-class Handle:
-    """A send or receive under way."""
-
-    __slots__ = ("_buffer", "_two_sided", "_work", "peer", "start_ns")
-
-    def __init__(self, two_sided: TwoSided, work: dist.Work, peer: int, buffer: torch.Tensor) -> None:
-        self._two_sided = two_sided
-        self._work: dist.Work | None = work  # None: it is over
-        self.peer = peer
-        self.start_ns = now_ns()
-        self._buffer: torch.Tensor | None = buffer  # gloo reads or writes it until the end
-
-    def wait(self) -> None:
-        """Raises DeadlineError or PeerLostError."""
-        if self._work is None:
-            return
-        try:
-            self._work.wait(datetime.timedelta(seconds=self._two_sided.deadline_s))
-        except RuntimeError as error:
-            raise self._two_sided.error(error, self.peer) from error
-        self._two_sided.settled()
-        self._work = self._buffer = None
 
 
 LanesKey = tuple[tuple[int, ...], str]  # ranks, backend
@@ -174,7 +87,7 @@ def _kept(key: LanesKey) -> list[Lanes]:
 
 
 def open_lanes(group: dist.ProcessGroup | None, *, setup_s: float, device: torch.device | None = None) -> Lanes:
-    """Collective over `group` (None: the default group): communicators of a `TwoSided` or a `TorchGroupedExchange`.
+    """Collective over `group` (None: the default group): communicators of a `TwoSidedChannel` or a `GroupedExchange`.
 
     Kept ones if all ranks have the same to offer, else new ones by `new_group` with local synchronisation: ranks outside
     `group` take no part.

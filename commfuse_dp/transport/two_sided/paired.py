@@ -17,7 +17,7 @@ ahead of the compute), and a thread answers it, so its time is hidden and the ow
 Where streams wait (`grouped`) no thread could answer in time: there the engine's window walks alike on all ranks.
 
 [Note: Threads]
-A handle's wait is the only call that finishes a transfer for sure (gloo), so threads wait and tell the receiver. One for each
+A transfer's wait is the only call that finishes a transfer for sure (gloo), so threads wait and tell the receiver. One for each
 peer reads its control messages and the payloads that they announce, in the order of the announcements; one waits for all sends,
 only to keep their memory until they are done. A payload is sent right behind its announcement, so a reader waits for bytes that
 are under way. None of them has a deadline of its own: a peer may be silent for hours between two steps. Deadlines belong to the
@@ -27,28 +27,33 @@ waits of the user's thread.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import datetime
 import queue
 import sys
 import threading
 import time
 from collections import defaultdict
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from commfuse_dp.errors import TransportError
-from commfuse_dp.probe import RECEIVE, SEND, Probe
-from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, PARAM_LANE, ExchangeFn
+from commfuse_dp.probe import RECEIVE, SEND, Probe, now_ns
+from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, NOWHERE, PARAM_LANE, ExchangeFn
+from commfuse_dp.transport.checks import is_closed
 from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.memory import FetchedMemory
-from commfuse_dp.transport.one_sided.news import News
 from commfuse_dp.transport.one_sided.parts import Channel, Receiver, payload_span
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
-from commfuse_dp.transport.two_sided.p2p import Handle, TwoSided, open_lanes
+from commfuse_dp.transport.two_sided.p2p import open_lanes, transfer_error
+from commfuse_dp.transport.waiting import await_news
 
 FOREVER_S = 30 * 24 * 3600.0  # patience of the threads that wait for peers; finite, for timeouts are added to a clock
+_FOREVER = datetime.timedelta(seconds=FOREVER_S)
 LINGER_S = 5.0  # longest wait of close() for the peers' goodbyes
 EXIT_LINGER_S = 60.0  # the same at the end of the process: see [Note: Threads at exit]
 
@@ -72,21 +77,37 @@ _HEADER_TAG, _TEXT_TAG = 0, 1
 _TAG_MASK = (1 << 31) - 1
 
 
+class _Transfer(NamedTuple):
+    """A send or receive under way."""
+
+    work: dist.Work
+    peer: int
+    buffer: torch.Tensor  # gloo reads or writes it until the end
+    start_ns: int
+    message: bytes | None  # that a payload belongs to; None: of control
+
+
 class TwoSidedChannel(Channel):
-    """See the module."""
+    """See the module.
+
+    lanes: a communicator for each, all of the same ranks, for CPU tensors. keep: called by `close` if they can be used again.
+    """
 
     answers_goodbyes: ClassVar[bool] = True
 
-    def __init__(self, two_sided: TwoSided) -> None:
-        self._two_sided = two_sided
-        self._peers = [peer for peer in range(two_sided.world_size) if peer != two_sided.rank]
-        self._probe = two_sided.probe
-        self._receiver: Receiver | None = None
-        self._news = News()
+    def __init__(self, lanes: Mapping[int, dist.ProcessGroup], probe: Probe, keep: Callable[[], None]) -> None:
+        self._lanes = dict(lanes)
+        self._rank, self._backend = lanes[PARAM_LANE].rank(), lanes[PARAM_LANE].name()
+        self._peers = [peer for peer in range(lanes[PARAM_LANE].size()) if peer != self._rank]
+        self._probe, self._keep = probe, keep
+        self._under_way = 0  # transfers that were not waited for successfully
+        self._counting = threading.Lock()  # they are waited for in several threads
+        self._receiver: Receiver  # from `start` on
+        self._news = threading.Event()
         self._deposits_sent: dict[int, int] = defaultdict(int)
         self._deposits_due: dict[int, int] = defaultdict(int)
-        self._asked: dict[tuple[int, int], Handle] = {}  # (owner, request) -> the receive of its answer
-        self._sends: queue.SimpleQueue[tuple[Handle, bytes | None] | None] = queue.SimpleQueue()
+        self._asked: dict[tuple[int, int], _Transfer] = {}  # (owner, request) -> the receive of its answer
+        self._sends: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
         self._sends_queued = self._sends_done = 0
         self._threads: list[threading.Thread] = []
         self._reaper = threading.Thread(target=self._reap, name="commfuse-p2p-sends", daemon=True)
@@ -110,15 +131,12 @@ class TwoSidedChannel(Channel):
             self._left.add(dst)
         try:
             self._post(dst, message, payload)
-        except TransportError as error:
-            if dst not in self._parted and not self._closed:
-                assert self._receiver is not None
-                self._receiver.lost(dst, str(error))
-                self._news.ring()
+        except RuntimeError as error:
+            self._lose(dst, error)
 
     def poll(self, timeout_s: float) -> None:
         if timeout_s > 0:
-            self._news.wait(timeout_s)
+            await_news(self._news, timeout_s)
 
     def flush(self, timeout_s: float) -> bool:
         limit = time.monotonic() + timeout_s
@@ -142,7 +160,9 @@ class TwoSidedChannel(Channel):
         if waiting:  # inside the communicator, which must then stay
             _left_behind.extend(waiting)
         else:
-            self._two_sided.close()
+            self._lanes = {}
+            if not self._under_way:
+                self._keep()
 
     # ---- sending -----------------------------------------------------------------------------------------------------
     def _post(self, dst: int, message: bytes, payload: torch.Tensor | None) -> None:
@@ -163,54 +183,46 @@ class TwoSidedChannel(Channel):
             self._isend(payload, dst, GRAD_LANE, number, message)
 
     def _isend(self, buffer: torch.Tensor, dst: int, lane: int, tag: int, message: bytes | None = None) -> None:
-        handle = self._two_sided.isend(buffer, dst, lane=lane, tag=tag)
+        sending = self._begin("send", buffer, dst, lane, tag, message)
         self._sends_queued += 1  # only ever changed under the transport's lock, which `post` is called with
-        self._sends.put((handle, message))
+        self._sends.put(sending)
 
     def _reap(self) -> None:
-        while (item := self._sends.get()) is not None:
-            handle, message = item  # None: of control
-            try:
-                handle.wait()
-                if message is not None:
-                    payload_span(self._probe, SEND, message, handle.peer, handle.start_ns)
-            except TransportError:
-                pass  # the reader of that peer meets the same loss and reports it
+        while (sending := self._sends.get()) is not None:
+            with contextlib.suppress(RuntimeError):  # the reader of that peer meets the same loss and reports it
+                self._end(sending, SEND)
             self._sends_done += 1
+            del sending  # what it has sent can go
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
-    def _irecv(self, src: int, lane: int, tag: int, message: bytes) -> Handle:
-        assert self._receiver is not None
-        return self._two_sided.irecv(self._receiver.room_for(src, message), src, lane=lane, tag=tag)
+    def _irecv(self, src: int, lane: int, tag: int, message: bytes) -> _Transfer:
+        return self._begin("recv", self._receiver.room_for(src, message), src, lane, tag, message)
+
+    def _control(self, src: int, nbytes: int, tag: int) -> bytes:
+        """The next control message of so many bytes."""
+        data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self._end(self._begin("recv", data, src, CONTROL_LANE, tag), RECEIVE)
+        return data.numpy().tobytes()
 
     def _read(self, src: int) -> None:
         """Messages of one peer, until its goodbye or its end."""
-        assert self._receiver is not None
-        header = torch.empty(msg.HEADER_BYTES, dtype=torch.uint8, device="cpu")
         try:
             while src not in self._parted:
-                self._two_sided.irecv(header, src, lane=CONTROL_LANE, tag=_HEADER_TAG).wait()
-                message = header.numpy().tobytes()
+                message = self._control(src, msg.HEADER_BYTES, _HEADER_TAG)
                 kind = msg.kind_of(message)
                 payload = self._payload(src, kind, message)
                 if payload is not None:
-                    payload.wait()
+                    self._end(payload, RECEIVE)
                 if text_bytes := msg.text_bytes(message):
-                    text = torch.empty(text_bytes, dtype=torch.uint8, device="cpu")
-                    self._two_sided.irecv(text, src, lane=CONTROL_LANE, tag=_TEXT_TAG).wait()
-                    message += text.numpy().tobytes()
+                    message += self._control(src, text_bytes, _TEXT_TAG)
                 if kind == msg.GOODBYE:
                     self._parted.add(src)
                 self._receiver.handle(src, message)
-                self._news.ring()
-                if payload is not None:
-                    payload_span(self._probe, RECEIVE, message, src, payload.start_ns)
-        except TransportError as error:
-            if src not in self._parted and not self._closed:
-                self._receiver.lost(src, str(error))
-                self._news.ring()
+                self._news.set()
+        except RuntimeError as error:
+            self._lose(src, error)
 
-    def _payload(self, src: int, kind: int, message: bytes) -> Handle | None:
+    def _payload(self, src: int, kind: int, message: bytes) -> _Transfer | None:
         """The receive of what a message announces, if anything."""
         if kind not in (msg.DATA, msg.DEPOSIT) or not msg.payload_bytes(message):
             return None
@@ -219,42 +231,49 @@ class TwoSidedChannel(Channel):
         number = self._deposits_due[src] = (self._deposits_due[src] + 1) & _TAG_MASK
         return self._irecv(src, GRAD_LANE, number, message)
 
+    # ---- transfers ---------------------------------------------------------------------------------------------------
+    def _begin(self, way: str, buffer: torch.Tensor, peer: int, lane: int, tag: int, message: bytes | None = None) -> _Transfer:
+        if not self._lanes:
+            raise is_closed("p2p", self._rank)
+        work = getattr(self._lanes[lane], way)([buffer], peer, tag)
+        with self._counting:
+            self._under_way += 1
+        return _Transfer(work, peer, buffer, now_ns(), message)
+
+    def _end(self, transfer: _Transfer, track: str) -> None:
+        """Wait for it."""
+        transfer.work.wait(_FOREVER)
+        with self._counting:
+            self._under_way -= 1
+        if transfer.message is not None:
+            payload_span(self._probe, track, transfer.message, transfer.peer, transfer.start_ns)
+
+    def _lose(self, peer: int, error: RuntimeError) -> None:
+        if peer not in self._parted and not self._closed:
+            if not isinstance(error, TransportError):
+                error = transfer_error(error, self._rank, peer, NOWHERE, deadline_s=FOREVER_S, backend=self._backend)
+            self._receiver.lost(peer, str(error))
+            self._news.set()
+
 
 def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 class PairedTransport(OneSidedTransport):
-    """`TwoSided` as a one-sided transport: see the module.
-
-    Args:
-        two_sided: owned from now on. They must be patient (deadline FOREVER_S): they are waited for by threads.
-        exchange: the group's collective object exchange, used in `expose`.
-        inbox_bytes: room for unreleased messages, per pair and direction; the same amount again is used for staging.
-        deadline_s: longest single wait of the user's thread, in seconds.
-    """
+    """`p2p` between CPU tensors: see the module. lanes, keep: as of `TwoSidedChannel`; owned from now on."""
 
     name: ClassVar[str] = "p2p"
 
-    def __init__(
+    def _connect(
         self,
-        two_sided: TwoSided,
         exchange: ExchangeFn,
-        *,
-        inbox_bytes: int,
-        deadline_s: float,
-        probe: Probe | None = None,
-    ) -> None:
-        rank, world_size = two_sided.rank, two_sided.world_size
-        super().__init__(
-            rank,
-            world_size,
-            channel=TwoSidedChannel(two_sided),
-            memory=FetchedMemory(rank, world_size, exchange, inbox_bytes),
-            inbox_bytes=inbox_bytes,
-            deadline_s=deadline_s,
-            probe=probe if probe is not None else two_sided.probe,
-        )
+        members: Sequence[int],
+        lanes: Mapping[int, dist.ProcessGroup],
+        keep: Callable[[], None] = lambda: None,
+    ) -> tuple[TwoSidedChannel, FetchedMemory]:
+        memory = FetchedMemory(self.rank, self.world_size, exchange, self.message_limit)
+        return TwoSidedChannel(lanes, self.probe, keep), memory
 
 
 def open_p2p(
@@ -264,7 +283,15 @@ def open_p2p(
 
     Raises TransportError if torch.distributed is not initialised or the communicators cannot be made.
     """
-    probe = probe if probe is not None else Probe()
     lanes = open_lanes(group, setup_s=deadline_s)
-    two_sided = TwoSided(lanes.groups, deadline_s=FOREVER_S, probe=probe, keep=lanes.keep)
-    return PairedTransport(two_sided, exchange_of(group), inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe)
+    place = lanes.groups[PARAM_LANE]
+    return PairedTransport(
+        place.rank(),
+        place.size(),
+        exchange_of(group),
+        inbox_bytes=inbox_bytes,
+        deadline_s=deadline_s,
+        probe=probe,
+        lanes=lanes.groups,
+        keep=lanes.keep,
+    )

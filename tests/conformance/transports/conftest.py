@@ -56,8 +56,8 @@ def _kind(item: pytest.Item) -> str | None:
 
 MPI_RANKS = 3  # of the job, at least. make test has MPI in tests/parity/mpi
 WORLD = 3
-# In larger worlds. p2p: a group for each lane; symmetric: streams as threads; shm-dev_shm: shm's code but for its memory.
-COSTLY = ("p2p", "shm-dev_shm", "symmetric")
+# In larger worlds. p2p: a group for each lane; symmetric: streams as threads.
+COSTLY = ("p2p", "symmetric")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from commfuse_dp.errors import DeadlineError, TransportError, Where
 from commfuse_dp.transport.base import GRAD_LANE, PARAM_LANE
-from commfuse_dp.transport.grouped.exchange import TorchGroupedExchange, open_grouped
+from commfuse_dp.transport.grouped.exchange import GroupedExchange, open_grouped
 from commfuse_dp.transport.two_sided import p2p
 from tests.support.fake_device import FakeWorld, Race, Stuck
 from tests.support.fake_grouped import FakeBoard, FakeGroupedExchange, Unmatched
@@ -106,7 +106,7 @@ def test_communicators_are_kept_and_bad_calls_refused(workers: Any) -> None:
 def test_alone() -> None:
     store = dist.HashStore()
     lanes = {lane: dist.ProcessGroupGloo(dist.PrefixStore(str(lane), store), 0, 1) for lane in (PARAM_LANE, GRAD_LANE)}
-    grouped = TorchGroupedExchange(lanes, device=CPU, deadline_s=1.0)
+    grouped = GroupedExchange(lanes, device=CPU, deadline_s=1.0)
     grouped.exchange(PARAM_LANE, [], []).wait()
     grouped.close()
 

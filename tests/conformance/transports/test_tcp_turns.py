@@ -23,7 +23,6 @@ from commfuse_dp.transport.tcp.links import (
     HEADER,
     PARAM_LANE,
     Outgoing,
-    Source,
 )
 from commfuse_dp.transport.tcp.wire import Wire
 from tests.conformance.transports.test_tcp import Recorder, message, tcp_pair
@@ -51,7 +50,7 @@ def sending_to(peers: int) -> Iterator[tuple[Wire, dict[int, socket.socket]]]:
 
 
 def transfer(number: int, nbytes: int, lane: int = PARAM_LANE) -> Outgoing:
-    return Outgoing(lane, message(number), Source(memoryview(bytes(nbytes))))
+    return Outgoing(lane, message(number), memoryview(bytes(nbytes)))
 
 
 def waiting(sock: socket.socket) -> int:
