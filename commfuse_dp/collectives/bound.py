@@ -128,7 +128,16 @@ class BoundProgram:
         channels = sorted({problem.tensor.channel for problem in program.problems})
         self.outgoing = tuple(self._lane(link, lane, channels, limit) for link, lane in program.send_lanes.items())
         self.incoming = tuple(self._lane(link, lane, channels, limit) for link, lane in program.receive_lanes.items())
-        self.source = {passage.piece: lane.peer for lane in self.incoming for passage in lane.passages}
+        self.incoming_lanes = range(len(self.incoming))
+        self.passages_out = [len(lane.passages) for lane in self.outgoing]  # by lane
+        self.lane_of = {passage.piece: at for at, lane in enumerate(self.incoming) for passage in lane.passages}
+        self.source = {piece: self.incoming[at].peer for piece, at in self.lane_of.items()}
+        # What comes is of use before the compute lane asks for it.
+        self.relays = (
+            bool(self.sums)
+            or any(passage.piece in self.lane_of for lane in self.outgoing for passage in lane.passages)
+            or any(len(passage.cuts) > 1 for lane in self.incoming for passage in lane.passages)
+        )
         # Pieces that nothing uses but one send, in one message: they may be made in the peer's inbox. piece -> lane
         self.only_to = {
             passage.piece: number

@@ -60,9 +60,10 @@ def begin(
 
     Raises ValueError if this process is no member of the group; what open_transport raises.
     """
-    transport = transport_for(group, transport, device, purpose)
     if transport is None:
-        return Session(None, 0, 1, 0)
+        transport = transport_for(group, transport, device, purpose)
+        if transport is None:
+            return Session(None, 0, 1, 0)
     steps = steps_of(transport)
     if steps is not None:
         return Session(transport, transport.rank, transport.world_size, steps.call())
@@ -103,6 +104,19 @@ def transport_for(
     if members is None or members.size() == 1:
         return None
     return _transport_of(members, group, device, purpose)
+
+
+def open_transport_for(
+    group: dist.ProcessGroup | None, transport: Transport | None, device: torch.device, purpose: Purpose = COLLECTIVES
+) -> Transport | None:
+    """The transport that `begin` would use, if it is open already."""
+    if transport is not None:
+        return transport
+    members = _members(group)
+    if members is None:
+        return None
+    with _lock:
+        return _opened.get(members, {}).get((purpose, device.type))
 
 
 def _transport_of(key: object, group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Transport:

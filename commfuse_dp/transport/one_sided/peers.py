@@ -38,7 +38,6 @@ class Peers(Transport, Receiver):
         self._peers = [peer for peer in (range(world_size) if members is None else members) if peer != rank]
         self._around = sorted(self._peers, key=lambda peer: (peer - rank) % world_size)
         self._lock = threading.RLock()
-        self.changed = threading.Condition(self._lock)
         self._departed: set[int] = set()
         self._failure: tuple[int, str] | None = None  # (culprit or -1, reason)
         self._early = ""  # the reason, if it is that a peer has said goodbye too early
@@ -57,7 +56,8 @@ class Peers(Transport, Receiver):
 
     def _poll(self, timeout_s: float = 0.0) -> None:
         """`progress` for what comes in: notices that wait for company go on waiting for it."""
-        self._check_open()
+        if self._closed:
+            self._check_open()
         if self._failure is None:
             self._channel.poll(timeout_s)
         if self._failure is not None:
@@ -80,7 +80,6 @@ class Peers(Transport, Receiver):
             if self._failure is None:
                 self._tell_others(src, reason)
             self._fail(src, reason)
-            self.changed.notify_all()
         if self.on_news is not None:
             self.on_news()
 

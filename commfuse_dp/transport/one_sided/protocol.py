@@ -20,8 +20,7 @@ State of one rank
 [Note: Threads]
 `Receiver` is called by the channel, either from `Channel.poll` in the user's thread (shm, inproc) or from an I/O thread
 (tcp). All shared state, counters too, is therefore changed and looked at under one lock, which does not
-count on that of the interpreter (free-threaded Python); `changed` is notified after every message, so that a channel
-with an I/O thread can wait on it in `poll`. `Channel.post` is called with the lock held and must not take it.
+count on that of the interpreter (free-threaded Python). `Channel.post` is called with the lock held and must not take it.
 """
 
 from __future__ import annotations
@@ -54,11 +53,12 @@ from commfuse_dp.transport.one_sided.parts import Channel, Closed, Memory
 from commfuse_dp.transport.one_sided.peers import Peers
 from commfuse_dp.transport.one_sided.pulls import Fetch, Here, OwnCopy, View
 from commfuse_dp.transport.one_sided.recovery import Rounds
-from commfuse_dp.transport.one_sided.ring import Ring
+from commfuse_dp.transport.one_sided.ring import ALIGNMENT, Ring
 from commfuse_dp.transport.waiting import wait_until
 
 Slot = tuple[int, int, int]  # peer, offset, bytes
 MOST_VIEWS = 4096  # of slots that are kept
+OWED_PART = 4  # a credit is kept back for company (`more`) only while less than this part of the peer's ring is owed to it
 CLOSE_FLUSH_S = 5.0  # longest time that close() serves late readers, and then hands over what is queued
 
 
@@ -93,6 +93,8 @@ class OneSidedTransport(Peers):
         self._outbox = {dst: Ring(memory.outgoing[dst].numel()) for dst in self._peers}
         self._outgoing_address = {dst: memory.outgoing[dst].data_ptr() for dst in self._peers}
         self._inbox: dict[tuple[int, Tag], tuple[int, int]] = {}
+        self._owed = dict.fromkeys(self._peers, 0)  # bytes of a peer's ring whose credits are kept back
+        self._most_owed = {src: memory.incoming[src].numel() // OWED_PART for src in self._peers}
         self._pulls_waiting: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}  # (key, epoch) -> requests
         self._fetches: dict[int, Fetch] = {}
         self._last_request = 0
@@ -256,7 +258,10 @@ class OneSidedTransport(Peers):
                 # Before it leaves: if an exception comes in between, peers must not go on too early.
                 self._rounds.sent[dst] += 1
                 payload = None if self._memory.in_place else self._memory.outgoing[dst].narrow(0, offset, nbytes)
-                self._channel.post(dst, header, payload, hold=more and payload is None)
+                hold = more and payload is None
+                if not hold:
+                    self._owed[dst] = 0
+                self._channel.post(dst, header, payload, hold=hold)
 
     def receive(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE, *, wait: bool = True) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
@@ -275,8 +280,9 @@ class OneSidedTransport(Peers):
 
     def _await_message(self, src: int, tag: Tag, where: Where, *, wait: bool) -> tuple[int, int] | None:
         """Place and bytes of a message that was not here a moment ago; None: it is not here yet."""
-        self._check_open()
-        self._ring(src)
+        if self._closed or src not in self._outbox:
+            self._check_open()
+            self._ring(src)
         if not wait:
             self._poll()
         else:
@@ -293,7 +299,10 @@ class OneSidedTransport(Peers):
                 entry = self._inbox.pop((src, tag), None)
                 if entry is None:
                     raise not_here(src, tag)
-                self._channel.post(src, msg.pack(msg.CREDIT, self._rounds.round, x=entry[0]), hold=more)
+                owed = self._owed[src] + max(entry[1], ALIGNMENT) if more else 0
+                hold = 0 < owed <= self._most_owed[src]
+                self._owed[src] = owed if hold else 0
+                self._channel.post(src, msg.pack(msg.CREDIT, self._rounds.round, x=entry[0]), hold=hold)
 
     # ---- progress and end --------------------------------------------------------------------------------------------
     def close(self, reason: str = "") -> None:
@@ -333,7 +342,6 @@ class OneSidedTransport(Peers):
     def handle(self, src: int, message: bytes) -> None:
         with self._lock:
             self._take_in(src, message)
-            self.changed.notify_all()
         if self.on_news is not None:
             self.on_news()
 
@@ -341,7 +349,6 @@ class OneSidedTransport(Peers):
         with self._lock:
             for message in messages:
                 self._take_in(src, message)
-            self.changed.notify_all()
         if self.on_news is not None:
             self.on_news()
 
