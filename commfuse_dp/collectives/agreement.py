@@ -51,7 +51,8 @@ when_recovered.append(lambda transport: _agreed.pop(transport, None))
 def calls_of(transport: Transport) -> dict[Hashable, Any]:
     """What a caller has worked out for calls that ranks have agreed on, to be found again by all that it depends on here:
     forgotten together with that. Whatever lies here must not refer to the transport or to its group."""
-    return _agreed_by(transport).calls
+    found = _agreed.get(transport)  # every call asks: not `_agreed_by`, which would be a frame more
+    return found.calls if found is not None else _agreed_by(transport).calls
 
 
 def _agreed_by(transport: Transport) -> _Agreed:

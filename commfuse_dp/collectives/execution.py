@@ -13,8 +13,9 @@ compute lane are made between its operations and while it waits, as soon as thei
 
 [Note: When to look]
 Between two operations of the compute lane this rank looks for what has come only where that moves something on: pieces that are
-passed on or put together from several messages, sums beside the lane, what had no room, and transports that move bytes only
-while they are called. Else a message is looked for when its turn has come, for each look is a call of the system.
+passed on or put together from several messages, sums beside the lane once their own terms are made, what had no room, and
+transports that move bytes only while they are called. Else a message is looked for when its turn has come, for each look is a
+call of the system.
 
 [Note: Other streams]
 Two ranks that wait here for each other may each be what a rank of another group waits for (data parallelism over tensor
@@ -117,12 +118,13 @@ class Execution:
             self._tensors[piece] = self._bindings[piece].data(bound.pieces[piece])
         if transport is not None and transport.device is not None:
             self._announce(transport)
-        # See [Note: When to look].
-        looks = bound.relays or transport is None or not transport.in_place or transport.hosts is not None
-        if bound.own and not looks:
+        looks_from = bound.looks_from  # see [Note: When to look]
+        if transport is None or not transport.in_place or transport.hosts is not None:
+            looks_from = 0
+        if looks_from:
             self._give_out()
-        for step in bound.compute:
-            if looks or self._stuck:
+        for number, step in enumerate(bound.compute):
+            if number >= looks_from or self._stuck:
                 self._pump()
                 if bound.sums:
                     self._advance()
@@ -187,7 +189,7 @@ class Execution:
     # ---- pieces ------------------------------------------------------------------------------------------------------
     def _room(self, piece: int, *, patient: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(buffer to compute the piece into, the inbox message it is or None)."""
-        bound = self._bound
+        bound, transport = self._bound, self._transport
         landing = self._bindings[piece].landing(bound.pieces[piece])
         if landing is not None:
             return landing, None
@@ -199,7 +201,8 @@ class Execution:
                 self._wait(lambda: len(self._backlog) < BACKLOG_PIECES, peer, piece, _NO_CREDIT)
                 inbox = self._reserve_next(lane, piece)
             if inbox is not None:
-                return inbox.view(bound.dtypes[piece]).view(bound.shapes[piece]), inbox
+                assert transport is not None
+                return transport.shaped(inbox, bound.dtypes[piece], bound.shapes[piece]), inbox
             self._backlog.add(piece)
         return self._scratch(piece), None
 
@@ -283,11 +286,11 @@ class Execution:
                     f"of {message.numel()} bytes instead of {sizes[part]}. All ranks must call the same collective "
                     "with the same sizes, row shape, dtypes, order and slices_per_rank."
                 )
-            if target is None:
-                target = self._bindings[piece].landing(self._bound.pieces[piece])
+            if target is None and (landing := self._bindings[piece].landing) is not nothing_yet:
+                target = landing(self._bound.pieces[piece])
             if target is None and len(cuts) == 1:
                 self._held[piece] = (source, tag)
-                target = message.view(self._bound.dtypes[piece]).view(self._bound.shapes[piece])
+                target = transport.shaped(message, self._bound.dtypes[piece], self._bound.shapes[piece])
                 break
             if target is None:
                 target = self._scratch(piece)
@@ -319,6 +322,12 @@ class Execution:
         """Send messages of a piece; True once it has left."""
         transport = self._transport
         assert transport is not None
+        if len(passage.cuts) == 1:
+            found = transport.reserve((to,), passage.sizes)
+            if found:
+                transport.shaped(found[0], tensor.dtype, self._bound.shapes[passage.piece]).copy_(tensor)
+                transport.send((Sending(to, Tag(CHANNEL_COLLECTIVE, self._call, passage.number), found[0]),))
+            return bool(found)
         flat = tensor.reshape(-1)
         while (part := self._sent_parts[lane]) < len(passage.cuts):
             found = transport.reserve((to,), (passage.sizes[part],))

@@ -106,12 +106,8 @@ def transport_for(
     return _transport_of(members, group, device, purpose)
 
 
-def open_transport_for(
-    group: dist.ProcessGroup | None, transport: Transport | None, device: torch.device, purpose: Purpose = COLLECTIVES
-) -> Transport | None:
-    """The transport that `begin` would use, if it is open already."""
-    if transport is not None:
-        return transport
+def open_transport_for(group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Transport | None:
+    """The transport of a group, if it is open already."""
     members = _members(group)
     if members is None:
         return None

@@ -324,8 +324,9 @@ def prepared_calls(
     mode. They are forgotten when the ranks forget what they have agreed on. None: no call was made yet.
 
     Calls whose sizes are exchanged are none of them: what such a call comes to depends on other ranks."""
-    found = sessions.open_transport_for(group, transport, device, TENSOR_PARALLEL)
-    return None if found is None else calls_of(found)
+    if transport is None:
+        transport = sessions.open_transport_for(group, device, TENSOR_PARALLEL)
+    return None if transport is None else calls_of(transport)
 
 
 def remember(place: Place, device: torch.device, signature: Hashable, prepared: Prepared) -> None:

@@ -326,6 +326,10 @@ class Transport(ABC):
 
         wait False: [] unless all of them are here; never blocks. Raises PeerLostError for one that will not come."""
 
+    def shaped(self, message: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """What `reserve` or `receive` has given, as numbers."""
+        return message.view(dtype).view(shape)
+
     @abstractmethod
     def release(self, srcs: Sequence[int], tag: Tag, *, more: bool = False) -> None:
         """Give the slots of messages back to their senders (credit). more: as in `send`."""
