@@ -128,7 +128,6 @@ class BoundProgram:
         channels = sorted({problem.tensor.channel for problem in program.problems})
         self.outgoing = tuple(self._lane(link, lane, channels, limit) for link, lane in program.send_lanes.items())
         self.incoming = tuple(self._lane(link, lane, channels, limit) for link, lane in program.receive_lanes.items())
-        self.incoming_lanes = range(len(self.incoming))
         self.passages_out = [len(lane.passages) for lane in self.outgoing]  # by lane
         self.lane_of = {passage.piece: at for at, lane in enumerate(self.incoming) for passage in lane.passages}
         self.source = {piece: self.incoming[at].peer for piece, at in self.lane_of.items()}

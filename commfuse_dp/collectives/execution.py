@@ -233,7 +233,7 @@ class Execution:
                 self._stuck = True
         elif self._uses[piece]:
             self._tensors[piece] = buffer
-            self._pump()
+            self._give_out()
 
     def _used(self, piece: int) -> None:
         left = self._uses[piece] = self._uses[piece] - 1
@@ -260,8 +260,8 @@ class Execution:
 
     def _pump(self) -> None:
         """Take in what has arrived and send what is ready, as far as it goes without waiting."""
-        for lane in self._bound.incoming_lanes:
-            while self._take(lane):
+        for lane, (_, passages) in enumerate(self._bound.incoming):
+            while self._received[lane] < len(passages) and self._take(lane):
                 pass
         self._give_out()
 
@@ -269,8 +269,6 @@ class Execution:
         """Receive messages of a lane's next piece; True once it is complete."""
         source, passages = self._bound.incoming[lane]
         at, transport = self._received[lane], self._transport
-        if at == len(passages):
-            return False
         assert transport is not None
         piece, number, cuts, sizes = passages[at]
         target = self._targets[lane]

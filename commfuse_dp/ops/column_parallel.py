@@ -143,8 +143,7 @@ def column_backward(
     if want_x:
         shape = shape_with(saved, call.dim, tokens.sizes[sited.rank], weights[0].shape[1])
         dx = torch.empty(shape, dtype=weights[0].dtype, device=saved.device)
-        base = tokens.bases[sited.rank]
-        bindings[SUMMED] = of_scatter(dx.flatten(0, -2), base, sited.rank, dx.dtype, produce)
+        bindings[SUMMED] = of_scatter(dx.flatten(0, -2), tokens.bases[sited.rank], sited.rank, dx.dtype, produce)
     if gathers:
         bindings[GATHERED] = of_gather(saved.flatten(0, -2), tokens.bases[sited.rank], wgrads.consume)
     if bindings:
@@ -197,13 +196,11 @@ class _InputGradient:
                 self._joined = torch.cat([self._weights[number] for number in lefts])
             torch.mm(torch.cat([*lefts.values()], dim=1), self._joined, out=out)
             return
-        started = False
-        for number, left in lefts.items():
-            if started:
+        for at, (number, left) in enumerate(lefts.items()):
+            if at:
                 out.addmm_(left, self._weights[number])
             else:
                 torch.mm(left, self._weights[number], out=out)
-                started = True
 
 
 class _WeightGradients:
@@ -224,7 +221,7 @@ class _WeightGradients:
         self._sums: dict[int, torch.Tensor] = {}
         self._weights = weights
         self._count = len(wanted)
-        self._active = [i for i, wants in enumerate(wanted) if wants and grads[i] is not None]
+        self._active = [(i, grad) for i, grad in enumerate(grads) if wanted[i] and grad is not None]
         self._started = self._done = False
         self._joined: torch.Tensor | None = None  # in a narrow type: all of x
 
@@ -239,8 +236,8 @@ class _WeightGradients:
             return
         if int(owner) == self._own_last:
             return
-        for i in self._active:
-            left = pick(self._of(i), regions).t()
+        for i, grad in self._active:
+            left = pick(grad, regions).t()
             if self._started:
                 self._sums[i].addmm_(left, rows)
             else:
@@ -252,8 +249,8 @@ class _WeightGradients:
             return
         self._done = True
         rows = x.flatten(0, -2)
-        for i in self._active:
-            self._sums[i] = torch.mm(self._of(i).flatten(0, -2).t(), rows)
+        for i, grad in self._active:
+            self._sums[i] = torch.mm(grad.flatten(0, -2).t(), rows)
 
     def leave(self, sharded: ShardedWeights, saved: torch.Tensor, *, whole: bool) -> None:
         """Add the last terms, those of the own shard, and send rows by rows. whole: `saved` is all of x, not the own shard."""
@@ -277,16 +274,11 @@ class _WeightGradients:
 
         sharded.scatter(produce)
 
-    def _of(self, i: int) -> torch.Tensor:
-        grad = self._grads[i]
-        assert grad is not None
-        return grad
-
     def finish(self) -> list[torch.Tensor | None]:
         if self._joined is not None:
             self.from_whole(self._joined)
         found: list[torch.Tensor | None] = [None] * self._count
-        for i in self._active:
+        for i, _ in self._active:
             found[i] = self._sums[i] if i in self._sums else torch.zeros_like(self._weights[i])  # else no tokens at all
         return found
 
