@@ -54,10 +54,10 @@ from commfuse_dp.transport.one_sided.peers import Peers
 from commfuse_dp.transport.one_sided.pulls import Fetch, Here, OwnCopy, View
 from commfuse_dp.transport.one_sided.recovery import Rounds
 from commfuse_dp.transport.one_sided.ring import ALIGNMENT, Ring
+from commfuse_dp.transport.views import MOST_VIEWS, Shaped
 from commfuse_dp.transport.waiting import wait_until
 
 Slot = tuple[int, int, int]  # peer, offset, bytes
-MOST_VIEWS = 4096  # of slots that are kept
 OWED_PART = 4  # a credit is kept back for company (`more`) only while less than this part of the peer's ring is owed to it
 CLOSE_FLUSH_S = 5.0  # longest time that close() serves late readers, and then hands over what is queued
 
@@ -108,7 +108,7 @@ class OneSidedTransport(Peers):
         self._views: dict[tuple[int, int, int, int], Here] = {}  # made once: pulls are the same in every step
         self._slots: dict[Slot, torch.Tensor] = {}  # of peers' inboxes
         self._arrivals: dict[Slot, torch.Tensor] = {}  # of this rank's
-        self._shaped: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}  # a slot's view, and the same as numbers
+        self.shaped = self._numbers = Shaped()
         channel.start(self)
         close_at_exit(self)
 
@@ -241,15 +241,6 @@ class OneSidedTransport(Peers):
         view = views[peer, offset, nbytes] = ring.narrow(0, offset, nbytes)
         return view
 
-    def shaped(self, message: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        name = id(message), dtype, shape
-        found = self._shaped.get(name)
-        if found is None:  # what lies here keeps its message: no other object has its id
-            if len(self._shaped) >= MOST_VIEWS:
-                self._shaped.clear()
-            found = self._shaped[name] = message, message.view(dtype).view(shape)
-        return found[1]
-
     def send(self, sendings: Sequence[Sending], *, more: bool = False) -> None:
         for dst, tag, buffer, _, _ in sendings:
             ring = self._outbox.get(dst)
@@ -333,7 +324,7 @@ class OneSidedTransport(Peers):
             self._channel.close()
             self._memory.close()
             self.segments = Closed()
-            for views in (self._views, self._slots, self._arrivals, self._shaped):
+            for views in (self._views, self._slots, self._arrivals, self._numbers):
                 views.clear()
             with self._lock:
                 self._fetches.clear()  # of what a lost peer did not send
