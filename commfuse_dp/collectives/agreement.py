@@ -18,7 +18,8 @@ from __future__ import annotations
 import hashlib
 import struct
 import weakref
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from typing import Any
 
 import torch
 
@@ -30,9 +31,35 @@ from commfuse_dp.transport.base import Transport
 
 BRIEF = struct.Struct("<q16sx")  # own number, digest of the description: 25 bytes
 _LINE = 1021  # bytes of a description in full, exchanged if digests differ
-_REMEMBERED = 4096  # calls that ranks have agreed on
-_agreed: weakref.WeakKeyDictionary[Transport, set[object]] = weakref.WeakKeyDictionary()
+REMEMBERED = 4096  # calls that ranks have agreed on
+
+
+class _Agreed:
+    """Of one transport."""
+
+    __slots__ = ("calls", "known")
+
+    def __init__(self) -> None:
+        self.known: set[object] = set()
+        self.calls: dict[Hashable, Any] = {}  # see `calls_of`
+
+
+_agreed: weakref.WeakKeyDictionary[Transport, _Agreed] = weakref.WeakKeyDictionary()
 when_recovered.append(lambda transport: _agreed.pop(transport, None))
+
+
+def calls_of(transport: Transport) -> dict[Hashable, Any]:
+    """What a caller has worked out for calls that ranks have agreed on, to be found again by all that it depends on here:
+    forgotten together with that. Whatever lies here must not refer to the transport or to its group."""
+    found = _agreed.get(transport)  # every call asks: not `_agreed_by`, which would be a frame more
+    return found.calls if found is not None else _agreed_by(transport).calls
+
+
+def _agreed_by(transport: Transport) -> _Agreed:
+    found = _agreed.get(transport)
+    if found is None:
+        found = _agreed[transport] = _Agreed()
+    return found
 
 
 def agree(
@@ -52,7 +79,8 @@ def agree(
     if transport is None:
         return () if own is None else (own,)
     key = what, tuple(description.items()), sizes
-    known = _agreed.setdefault(transport, set())
+    agreed = _agreed_by(transport)
+    known = agreed.known
     if (own is None or sizes is not None) and key in known:
         return sizes if sizes is not None else ()
     text = "\n".join([what, *(f"{name}={value}" for name, value in description.items())]).encode()
@@ -70,8 +98,9 @@ def agree(
         mismatch = MismatchError(problem)
         failed(transport, what, mismatch)
         raise mismatch
-    if len(known) >= _REMEMBERED:  # on all ranks at the same call
+    if len(known) >= REMEMBERED:  # on all ranks at the same call
         known.clear()
+        agreed.calls.clear()
     known.add(key)
     return found
 

@@ -16,13 +16,18 @@ def of_gather(shard: torch.Tensor, base: int, consume: ConsumeFn | None, out: to
     """shard: [own rows, ...], contiguous; its first row is row `base` of the whole. out: the whole, which rows land in."""
 
     def landing(piece: Piece) -> torch.Tensor | None:
-        return None if out is None else out[piece.slice.start : piece.slice.stop]
+        assert out is not None
+        return out[piece.slice.start : piece.slice.stop]
+
+    def data(piece: Piece) -> torch.Tensor:
+        part = piece.slice
+        return shard if part.stop - part.start == shard.shape[0] else shard[part.start - base : part.stop - base]
 
     return Bindings(
         tuple(shard.shape[1:]),
         Types(shard.dtype, shard.dtype, shard.dtype),
-        data=lambda piece: shard[piece.slice.start - base : piece.slice.stop - base],
-        landing=landing,
+        data=data,
+        landing=nothing_yet if out is None else landing,
         consume=consume,
     )
 
@@ -41,10 +46,11 @@ def of_scatter(
     dtype = result.dtype
 
     def landing(piece: Piece) -> torch.Tensor | None:
-        own_partial = piece.origin == rank and piece.slice.owner == rank and partial_dtype == dtype
+        part = piece.slice
+        own_partial = piece.origin == rank and part.owner == rank and partial_dtype == dtype
         if piece.origin != TOTAL and not own_partial:
             return None
-        return result[piece.slice.start - base : piece.slice.stop - base]
+        return result if part.stop - part.start == result.shape[0] else result[part.start - base : part.stop - base]
 
     return Bindings(
         tuple(result.shape[1:]),

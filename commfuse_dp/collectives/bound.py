@@ -127,7 +127,13 @@ class BoundProgram:
         channels = sorted({problem.tensor.channel for problem in program.problems})
         self.outgoing = tuple(self._lane(link, lane, channels, limit) for link, lane in program.send_lanes.items())
         self.incoming = tuple(self._lane(link, lane, channels, limit) for link, lane in program.receive_lanes.items())
-        self.source = {passage.piece: lane.peer for lane in self.incoming for passage in lane.passages}
+        self.passages_out = [len(lane.passages) for lane in self.outgoing]  # by lane
+        self.lane_of = {passage.piece: at for at, lane in enumerate(self.incoming) for passage in lane.passages}
+        self.source = {piece: self.incoming[at].peer for piece, at in self.lane_of.items()}
+        # Number of the operation of the compute lane from which on what comes is of use before it is asked for.
+        passes_on = any(passage.piece in self.lane_of for lane in self.outgoing for passage in lane.passages)
+        puts_together = any(len(passage.cuts) > 1 for lane in self.incoming for passage in lane.passages)
+        self.looks_from = 0 if passes_on or puts_together else self._first_sum()
         # Pieces that nothing uses but one send, in one message: they may be made in the peer's inbox. piece -> lane
         self.only_to = {
             passage.piece: number
@@ -135,6 +141,12 @@ class BoundProgram:
             for passage in lane.passages
             if self.uses[passage.piece] == 1 and len(passage.cuts) == 1
         }
+
+    def _first_sum(self) -> int:
+        """Number of the operation before which a sum beside the compute lane may be made, if all has come."""
+        made = {step.piece: number + 1 for number, step in enumerate(self.compute) if not step.consumes}
+        firsts = [max((made.get(term, 0) for term in lane[0].terms), default=0) for lane in self.sums if lane]
+        return min(firsts, default=len(self.compute))
 
     def _number(self, piece: Piece) -> int:
         return self._numbers.setdefault(piece, len(self._numbers))

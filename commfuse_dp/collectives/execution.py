@@ -11,6 +11,12 @@ have more to send are moved out of the inbox (`_evict`), so that credit always c
 of one pair of ranks share the room in its inbox: so all of them are taken in, whichever of them is waited for. Sums beside the
 compute lane are made between its operations and while it waits, as soon as their terms are here.
 
+[Note: When to look]
+Between two operations of the compute lane this rank looks for what has come only where that moves something on: pieces that are
+passed on or put together from several messages, sums beside the lane once their own terms are made, what had no room, and
+transports that move bytes only while they are called. Else a message is looked for when its turn has come, for each look is a
+call of the system.
+
 [Note: Other streams]
 Two ranks that wait here for each other may each be what a rank of another group waits for (data parallelism over tensor
 parallelism). So whoever waits here also does what other communication of this process has to do for its peers: see progress.py.
@@ -24,7 +30,7 @@ A piece that is larger than half a channel is cut into messages of a quarter, wh
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -53,8 +59,7 @@ def nothing_yet(_piece: Piece) -> torch.Tensor | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Bindings:
+class Bindings(NamedTuple):
     """What the pieces of one problem's tensor are made of.
 
     row_shape: shape of one row.
@@ -96,7 +101,6 @@ class Execution:
         self._bindings = [made_of[tensor] for tensor in bound.tensor]  # by piece
         self._tensors: list[torch.Tensor | None] = [None] * len(bound.pieces)
         self._uses = list(bound.uses)
-        self._tags: dict[int, list[Tag]] = {}  # of the messages of a piece that comes
         self._held: dict[int, tuple[int, Tag]] = {}  # pieces that lie in the inbox
         self._backlog: set[int] = set()
         # By lane: passages that are over, messages of the next one that are, and what it is put together in.
@@ -104,17 +108,25 @@ class Execution:
         self._sent_parts, self._received_parts = self._sent.copy(), self._received.copy()
         self._targets: list[torch.Tensor | None] = [None] * len(bound.incoming)
         self._summed = [0] * len(bound.sums)
+        self._stuck = False  # something is ready for which there was no room
 
     def run(self) -> None:
         """Raises DeadlineError or PeerLostError (naming the peer and the slice), MismatchError, or what a callback raises."""
-        bound = self._bound
+        bound, transport = self._bound, self._transport
         for piece in bound.own:
             self._tensors[piece] = self._bindings[piece].data(bound.pieces[piece])
-        self._announce()
-        for step in bound.compute:
-            self._pump()
-            if bound.sums:
-                self._advance()
+        if transport is not None and transport.device is not None:
+            self._announce(transport)
+        looks_from = bound.looks_from  # see [Note: When to look]
+        if transport is None or not transport.in_place or transport.hosts is not None:
+            looks_from = 0
+        if looks_from:
+            self._give_out()
+        for number, step in enumerate(bound.compute):
+            if number >= looks_from or self._stuck:
+                self._pump()
+                if bound.sums:
+                    self._advance()
             if step.consumes:
                 self._consume(step)
             elif step.owner is not None:
@@ -127,10 +139,12 @@ class Execution:
     def _produce(self, step: Step, owner: Owner) -> None:
         piece = step.piece
         bindings = self._bindings[piece]
-        ready = bindings.data(self._bound.pieces[piece])
-        if ready is not None:
-            self._tensors[piece] = ready
-            return
+        if bindings.data is not nothing_yet:
+            ready = bindings.data(self._bound.pieces[piece])
+            if ready is not None:
+                self._tensors[piece] = ready
+                self._give_out()
+                return
         assert bindings.produce is not None
         buffer, inbox = self._room(piece)
         bindings.produce(owner, buffer)
@@ -138,16 +152,17 @@ class Execution:
 
     def _reduce(self, step: Step, *, patient: bool = True) -> None:
         """patient: it may wait, for its terms and for room where the sum goes."""
-        for piece in step.terms:
-            self._await(piece)
-        buffer, inbox = self._room(step.piece, patient=patient)
-        total = self._bound.pieces[step.piece].origin == TOTAL
-        divisor = self._bindings[step.piece].divisor if total else None
-        terms = [self._here(piece) for piece in step.terms]  # only now: a wait may have moved them
+        tensors, piece = self._tensors, step.piece
+        for term in step.terms:
+            if tensors[term] is None:
+                self._await(term)
+        buffer, inbox = self._room(piece, patient=patient)
+        divisor = self._bindings[piece].divisor if self._bound.pieces[piece].origin == TOTAL else None
+        terms = [self._here(term) for term in step.terms]  # only now: a wait may have moved them
         sum_in_rank_order(buffer, terms, own_rank=step.own, scale_divisor=divisor)
-        for piece in step.terms:
-            self._used(piece)
-        self._made(step.piece, buffer, inbox)
+        for term in step.terms:
+            self._used(term)
+        self._made(piece, buffer, inbox)
 
     def _advance(self) -> None:
         """Make the sums beside the compute lane whose terms are all here. Never blocks."""
@@ -161,16 +176,19 @@ class Execution:
         return [piece for piece in step.terms if self._tensors[piece] is None]
 
     def _consume(self, step: Step) -> None:
-        tensor, consume = self._await(step.piece), self._bindings[step.piece].consume
+        piece = step.piece
+        tensor, consume = self._tensors[piece], self._bindings[piece].consume
+        if tensor is None:
+            tensor = self._await(piece)
         if consume is not None:
             assert step.owner is not None
             consume(step.owner, tensor)
-        self._used(step.piece)
+        self._used(piece)
 
     # ---- pieces ------------------------------------------------------------------------------------------------------
     def _room(self, piece: int, *, patient: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(buffer to compute the piece into, the inbox message it is or None)."""
-        bound = self._bound
+        bound, transport = self._bound, self._transport
         landing = self._bindings[piece].landing(bound.pieces[piece])
         if landing is not None:
             return landing, None
@@ -182,7 +200,8 @@ class Execution:
                 self._wait(lambda: len(self._backlog) < BACKLOG_PIECES, peer, piece, _NO_CREDIT)
                 inbox = self._reserve_next(lane, piece)
             if inbox is not None:
-                return self._typed(inbox, piece), inbox
+                assert transport is not None
+                return transport.shaped(inbox, bound.dtypes[piece], bound.shapes[piece]), inbox
             self._backlog.add(piece)
         return self._scratch(piece), None
 
@@ -192,12 +211,13 @@ class Execution:
 
     def _reserve_next(self, lane: int, piece: int) -> torch.Tensor | None:
         """Room in the peer's inbox if the piece is the next to be sent there."""
-        assert self._transport is not None
-        if self._next_to(lane) != piece:
+        peer, passages = self._bound.outgoing[lane]
+        if passages[self._sent[lane]].piece != piece:
             self._pump()
             if self._next_to(lane) != piece:
                 return None
-        found = self._transport.reserve((self._bound.outgoing[lane].peer,), (self._bound.nbytes[piece],))
+        assert self._transport is not None
+        found = self._transport.reserve((peer,), (self._bound.nbytes[piece],))
         return found[0] if found else None
 
     def _made(self, piece: int, buffer: torch.Tensor, inbox: torch.Tensor | None) -> None:
@@ -205,92 +225,106 @@ class Execution:
             assert self._transport is not None
             lane = self._bound.only_to[piece]
             peer, passages = self._bound.outgoing[lane]
-            self._transport.send((Sending(peer, self._tag(passages[self._sent[lane]], 0), inbox),))
+            tag = Tag(CHANNEL_COLLECTIVE, self._call, passages[self._sent[lane]].number)
+            self._transport.send((Sending(peer, tag, inbox),))
             self._sent[lane] += 1
+            if self._backlog:  # the lane's next piece may have waited for this one
+                self._stuck = True
         elif self._uses[piece]:
             self._tensors[piece] = buffer
-            self._pump()
+            self._give_out()
 
     def _used(self, piece: int) -> None:
-        self._uses[piece] -= 1
-        if self._uses[piece] == 0:
-            self._tensors[piece] = None
-            self._backlog.discard(piece)
-            held = self._held.pop(piece, None)
-            if held is not None:
-                assert self._transport is not None
-                source, tag = held
-                self._transport.release((source,), tag)
-
-    def _typed(self, message: torch.Tensor, piece: int) -> torch.Tensor:
-        return message.view(self._bound.dtypes[piece]).view(self._bound.shapes[piece])
+        left = self._uses[piece] = self._uses[piece] - 1
+        if left:
+            return
+        self._tensors[piece] = None
+        self._backlog.discard(piece)
+        held = self._held.pop(piece, None)
+        if held is not None:
+            assert self._transport is not None
+            source, tag = held
+            self._transport.release((source,), tag, more=True)
 
     def _scratch(self, piece: int) -> torch.Tensor:
         return torch.empty(self._bound.shapes[piece], dtype=self._bound.dtypes[piece], device=self._device)
 
     # ---- send and receive lanes --------------------------------------------------------------------------------------
-    def _tag(self, passage: Passage, part: int) -> Tag:
-        return Tag(CHANNEL_COLLECTIVE, self._call, passage.number, part)
-
-    def _announce(self) -> None:
+    def _announce(self, transport: Transport) -> None:
+        """Stream-ordered transports find messages by that."""
         for peer, passages in self._bound.incoming:
-            assert self._transport is not None
             for passage in passages:
-                tags = self._tags[passage.piece] = [self._tag(passage, part) for part in range(len(passage.cuts))]
-                for tag, nbytes in zip(tags, passage.sizes, strict=True):
-                    self._transport.expect((peer,), tag, nbytes)
+                for part, nbytes in enumerate(passage.sizes):
+                    transport.expect((peer,), Tag(CHANNEL_COLLECTIVE, self._call, passage.number, part), nbytes)
 
     def _pump(self) -> None:
         """Take in what has arrived and send what is ready, as far as it goes without waiting."""
-        for number, (peer, passages) in enumerate(self._bound.incoming):
-            while self._received[number] < len(passages) and self._take(number, peer, passages[self._received[number]]):
-                self._received[number] += 1
-                self._received_parts[number], self._targets[number] = 0, None
-        for number, (peer, passages) in enumerate(self._bound.outgoing):
-            while self._sent[number] < len(passages) and self._give(number, peer, passages[self._sent[number]]):
-                piece = passages[self._sent[number]].piece
-                self._sent[number] += 1
-                self._sent_parts[number] = 0
-                self._used(piece)
+        for lane, (_, passages) in enumerate(self._bound.incoming):
+            while self._received[lane] < len(passages) and self._take(lane):
+                pass
+        self._give_out()
 
-    def _take(self, lane: int, source: int, passage: Passage) -> bool:
-        """Receive messages of a piece; True once it is complete."""
-        transport, piece = self._transport, passage.piece
+    def _take(self, lane: int) -> bool:
+        """Receive messages of a lane's next piece; True once it is complete."""
+        source, passages = self._bound.incoming[lane]
+        at, transport = self._received[lane], self._transport
         assert transport is not None
+        piece, number, cuts, sizes = passages[at]
         target = self._targets[lane]
-        while (part := self._received_parts[lane]) < len(passage.cuts):
-            came = transport.receive((source,), self._tags[piece][part], wait=False)
+        while (part := self._received_parts[lane]) < len(cuts):
+            tag = Tag(CHANNEL_COLLECTIVE, self._call, number, part)
+            came = transport.receive((source,), tag, wait=False)
             if not came:
                 return False
             message = came[0]
-            if message.numel() != passage.sizes[part]:
+            if message.numel() != sizes[part]:
                 raise MismatchError(
                     f"rank {self._bound.rank}, {self._name}: {self._bound.names[piece]} came from rank {source} in a message "
-                    f"of {message.numel()} bytes instead of {passage.sizes[part]}. All ranks must call the same collective "
+                    f"of {message.numel()} bytes instead of {sizes[part]}. All ranks must call the same collective "
                     "with the same sizes, row shape, dtypes, order and slices_per_rank."
                 )
-            if target is None:
-                target = self._bindings[piece].landing(self._bound.pieces[piece])
-            if target is None and len(passage.cuts) == 1:
-                self._held[piece] = (source, self._tags[piece][part])
-                target = self._typed(message, piece)
+            if target is None and (landing := self._bindings[piece].landing) is not nothing_yet:
+                target = landing(self._bound.pieces[piece])
+            if target is None and len(cuts) == 1:
+                self._held[piece] = (source, tag)
+                target = transport.shaped(message, self._bound.dtypes[piece], self._bound.shapes[piece])
                 break
             if target is None:
                 target = self._scratch(piece)
             self._targets[lane] = target
-            start, stop = passage.cuts[part]
+            start, stop = cuts[part]
             target.view(-1)[start:stop].copy_(message.view(target.dtype))
-            transport.release((source,), self._tags[piece][part])
+            transport.release((source,), tag)
             self._received_parts[lane] += 1
         self._tensors[piece] = target
+        self._received[lane], self._received_parts[lane], self._targets[lane] = at + 1, 0, None
         return True
 
-    def _give(self, lane: int, to: int, passage: Passage) -> bool:
+    def _give_out(self) -> None:
+        """Send what is ready."""
+        self._stuck = False
+        for lane, (peer, passages) in enumerate(self._bound.outgoing):
+            while (at := self._sent[lane]) < len(passages):
+                passage = passages[at]
+                tensor = self._tensors[passage.piece]
+                if tensor is None:
+                    break
+                if not self._give(lane, peer, passage, tensor):
+                    self._stuck = True
+                    break
+                self._sent[lane], self._sent_parts[lane] = at + 1, 0
+                self._used(passage.piece)
+
+    def _give(self, lane: int, to: int, passage: Passage, tensor: torch.Tensor) -> bool:
         """Send messages of a piece; True once it has left."""
-        tensor, transport = self._tensors[passage.piece], self._transport
-        if tensor is None:
-            return False
+        transport = self._transport
         assert transport is not None
+        if len(passage.cuts) == 1:
+            found = transport.reserve((to,), passage.sizes)
+            if found:
+                transport.shaped(found[0], tensor.dtype, self._bound.shapes[passage.piece]).copy_(tensor)
+                transport.send((Sending(to, Tag(CHANNEL_COLLECTIVE, self._call, passage.number), found[0]),))
+            return bool(found)
         flat = tensor.reshape(-1)
         while (part := self._sent_parts[lane]) < len(passage.cuts):
             found = transport.reserve((to,), (passage.sizes[part],))
@@ -298,7 +332,7 @@ class Execution:
                 return False
             start, stop = passage.cuts[part]
             found[0].view(flat.dtype).copy_(flat[start:stop])
-            transport.send((Sending(to, self._tag(passage, part), found[0]),))
+            transport.send((Sending(to, Tag(CHANNEL_COLLECTIVE, self._call, passage.number, part), found[0]),))
             self._sent_parts[lane] += 1
         return True
 
@@ -318,8 +352,10 @@ class Execution:
 
     # ---- waiting -----------------------------------------------------------------------------------------------------
     def _await(self, piece: int) -> torch.Tensor:
-        if self._tensors[piece] is None:
-            self._pump()
+        lane = self._bound.lane_of.get(piece)
+        if lane is not None:  # not all lanes: to ask what has not come costs more than to ask for it when it is needed
+            while self._tensors[piece] is None and self._take(lane):
+                pass
         if self._tensors[piece] is None:
             source, name = self._bound.source[piece], self._bound.names[piece]
             self._wait(lambda: self._tensors[piece] is not None, source, piece, f"to send {name}")
@@ -332,6 +368,9 @@ class Execution:
 
     def _drain(self) -> None:
         """Until all sums are made, and everything owed to others has left. What comes from others has been consumed before."""
+        bound = self._bound
+        if self._sent == bound.passages_out and not bound.sums:
+            return
         self._pump()
         self._advance()
         for number, lane in enumerate(self._bound.sums):

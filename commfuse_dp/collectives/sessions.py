@@ -60,9 +60,10 @@ def begin(
 
     Raises ValueError if this process is no member of the group; what open_transport raises.
     """
-    transport = transport_for(group, transport, device, purpose)
     if transport is None:
-        return Session(None, 0, 1, 0)
+        transport = transport_for(group, transport, device, purpose)
+        if transport is None:
+            return Session(None, 0, 1, 0)
     steps = steps_of(transport)
     if steps is not None:
         return Session(transport, transport.rank, transport.world_size, steps.call())
@@ -116,6 +117,15 @@ def transport_for(
         with _lock:
             _opened[members][place] = found
     return found
+
+
+def open_transport_for(group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Transport | None:
+    """The transport of a group, if it is open already."""
+    members = _members(group)
+    if members is None:
+        return None
+    with _lock:
+        return _opened.get(members, {}).get((purpose, device.type))
 
 
 def execute(name: str, program: Program, bindings: Mapping[Tensor, Bindings], session: Session, device: torch.device) -> None:

@@ -74,6 +74,9 @@ def sum_in_rank_order(
     block = min(numel, BLOCK_ELEMENTS)
     if switch > 1 and (scratch is None or scratch.dtype != wide or scratch.numel() < block or scratch.device != out.device):
         scratch = torch.empty(block, dtype=wide, device=out.device)
+    if switch <= 1 and numel <= BLOCK_ELEMENTS and [partial.shape for partial in partials].count(out.shape) == len(partials):
+        _fold(out, partials, switch, wide, divisor, None)  # in one block, which may have any shape
+        return out
     flat_out = out if checked or out.dim() == 1 else out.view(-1)
     flat = partials if checked else [partial if partial.dim() == 1 else partial.view(-1) for partial in partials]
     if numel <= BLOCK_ELEMENTS:

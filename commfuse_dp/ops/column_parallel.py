@@ -42,6 +42,7 @@ from commfuse_dp.ops.sequence import (
     GATHERED,
     SUMMED,
     Place,
+    Prepared,
     Terms,
     Tokens,
     add_product,
@@ -51,7 +52,9 @@ from commfuse_dp.ops.sequence import (
     pick,
     place,
     place_of,
+    prepared_calls,
     product_to,
+    remember,
     shape_with,
 )
 from commfuse_dp.ops.sequence_reference import gather_sequence
@@ -80,39 +83,35 @@ def column_forward(
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """(y_i [*, S, *, F_i], the gathered x [*, S, *, D] if it is saved). x: contiguous. sharded: whose weights these are."""
     tokens, sited = call.tokens, call.place
-    rows = x.flatten(0, -2)
-    length = sum(tokens.sizes)
-    ys = [x.new_empty(shape_with(x, call.dim, length, weight.shape[0])) for weight in weights]
-    wholes = [tokens.whole(y) for y in ys]
-    rights = [weight.t() for weight in weights]
-    kept = x.new_empty(shape_with(x, call.dim, length, x.shape[-1])) if _keeps(call) else None
+    ys, terms = [], []
+    for weight, bias in zip(weights, biases, strict=True):
+        y = x.new_empty(shape_with(x, call.dim, tokens.length, weight.shape[0]))
+        ys.append(y)
+        terms.append((weight.t(), bias, tokens.whole(y)))
+    keeps = call.save == "gathered" and any(call.wanted[1 : 1 + len(ys)])
+    kept = x.new_empty(shape_with(x, call.dim, tokens.length, x.shape[-1])) if keeps else None
     kept_rows = tokens.whole(kept) if kept is not None else None
 
     def consume(owner: Owner, part: torch.Tensor) -> None:
         regions = tokens.regions(owner)
 
         def with_rows(number: int, rows: slice, weight: torch.Tensor) -> None:
-            bias = biases[number]
-            product_to(part, weight.t(), None if bias is None else bias[rows], wholes[number][..., rows], regions)
+            _, bias, whole = terms[number]
+            product_to(part, weight.t(), None if bias is None else bias[rows], whole[..., rows], regions)
 
         if sharded is not None and not sharded.here:
             sharded.gather(with_rows)
         else:
-            for right, bias, whole in zip(rights, biases, wholes, strict=True):
+            for right, bias, whole in terms:
                 product_to(part, right, bias, whole, regions)
         if kept_rows is not None:
             place(part, kept_rows, regions)
 
-    bindings = {GATHERED: of_gather(rows, sum(tokens.rows[: sited.rank]), consume)}
+    bindings = {GATHERED: of_gather(x.flatten(0, -2), tokens.bases[sited.rank], consume)}
     sited.run(tokens.rows, bindings, x.device)
     if sharded is not None and not sharded.here:  # no tokens at all
         sharded.gather()
     return ys, kept
-
-
-def _keeps(call: Column) -> bool:
-    count = (len(call.wanted) - 1) // 2
-    return call.save == "gathered" and any(call.wanted[1 : 1 + count])
 
 
 def column_backward(
@@ -129,11 +128,10 @@ def column_backward(
     Which collectives are run depends on what all ranks want, not on what this rank has been given."""
     tokens, sited, count = call.tokens, call.place, len(weights)
     want_x, want_weights, want_biases = call.wanted[0], call.wanted[1 : 1 + count], call.wanted[1 + count :]
-    dense = [grad.contiguous() if grad is not None else None for grad in grads]
-    wgrads = _WeightGradients(dense, weights, want_weights, tokens, sited.rank if sharded is not None else None)
-    width = weights[0].shape[1]
-    terms = _InputGradient([None if grad is None else tokens.whole(grad) for grad in dense], weights, tokens, sharded)
-    gathers = any(want_weights) and not _keeps(call)
+    wholes = [None if grad is None else tokens.whole(grad.contiguous()) for grad in grads]
+    wgrads = _WeightGradients(wholes, weights, want_weights, tokens, sited.rank if sharded is not None else None)
+    terms = _InputGradient(wholes, weights, tokens, sharded)
+    gathers = any(want_weights) and call.save != "gathered"
 
     def produce(owner: Owner, buffer: torch.Tensor) -> None:
         if int(owner) == sited.rank and not gathers and sharded is None:
@@ -143,12 +141,11 @@ def column_backward(
     bindings = {}
     dx = None
     if want_x:
-        shape = shape_with(saved, call.dim, tokens.sizes[sited.rank], width)
+        shape = shape_with(saved, call.dim, tokens.sizes[sited.rank], weights[0].shape[1])
         dx = torch.empty(shape, dtype=weights[0].dtype, device=saved.device)
-        base = sum(tokens.rows[: sited.rank])
-        bindings[SUMMED] = of_scatter(dx.flatten(0, -2), base, sited.rank, dx.dtype, produce)
+        bindings[SUMMED] = of_scatter(dx.flatten(0, -2), tokens.bases[sited.rank], sited.rank, dx.dtype, produce)
     if gathers:
-        bindings[GATHERED] = of_gather(saved.flatten(0, -2), sum(tokens.rows[: sited.rank]), wgrads.consume)
+        bindings[GATHERED] = of_gather(saved.flatten(0, -2), tokens.bases[sited.rank], wgrads.consume)
     if bindings:
         sited.run(tokens.rows, bindings, saved.device)
     if sharded is not None:
@@ -156,12 +153,11 @@ def column_backward(
         return dx, [None] * count, [None] * count
     if not gathers:
         wgrads.from_whole(saved)
-    dws = wgrads.finish()
-    dbs = [
-        grad.flatten(0, -2).sum(0) if wanted and grad is not None else None
-        for wanted, grad in zip(want_biases, dense, strict=True)
-    ]
-    return dx, dws, dbs
+    dbs: list[torch.Tensor | None] = [None] * count
+    for number, whole in enumerate(wholes):
+        if want_biases[number] and whole is not None:
+            dbs[number] = whole.flatten(0, -2).sum(0)
+    return dx, wgrads.finish(), dbs
 
 
 class _InputGradient:
@@ -175,7 +171,7 @@ class _InputGradient:
         sharded: ShardedWeights | None,
     ) -> None:
         """grads: of y_i, [outer, width, F_i]."""
-        self._used = {number: grad for number, grad in enumerate(grads) if grad is not None}
+        self._used = [(number, grad) for number, grad in enumerate(grads) if grad is not None]
         self._weights = weights
         self._tokens = tokens
         self._sharded = sharded
@@ -187,7 +183,9 @@ class _InputGradient:
             out.zero_()
             return
         regions, sharded = self._tokens.regions(owner), self._sharded
-        lefts = {number: pick(grad, regions) for number, grad in self._used.items()}
+        lefts = {}
+        for number, grad in self._used:
+            lefts[number] = pick(grad, regions)
         if sharded is not None and not sharded.here:
             sum_rows = None if self._narrow else Terms(lefts, out)
             sharded.gather(sum_rows, tuple(lefts))
@@ -198,9 +196,11 @@ class _InputGradient:
                 self._joined = torch.cat([self._weights[number] for number in lefts])
             torch.mm(torch.cat([*lefts.values()], dim=1), self._joined, out=out)
             return
-        total = Terms(lefts, out)
-        for number in lefts:
-            total(number, slice(None), self._weights[number])
+        for at, (number, left) in enumerate(lefts.items()):
+            if at:
+                out.addmm_(left, self._weights[number])
+            else:
+                torch.mm(left, self._weights[number], out=out)
 
 
 class _WeightGradients:
@@ -214,14 +214,14 @@ class _WeightGradients:
         tokens: Tokens,
         own_last: int | None,
     ) -> None:
-        """own_last: the rank whose shard's terms are left to `leave`."""
+        """grads: of y_i, [outer, width, F_i]. own_last: the rank whose shard's terms are left to `leave`."""
         self._grads = grads
         self._own_last = own_last
         self._tokens = tokens
         self._sums: dict[int, torch.Tensor] = {}
         self._weights = weights
         self._count = len(wanted)
-        self._active = [i for i, wants in enumerate(wanted) if wants and grads[i] is not None]
+        self._active = [(i, grad) for i, grad in enumerate(grads) if wanted[i] and grad is not None]
         self._started = self._done = False
         self._joined: torch.Tensor | None = None  # in a narrow type: all of x
 
@@ -236,8 +236,8 @@ class _WeightGradients:
             return
         if int(owner) == self._own_last:
             return
-        for i in self._active:
-            left = pick(self._whole(i), regions).t()
+        for i, grad in self._active:
+            left = pick(grad, regions).t()
             if self._started:
                 self._sums[i].addmm_(left, rows)
             else:
@@ -249,9 +249,8 @@ class _WeightGradients:
             return
         self._done = True
         rows = x.flatten(0, -2)
-        for i in self._active:
-            whole = self._whole(i)
-            self._sums[i] = torch.mm(whole.flatten(0, -2).t(), rows)
+        for i, grad in self._active:
+            self._sums[i] = torch.mm(grad.flatten(0, -2).t(), rows)
 
     def leave(self, sharded: ShardedWeights, saved: torch.Tensor, *, whole: bool) -> None:
         """Add the last terms, those of the own shard, and send rows by rows. whole: `saved` is all of x, not the own shard."""
@@ -266,7 +265,7 @@ class _WeightGradients:
             if grad is None:
                 out.zero_()
                 return
-            columns = self._whole(i)[..., piece.row_start : piece.row_start + out.shape[0]]
+            columns = grad[..., piece.row_start : piece.row_start + out.shape[0]]
             if piece.part == 1:
                 torch.sum(columns, dim=(0, 1), dtype=out.dtype, out=out)
                 return
@@ -275,17 +274,13 @@ class _WeightGradients:
 
         sharded.scatter(produce)
 
-    def _whole(self, i: int) -> torch.Tensor:
-        grad = self._grads[i]
-        assert grad is not None
-        return self._tokens.whole(grad)
-
     def finish(self) -> list[torch.Tensor | None]:
         if self._joined is not None:
             self.from_whole(self._joined)
-        missing = [i for i in self._active if i not in self._sums]  # no tokens at all
-        self._sums.update({i: torch.zeros_like(self._weights[i]) for i in missing})
-        return [self._sums.get(i) for i in range(self._count)]
+        found: list[torch.Tensor | None] = [None] * self._count
+        for i, _ in self._active:
+            found[i] = self._sums[i] if i in self._sums else torch.zeros_like(self._weights[i])  # else no tokens at all
+        return found
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------
@@ -309,17 +304,25 @@ class _ColumnParallel(torch.autograd.Function):
         return tuple(ys)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        saved, *weights = ctx.saved_tensors
-        sharded = ctx.sharded
-        if sharded is None:
-            dx, dws, dbs = column_backward(grads, saved, weights, ctx.call)
-            return (None, None, dx, *dws, *dbs)
-        sharded.renew()
-        dx, _, _ = column_backward(grads, saved, sharded.weights, ctx.call, sharded)
-        sharded.release()
-        return (None, None, dx, *(None for _ in sharded.anchors))
+        found: tuple[torch.Tensor | None, ...] = (_backward_once if torch.is_grad_enabled() else _backward)(ctx, *grads)
+        return found
+
+
+def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    saved, *weights = ctx.saved_tensors
+    sharded = ctx.sharded
+    if sharded is None:
+        dx, dws, dbs = column_backward(grads, saved, weights, ctx.call)
+        return (None, None, dx, *dws, *dbs)
+    sharded.renew()
+    dx, _, _ = column_backward(grads, saved, sharded.weights, ctx.call, sharded)
+    sharded.release()
+    return (None, None, dx, *(None for _ in sharded.anchors))
+
+
+# With create_graph=True: what is differentiated a second time raises.
+_backward_once: Any = torch.autograd.function.once_differentiable(_backward)  # type: ignore[no-untyped-call]
 
 
 def column_parallel(
@@ -385,19 +388,21 @@ def column_parallel_of(
     sharded: ShardedWeights | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """`column_parallel` of a layer whose name is in errors and measurements. sharded: whose weights and biases these are."""
+    if torch.is_autocast_enabled(x.device.type):
+        x, weights = autocast(x), [autocast(weight) for weight in weights]
+        biases = [None if bias is None else autocast(bias) for bias in biases]
     if torch.compiler.is_compiling() and transport is None:
         from commfuse_dp.ops.sequence_ops import column_in_graph, place_number
 
-        x, weights, biases, dim = _check(x, weights, biases, dim, save, name)
+        dim = _check(name, x, weights, biases, dim, save)
         number = place_number(group, order, slices_per_rank, name)
-        return column_in_graph(x, weights, biases, dim, sizes, save, number)
-    wanted = sharded.trainable if sharded is not None else None
-    x, weights, biases, call = _prepare(
-        x, weights, biases, dim, sizes, group, save, slices_per_rank, order, transport, name, wanted
-    )
+        return column_in_graph(x, list(weights), list(biases or [None] * len(weights)), dim, sizes, save, number)
+    trainable = sharded.trainable if sharded is not None else None
+    call = _prepare(name, x, weights, biases, dim, sizes, group, save, slices_per_rank, order, transport, trainable)
+    x = x.contiguous()
     if sharded is not None:
         return _ColumnParallel.apply(call, sharded, x, *sharded.anchors)
-    return _ColumnParallel.apply(call, None, x, *weights, *biases)
+    return _ColumnParallel.apply(call, None, x, *weights, *(biases or (None,) * len(weights)))
 
 
 def column_parallel_reference(
@@ -415,14 +420,16 @@ def column_parallel_reference(
 ) -> tuple[torch.Tensor, ...]:
     """What `column_parallel` computes, unfused: gather everything, then one GEMM a weight; in backward GEMMs, then one
     reduce-scatter. `transport` serves the exchange of sizes alone."""
-    x, weights, biases, call = _prepare(
-        x, weights, biases, dim, sizes, group, save, slices_per_rank, order, transport, "column_parallel_reference"
-    )
-    whole = gather_sequence(x, call.dim, call.tokens.sizes, call.place.group)
-    return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    x, weights = autocast(x), [autocast(weight) for weight in weights]
+    biases = [None if bias is None else autocast(bias) for bias in biases]
+    name = "column_parallel_reference"
+    call = _prepare(name, x, weights, biases, dim, sizes, group, save, slices_per_rank, order, transport)
+    whole = gather_sequence(x.contiguous(), call.dim, call.tokens.sizes, call.place.group)
+    return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases or [None] * len(weights), strict=True))
 
 
 def _prepare(
+    name: str,
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
@@ -433,41 +440,51 @@ def _prepare(
     slices_per_rank: int | None,
     order: str,
     transport: Transport | None,
-    name: str,
     trainable: Sequence[bool] | None = None,
-) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None], Column]:
-    """Check the operands, cast them under autocast, and agree with the other ranks. trainable: of weights and biases; None:
-    those that require a gradient."""
-    x, weights, given, dim = _check(x, weights, biases, dim, save, name)
-    sited = place_of(group, transport, order, slices_per_rank, name)
+) -> Column:
+    """Check the operands and agree with the other ranks, or find that this was done before for ones like these. trainable: of
+    weights and biases; None: those that require a gradient."""
     recorded = torch.is_grad_enabled()
+    signature = (
+        (name, dim, sizes if sizes is None else tuple(sizes), save, slices_per_rank, order, recorded),
+        (x.shape, x.dtype, x.requires_grad, trainable if trainable is None else tuple(trainable)),
+        tuple([(weight.shape, weight.dtype, weight.requires_grad) for weight in weights]),
+        tuple([bias if bias is None else (bias.shape, bias.dtype, bias.requires_grad) for bias in biases]),
+    )
+    calls = prepared_calls(group, transport, x.device) if sizes is not None else None
+    found = calls.get(signature) if calls is not None else None
+    if found is not None:
+        sited = Place(group, transport, order, slices_per_rank, found.rank, found.world_size, name)
+        return Column(sited, found.tokens, found.dim, save, found.wanted)  # type: ignore[arg-type]
+    at = _check(name, x, weights, biases, dim, save)
+    sited = place_of(group, transport, order, slices_per_rank, name)
     if trainable is None:
-        trainable = [tensor is not None and tensor.requires_grad for tensor in (*weights, *given)]
-    wanted = [recorded and flag for flag in (x.requires_grad, *trainable)]
-    how = {"features": x.shape[-1], "save": save}
-    tokens = agree_on(sited, x, dim, wanted, sizes, int(x.shape[dim]), **how)
-    return x.contiguous(), weights, given, Column(sited, tokens, dim, save, tuple(wanted))  # type: ignore[arg-type]
+        params = *weights, *(biases or (None,) * len(weights))
+        trainable = [tensor is not None and tensor.requires_grad for tensor in params]
+    wanted = tuple([recorded and flag for flag in (x.requires_grad, *trainable)])
+    tokens = agree_on(sited, x, at, wanted, sizes, int(x.shape[at]), features=x.shape[-1], save=save)
+    if sizes is not None:
+        remember(sited, x.device, signature, Prepared(at, tokens, wanted, sited.rank, sited.world_size))
+    return Column(sited, tokens, at, save, wanted)  # type: ignore[arg-type]
 
 
 def _check(
+    name: str,
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
     dim: int,
     save: str,
-    name: str,
-) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None], int]:
-    """The operands, as they are computed with."""
-    weights, given = list(weights), list(biases)
+) -> int:
+    """The dimension of the sequence, counted from the front. Raises ValueError for operands that do not fit together."""
     if not weights:
         raise ValueError(f"{name}: weights is empty: at least one weight [F, D] is needed")
-    if given and len(given) != len(weights):
-        raise ValueError(f"{name}: {len(given)} biases for {len(weights)} weights: give one for each (None: no bias), or none")
+    if biases and len(biases) != len(weights):
+        raise ValueError(f"{name}: {len(biases)} biases for {len(weights)} weights: give one for each (None: no bias), or none")
     if save not in ("shard", "gathered"):
         raise ValueError(f"{name}: save={save!r}: must be 'shard' or 'gathered'")
-    given = given or [None] * len(weights)
     dim = check_dim(name, x, dim)
-    for number, (weight, bias) in enumerate(zip(weights, given, strict=True)):
+    for number, (weight, bias) in enumerate(zip(weights, biases or [None] * len(weights), strict=True)):
         if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
             raise ValueError(
                 f"{name}: weights[{number}] has shape {tuple(weight.shape)}: [F, {x.shape[-1]}] is needed for an input of "
@@ -475,12 +492,8 @@ def _check(
             )
         if bias is not None and tuple(bias.shape) != (weight.shape[0],):
             raise ValueError(f"{name}: biases[{number}] has shape {tuple(bias.shape)}: ({weight.shape[0]},) is needed")
-    x, weights = autocast(x), [autocast(weight) for weight in weights]
-    given = [None if bias is None else autocast(bias) for bias in given]
-    named: dict[str, torch.Tensor | None] = {f"weights[{number}]": weight for number, weight in enumerate(weights)}
-    named.update({f"biases[{number}]": bias for number, bias in enumerate(given)})
-    check_dtype(name, x, named)
-    return x, weights, given, dim
+        check_dtype(name, x, {f"weights[{number}]": weight, f"biases[{number}]": bias})
+    return dim
 
 
 __all__ = ["Column", "column_backward", "column_forward", "column_parallel", "column_parallel_of", "column_parallel_reference"]

@@ -16,9 +16,9 @@ from torch.autograd import forward_ad
 log = logging.getLogger("commfuse_dp")
 
 
-def transforms_active() -> bool:
-    """Inside torch.func's grad, vjp, jvp, vmap and what is made of them: tensors may be wrapped, and have no memory."""
-    return bool(torch._C._are_functorch_transforms_active())
+# Inside torch.func's grad, vjp, jvp, vmap and what is made of them: tensors may be wrapped, and have no memory. The function
+# itself, for every layer asks: one of ours around it would be a frame more.
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def in_dual_level() -> bool:

@@ -44,6 +44,7 @@ from commfuse_dp.ops.sequence import (
     GATHERED,
     SUMMED,
     Place,
+    Prepared,
     Terms,
     Tokens,
     add_product,
@@ -53,8 +54,10 @@ from commfuse_dp.ops.sequence import (
     pick,
     place,
     place_of,
+    prepared_calls,
     product_from,
     product_to,
+    remember,
     shape_with,
 )
 from commfuse_dp.ops.sequence_reference import replicated, scatter_sequence
@@ -91,7 +94,7 @@ def row_forward(
         else:
             product_from(whole, regions, right, added, buffer)
 
-    base = sum(tokens.rows[: sited.rank])
+    base = tokens.bases[sited.rank]
     rows = y.flatten(0, -2)
     bindings = {SUMMED: of_scatter(rows, base, sited.rank, call.partial_dtype, produce)}
     sited.run(tokens.rows, bindings, x.device)
@@ -145,7 +148,7 @@ def row_backward(
             sums[int(owner), owner.index] = part.sum(0, dtype=wide_dtype(part.dtype))
 
     rows = grad.contiguous().flatten(0, -2)
-    bindings = {GATHERED: of_gather(rows, sum(tokens.rows[: sited.rank]), consume)}
+    bindings = {GATHERED: of_gather(rows, tokens.bases[sited.rank], consume)}
     sited.run(tokens.rows, bindings, x.device)
     db = _in_rank_order(sums, weight.new_zeros(width), bias_dtype) if want_bias else None
     if sharded is not None:
@@ -208,16 +211,24 @@ class _RowParallel(torch.autograd.Function):
         return row_forward(x, weight, bias, call)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        sharded = ctx.sharded
-        if sharded is None:
-            return (None, None, *row_backward(grad, x, weights[0], ctx.bias_dtype, ctx.call))
-        sharded.renew()
-        dx, _, _ = row_backward(grad, x, sharded.weights[0], ctx.bias_dtype, ctx.call, sharded)
-        sharded.release()
-        return None, None, dx, None
+        found: tuple[torch.Tensor | None, ...] = (_backward_once if torch.is_grad_enabled() else _backward)(ctx, grad)
+        return found
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    x, *weights = ctx.saved_tensors
+    sharded = ctx.sharded
+    if sharded is None:
+        return (None, None, *row_backward(grad, x, weights[0], ctx.bias_dtype, ctx.call))
+    sharded.renew()
+    dx, _, _ = row_backward(grad, x, sharded.weights[0], ctx.bias_dtype, ctx.call, sharded)
+    sharded.release()
+    return None, None, dx, None
+
+
+# With create_graph=True: what is differentiated a second time raises.
+_backward_once: Any = torch.autograd.function.once_differentiable(_backward)  # type: ignore[no-untyped-call]
 
 
 def row_parallel(
@@ -282,17 +293,18 @@ def row_parallel_of(
     sharded: ShardedWeights | None = None,
 ) -> torch.Tensor:
     """`row_parallel` of a layer whose name is in errors and measurements. sharded: whose weight and bias these are."""
+    if torch.is_autocast_enabled(x.device.type):
+        x, weight, bias = autocast(x), autocast(weight), None if bias is None else autocast(bias)
     if torch.compiler.is_compiling() and transport is None:
         from commfuse_dp.ops.sequence_ops import place_number, row_in_graph, world_size_of
 
-        x, weight, bias, dim, partial_dtype = _check(x, weight, bias, dim, reduce_dtype, name)
+        dim, partial_dtype = _check(name, x, weight, bias, dim, reduce_dtype)
         number = place_number(group, order, slices_per_rank, name)
         found = _divided(name, x, dim, sizes, world_size_of(number))
         return row_in_graph(x, weight, bias, dim, found, partial_dtype, number)
-    wanted = sharded.trainable if sharded is not None else None
-    x, weight, bias, call = _prepare(
-        x, weight, bias, dim, sizes, group, reduce_dtype, slices_per_rank, order, transport, name, wanted
-    )
+    trainable = sharded.trainable if sharded is not None else None
+    call = _prepare(name, x, weight, bias, dim, sizes, group, reduce_dtype, slices_per_rank, order, transport, trainable)
+    x = x.contiguous()
     if sharded is not None:
         return _RowParallel.apply(call, sharded, x, *sharded.anchors)
     return _RowParallel.apply(call, None, x, weight, bias)
@@ -313,14 +325,15 @@ def row_parallel_reference(
 ) -> torch.Tensor:
     """What `row_parallel` computes, unfused: one GEMM, then one reduce-scatter; in backward one all-gather, then GEMMs, and an
     all-reduce of the bias' gradient. `transport` serves the comparison of the ranks alone."""
-    x, weight, bias, call = _prepare(
-        x, weight, bias, dim, sizes, group, reduce_dtype, slices_per_rank, order, transport, "row_parallel_reference"
-    )
+    x, weight, bias = autocast(x), autocast(weight), None if bias is None else autocast(bias)
+    name = "row_parallel_reference"
+    call = _prepare(name, x, weight, bias, dim, sizes, group, reduce_dtype, slices_per_rank, order, transport)
     own = scatter_sequence(F.linear(x, weight), call.dim, call.tokens.sizes, call.place.group, reduce_dtype)
     return own if bias is None else own + replicated(bias, call.place.group)
 
 
 def _prepare(
+    name: str,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -331,33 +344,45 @@ def _prepare(
     slices_per_rank: int | None,
     order: str,
     transport: Transport | None,
-    name: str,
     trainable: Sequence[bool] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Row]:
-    """Check the operands, cast them under autocast, and agree with the other ranks. trainable: of weight and bias; None: those
-    that require a gradient."""
-    x, weight, bias, dim, partial_dtype = _check(x, weight, bias, dim, reduce_dtype, name)
-    sited = place_of(group, transport, order, slices_per_rank, name)
-    found = _divided(name, x, dim, sizes, sited.world_size)
+) -> Row:
+    """Check the operands and agree with the other ranks, or find that this was done before for ones like these. trainable: of
+    weight and bias; None: those that require a gradient."""
     recorded = torch.is_grad_enabled()
+    signature = (
+        (name, dim, sizes if sizes is None else tuple(sizes), reduce_dtype, slices_per_rank, order, recorded),
+        (x.shape, x.dtype, x.requires_grad, trainable if trainable is None else tuple(trainable)),
+        (weight.shape, weight.dtype, weight.requires_grad),
+        bias if bias is None else (bias.shape, bias.dtype, bias.requires_grad),
+    )
+    calls = prepared_calls(group, transport, x.device)
+    found = calls.get(signature) if calls is not None else None
+    if found is not None:
+        sited = Place(group, transport, order, slices_per_rank, found.rank, found.world_size, name)
+        return Row(sited, found.tokens, found.dim, x.dtype if reduce_dtype is None else reduce_dtype, found.wanted)
+    at, partial_dtype = _check(name, x, weight, bias, dim, reduce_dtype)
+    sited = place_of(group, transport, order, slices_per_rank, name)
+    divided = _divided(name, x, at, sizes, sited.world_size)
     if trainable is None:
         trainable = [tensor is not None and tensor.requires_grad for tensor in (weight, bias)]
-    wanted = tuple(recorded and flag for flag in (x.requires_grad, *trainable))
+    wanted = tuple([recorded and flag for flag in (x.requires_grad, *trainable)])
     how = {"out_features": weight.shape[0], "reduce_dtype": partial_dtype}
-    tokens = agree_on(sited, x, dim, wanted, found, found[sited.rank], **how)
-    call = Row(sited, tokens, dim, partial_dtype, wanted)
-    return x.contiguous(), weight, bias, call
+    tokens = agree_on(sited, x, at, wanted, divided, divided[sited.rank], **how)
+    remember(sited, x.device, signature, Prepared(at, tokens, wanted, sited.rank, sited.world_size))
+    return Row(sited, tokens, at, partial_dtype, wanted)
 
 
 def _check(
+    name: str,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     dim: int,
     reduce_dtype: torch.dtype | None,
-    name: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int, torch.dtype]:
-    """The operands, as they are computed with, and the dtype of the partial sums."""
+) -> tuple[int, torch.dtype]:
+    """(dimension of the sequence, counted from the front; dtype of the partial sums).
+
+    Raises ValueError for operands that do not fit together."""
     dim = check_dim(name, x, dim)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
@@ -366,11 +391,10 @@ def _check(
         )
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"{name}: bias has shape {tuple(bias.shape)}: ({weight.shape[0]},) is needed")
-    x, weight, bias = autocast(x), autocast(weight), None if bias is None else autocast(bias)
     check_dtype(name, x, {"weight": weight, "bias": bias})
     partial_dtype = reduce_dtype if reduce_dtype is not None else x.dtype
     check_summable("reduce_dtype", partial_dtype)
-    return x, weight, bias, dim, partial_dtype
+    return dim, partial_dtype
 
 
 def _divided(name: str, x: torch.Tensor, dim: int, sizes: Sequence[int] | None, world_size: int) -> tuple[int, ...]:

@@ -22,14 +22,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from commfuse_dp.collectives import sessions
-from commfuse_dp.collectives.agreement import agree
+from commfuse_dp.collectives.agreement import REMEMBERED, agree, calls_of
 from commfuse_dp.collectives.arguments import SUMMABLE
 from commfuse_dp.collectives.bound import Owner
 from commfuse_dp.collectives.execution import Bindings
@@ -55,56 +56,57 @@ class Region(NamedTuple):
 
     entries: slice
     positions: slice
-    rows: slice
+    rows: slice | None  # None: all of the slice
+    at: tuple[int, slice] | None  # where it lies, if that is in one batch entry
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         return whole[self.entries, self.positions]
 
+    def rows_of(self, part: torch.Tensor) -> torch.Tensor:
+        return part if self.rows is None else part[self.rows]
 
-class Tokens(NamedTuple):
-    """Which rows the ranks keep."""
 
-    outer: int
-    inner: int
-    sizes: tuple[int, ...]  # positions of every rank
+class Tokens:
+    """Which rows the ranks keep.
 
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Of every rank's shard."""
-        return _rows(self)
+    Attributes:
+        sizes: positions of every rank; `length`: of all of them.
+        rows: of every rank's shard. bases: how many rows lie in front of it.
+        width: columns of the whole tensor, S * inner."""
 
-    @property
-    def width(self) -> int:
-        return sum(self.sizes) * self.inner
+    __slots__ = ("_regions", "bases", "inner", "length", "outer", "rows", "sizes", "width")
+
+    def __init__(self, outer: int, inner: int, sizes: tuple[int, ...]) -> None:
+        self.outer, self.inner, self.sizes = outer, inner, sizes
+        self.length = sum(sizes)
+        self.width = self.length * inner
+        self.rows = tuple(outer * size * inner for size in sizes)
+        self.bases = tuple(accumulate(self.rows[:-1], initial=0))
+        self._regions: dict[tuple[int, int], tuple[Region, ...]] = {}
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """View of a contiguous whole tensor as [outer, S * inner, K]."""
         return tensor.view(self.outer, self.width, tensor.shape[-1])
 
     def regions(self, owner: Owner) -> tuple[Region, ...]:
-        return _regions(self, int(owner), owner.offset, owner.offset + owner.stop - owner.start)
+        place = owner.start, owner.stop
+        found = self._regions.get(place)
+        if found is None:
+            found = self._regions[place] = self._cut(int(owner), owner.offset, owner.offset + owner.stop - owner.start)
+        return found
 
     def regions_of(self, rank: int) -> tuple[Region, ...]:
         """Of a rank's whole shard."""
-        return _regions(self, rank, 0, self.rows[rank])
+        return self._cut(rank, 0, self.rows[rank])
 
-
-@functools.lru_cache(maxsize=4096)
-def _rows(tokens: Tokens) -> tuple[int, ...]:
-    return tuple(tokens.outer * size * tokens.inner for size in tokens.sizes)
-
-
-@functools.lru_cache(maxsize=4096)
-def _regions(tokens: Tokens, owner: int, start: int, stop: int) -> tuple[Region, ...]:
-    base = sum(tokens.sizes[:owner]) * tokens.inner
-    return tuple(
-        Region(
-            slice(part.row_start, part.row_stop),
-            slice(base + part.column_start, base + part.column_stop),
-            slice(part.offset, part.offset + part.numel),
-        )
-        for part in rectangles(start, stop, tokens.sizes[owner] * tokens.inner)
-    )
+    def _cut(self, rank: int, start: int, stop: int) -> tuple[Region, ...]:
+        base, found = sum(self.sizes[:rank]) * self.inner, []
+        for part in rectangles(start, stop, self.sizes[rank] * self.inner) if stop > start else ():
+            positions = slice(base + part.column_start, base + part.column_stop)
+            rows = slice(part.offset, part.offset + part.numel) if part.numel < stop - start else None
+            at = (part.row_start, positions) if part.row_stop - part.row_start == 1 else None
+            found.append(Region(slice(part.row_start, part.row_stop), positions, rows, at))
+        return tuple(found)
 
 
 def shape_with(tensor: torch.Tensor, dim: int, positions: int, width: int) -> tuple[int, ...]:
@@ -115,15 +117,17 @@ def shape_with(tensor: torch.Tensor, dim: int, positions: int, width: int) -> tu
 # ---- products of slices ----------------------------------------------------------------------------------------------
 def pick(whole: torch.Tensor, regions: Sequence[Region]) -> torch.Tensor:
     """The rows of a slice, [rows, K]: a view where they lie in a row, else a copy."""
-    parts = [region.of(whole).flatten(0, -2) for region in regions] or [whole[:0].flatten(0, -2)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(regions) == 1:
+        at = regions[0].at
+        return whole[at] if at is not None else regions[0].of(whole).flatten(0, -2)
+    return torch.cat([region.of(whole).flatten(0, -2) for region in regions]) if regions else whole[:0].flatten(0, -2)
 
 
 def place(rows: torch.Tensor, whole: torch.Tensor, regions: Sequence[Region]) -> None:
     """Inverse of `pick`."""
     for region in regions:
         block = region.of(whole)
-        block.copy_(rows[region.rows].view(block.shape))
+        block.copy_(region.rows_of(rows).view(block.shape))
 
 
 def product(rows: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -166,10 +170,12 @@ def product_to(
 ) -> None:
     """Rows of a slice times `right`, to their place in the whole tensor."""
     for region in regions:
-        block, left = region.of(whole), rows[region.rows]
-        if block.shape[0] == 1:
-            product(left, right, bias, block[0])
-        elif block.shape[1] >= right.shape[0]:
+        left = rows if region.rows is None else rows[region.rows]
+        if region.at is not None:
+            product(left, right, bias, whole[region.at])
+            continue
+        block = region.of(whole)
+        if block.shape[1] >= right.shape[0]:
             for entry, part in zip(block, left.split(block.shape[1]), strict=True):
                 product(part, right, bias, entry)
         else:
@@ -182,10 +188,12 @@ def product_from(
 ) -> None:
     """Rows that lie in the whole tensor, times `right`, to the rows of a slice."""
     for region in regions:
-        block, to = region.of(whole), out[region.rows]
-        if block.shape[0] == 1:
-            product(block[0], right, bias, to)
-        elif block.shape[1] >= right.shape[1]:
+        to = out if region.rows is None else out[region.rows]
+        if region.at is not None:
+            product(whole[region.at], right, bias, to)
+            continue
+        block = region.of(whole)
+        if block.shape[1] >= right.shape[1]:
             for entry, part in zip(block, to.split(block.shape[1]), strict=True):
                 product(entry, right, bias, part)
         else:
@@ -206,7 +214,9 @@ class Place(NamedTuple):
 
     def run(self, rows: tuple[int, ...], bindings: Mapping[Tensor, Bindings], device: torch.device) -> None:
         """Gather (bindings of GATHERED), sum up (of SUMMED), or both in one pass (a layer's backward). rows: of every shard."""
-        m = self.slices_per_rank if self.slices_per_rank is not None else _default_slices(rows)
+        m = self.slices_per_rank
+        if m is None:
+            m = _default_slices(rows)
         program = _program(GATHERED in bindings, SUMMED in bindings, rows, self.order, m, self.rank)
         execute(self.name, program, bindings, begin(self.group, self.transport, device, TENSOR_PARALLEL), device)
 
@@ -295,6 +305,38 @@ def agree_on(
     alone = place.world_size == 1
     transport = None if alone else sessions.transport_for(place.group, place.transport, x.device, TENSOR_PARALLEL)
     return Tokens(outer, inner, agree(transport, place.name, description, own=own, sizes=known))
+
+
+class Prepared(NamedTuple):
+    """What a call comes to that was checked here and agreed on with the other ranks."""
+
+    dim: int
+    tokens: Tokens
+    wanted: tuple[bool, ...]
+    rank: int
+    world_size: int
+
+
+def prepared_calls(
+    group: dist.ProcessGroup | None, transport: Transport | None, device: torch.device
+) -> dict[Hashable, Prepared] | None:
+    """Calls over these ranks, by all that `Prepared` depends on: shapes, dtypes and who requires a gradient, options, the grad
+    mode. They are forgotten when the ranks forget what they have agreed on. None: no call was made yet.
+
+    Calls whose sizes are exchanged are none of them: what such a call comes to depends on other ranks."""
+    if transport is None:
+        transport = sessions.open_transport_for(group, device, TENSOR_PARALLEL)
+    return None if transport is None else calls_of(transport)
+
+
+def remember(place: Place, device: torch.device, signature: Hashable, prepared: Prepared) -> None:
+    """For `prepared_calls`."""
+    calls = prepared_calls(place.group, place.transport, device)
+    if calls is None:
+        return
+    if len(calls) >= REMEMBERED:
+        calls.clear()
+    calls[signature] = prepared
 
 
 def exchange_lengths(name: str, transport: Transport, shard: torch.Tensor, dim: int) -> tuple[int, ...]:

@@ -78,6 +78,7 @@ from commfuse_dp.errors import Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.program.hosts import Hosts
 from commfuse_dp.transport.budget import Share
+from commfuse_dp.transport.views import shaped
 
 # Collective object exchange used only while a transport is set up: every rank gives one picklable object and gets all of
 # them in rank order (for example a wrapper of torch.distributed.all_gather_object).
@@ -259,6 +260,8 @@ class Transport(ABC):
         self.sizes: Sequence[Sequence[int]] | None = None  # as exposed
         self.segments: Sequence[torch.Tensor] = ()
         self.activity = 0  # messages taken in so far
+        # What `reserve` or `receive` has given, as numbers: (message, dtype, shape) -> tensor.
+        self.shaped: Callable[[torch.Tensor, torch.dtype, tuple[int, ...]], torch.Tensor] = shaped
         self.sleep_s = 1.0  # longest sleep of a wait: peers end it earlier
         self.layers: Sequence[str] = ()  # what the keys of gradients stand for, in errors
         # describe(owner, key, epoch, start, nbytes): what pulled bytes are, for errors of waits that block nobody.

@@ -15,7 +15,6 @@ from commfuse_dp.integrations.attach.linears import LinearForm, own_forward
 from commfuse_dp.integrations.attach.ranks import Ranks, any_of
 from commfuse_dp.integrations.attach.reads import ReadLog, Reads, Scope
 from commfuse_dp.integrations.attach.report import ParameterRow, Report
-from commfuse_dp.integrations.attach.slots import ModuleSlot
 from commfuse_dp.integrations.attach.transaction import Transaction
 from torch import nn
 
@@ -99,7 +98,7 @@ class Attachment:
                 device=device,
                 replicas=replicas,
                 vote=any_of(group, device),
-                published=lambda unit: True in [slot.published() for slot in unit.slots if isinstance(slot, ModuleSlot)],
+                published=_published,
             )
 
         self.engine = take(engine, lambda made: made.close())
@@ -218,6 +217,16 @@ def attach(holder: Any, ranks: Ranks, install: Callable[[Attachment], Report], k
     """Collective: `install` on all ranks, or on none. ranks: the first group is the one that the transport is opened over."""
     with attaching(holder, ranks, key) as attachment:
         return ranks.together(lambda: install(attachment))
+
+
+def _published(unit: Unit) -> bool:
+    """The values that the unit's parameters have now are those of the step. Whether any of them is another one than before."""
+    other = False
+    for slot in unit.slots:
+        ask = getattr(slot, "published", None)  # not isinstance: for an abstract class that is a frame, in every layer
+        if ask is not None and ask():
+            other = True
+    return other
 
 
 def fused(form: LinearForm, kind: type[nn.Module] = nn.Linear) -> Callable[[UnitOperand, int], Callable[..., torch.Tensor]]:

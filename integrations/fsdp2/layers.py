@@ -54,8 +54,7 @@ class ModuleParameter(ModuleSlot):
         # No leaf: computed by the caller of functional_call; its gradient belongs to a graph that we are not in.
         return type(param) is DTensor and param.is_leaf
 
-    def local_of(self, param: torch.Tensor) -> torch.Tensor:
-        return compat.local_tensor(param)
+    local_of = staticmethod(compat.local_tensor)
 
     def deliver_to(self, param: torch.Tensor, grad: torch.Tensor) -> None:
         compat.set_sharded_grad(param, grad)

@@ -13,6 +13,7 @@ expects (a DTensor of another layout, a graph of torch.compile, weights of other
 
 from __future__ import annotations
 
+import functools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -210,8 +211,9 @@ class ColumnGroup:
     def _stock_gather(self, local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """As the framework does; its input may be uneven, which it takes if it is told the whole shape."""
         layout = (Shard(self._dim),)
-        stride = torch.empty(shape, device="meta").stride()
-        sharded = DTensor.from_local(local, self.mesh, layout, run_check=False, shape=torch.Size(shape), stride=stride)
+        sharded = DTensor.from_local(
+            local, self.mesh, layout, run_check=False, shape=torch.Size(shape), stride=_dense_strides(shape)
+        )
         whole = sharded.redistribute(placements=(Replicate(),))
         return whole.to_local() if self.style.local_output else whole
 
@@ -320,5 +322,10 @@ def _replicated(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, dim: int, extent: int) -> DTensor:
     """`local` is this rank's shard along `dim` of a tensor with `extent` there."""
     shape = torch.Size((*local.shape[:dim], extent, *local.shape[dim + 1 :]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, (Shard(dim),), run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(local, mesh, (Shard(dim),), run_check=False, shape=shape, stride=_dense_strides(shape))
+
+
+@functools.lru_cache(maxsize=1024)  # every layer asks, in every step
+def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()

@@ -28,6 +28,7 @@ HEADER = struct.Struct("<5I4xQQ")
 HEADER_BYTES = HEADER.size
 
 PUBLISH, FINISH, DEPOSIT, CREDIT, PULL, DATA, ABORT, GOODBYE, BROKEN, ROUND = range(10)
+WITH_TEXT = (PUBLISH, ABORT, BROKEN)  # more bytes belong to the message itself
 KIND_NAMES = ("publish", "finish", "deposit", "credit", "pull", "data", "abort", "goodbye", "broken", "round")
 
 MAX_TEXT = 2000  # longest reason of an ABORT or a BROKEN, in bytes
@@ -73,7 +74,7 @@ def kind_of(message: bytes | bytearray | memoryview) -> int:
 
 def text_bytes(header: bytes | bytearray | memoryview) -> int:
     """Bytes that belong to the message itself and are handed to the receiver together with the header."""
-    return HEADER.unpack_from(header)[6] if kind_of(header) in (PUBLISH, ABORT, BROKEN) else 0
+    return HEADER.unpack_from(header)[6] if kind_of(header) in WITH_TEXT else 0
 
 
 def payload_bytes(header: bytes | bytearray | memoryview) -> int:

@@ -46,7 +46,8 @@ class Peers(Transport, Receiver):
 
     def _poll(self, timeout_s: float = 0.0) -> None:
         """`progress` for what comes in: notices that wait for company go on waiting for it."""
-        self._check_open()
+        if self._closed:
+            self._check_open()
         if self._failure is None:
             self._channel.poll(timeout_s)
         if self._failure is not None:

@@ -55,11 +55,12 @@ from commfuse_dp.transport.one_sided.parts import Channel, Closed, Memory
 from commfuse_dp.transport.one_sided.peers import Peers
 from commfuse_dp.transport.one_sided.pulls import Fetch, Here, View
 from commfuse_dp.transport.one_sided.recovery import Rounds
-from commfuse_dp.transport.one_sided.ring import Ring
+from commfuse_dp.transport.one_sided.ring import ALIGNMENT, Ring
+from commfuse_dp.transport.views import MOST_VIEWS, Shaped
 from commfuse_dp.transport.waiting import wait_until
 
 Slot = tuple[int, int, int]  # peer, offset, bytes
-MOST_VIEWS = 4096  # of slots that are kept
+OWED_PART = 4  # a credit is kept back for company (`more`) only while less than this part of the peer's ring is owed to it
 CLOSE_FLUSH_S = 5.0  # longest time that close() serves late readers, and then hands over what is queued
 
 
@@ -104,6 +105,8 @@ class OneSidedTransport(Peers):
         self._outbox = {dst: Ring(memory.outgoing[dst].numel()) for dst in self._peers}
         self._outgoing_address = {dst: memory.outgoing[dst].data_ptr() for dst in self._peers}
         self._inbox: dict[tuple[int, Tag], tuple[int, int]] = {}
+        self._owed = dict.fromkeys(self._peers, 0)  # bytes of a peer's ring whose credits are kept back
+        self._most_owed = {src: memory.incoming[src].numel() // OWED_PART for src in self._peers}
         self._pulls_waiting: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}  # (key, epoch) -> requests
         self._fetches: dict[int, Fetch] = {}
         self._last_request = 0
@@ -117,6 +120,7 @@ class OneSidedTransport(Peers):
         self._views: dict[tuple[int, int, int, int], Here] = {}  # made once: pulls are the same in every step
         self._slots: dict[Slot, torch.Tensor] = {}  # of peers' inboxes
         self._arrivals: dict[Slot, torch.Tensor] = {}  # of this rank's
+        self.shaped = self._numbers = Shaped()
         channel.start(self)
         close_at_exit(self)
 
@@ -271,7 +275,10 @@ class OneSidedTransport(Peers):
                 # Before it leaves: if an exception comes in between, peers must not go on too early.
                 self._rounds.sent[dst] += 1
                 payload = None if self._memory.in_place else self._memory.outgoing[dst].narrow(0, offset, nbytes)
-                self._channel.post(dst, header, payload, hold=more and payload is None)
+                hold = more and payload is None
+                if not hold:
+                    self._owed[dst] = 0
+                self._channel.post(dst, header, payload, hold=hold)
 
     def receive(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE, *, wait: bool = True) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
@@ -290,8 +297,9 @@ class OneSidedTransport(Peers):
 
     def _await_message(self, src: int, tag: Tag, where: Where, *, wait: bool) -> tuple[int, int] | None:
         """Place and bytes of a message that was not here a moment ago; None: it is not here yet."""
-        self._check_open()
-        self._ring(src)
+        if self._closed or src not in self._outbox:
+            self._check_open()
+            self._ring(src)
         if not wait:
             self._poll()
         else:
@@ -308,7 +316,10 @@ class OneSidedTransport(Peers):
                 entry = self._inbox.pop((src, tag), None)
                 if entry is None:
                     raise not_here(src, tag)
-                self._channel.post(src, msg.pack(msg.CREDIT, self._rounds.round, x=entry[0]), hold=more)
+                owed = self._owed[src] + max(entry[1], ALIGNMENT) if more else 0
+                hold = 0 < owed <= self._most_owed[src]
+                self._owed[src] = owed if hold else 0
+                self._channel.post(src, msg.pack(msg.CREDIT, self._rounds.round, x=entry[0]), hold=hold)
 
     # ---- progress and end --------------------------------------------------------------------------------------------
     def close(self, reason: str = "") -> None:
@@ -329,7 +340,7 @@ class OneSidedTransport(Peers):
             self._channel.close()
             self._memory.close()
             self.segments = Closed()
-            for views in (self._views, self._slots, self._arrivals):
+            for views in (self._views, self._slots, self._arrivals, self._numbers):
                 views.clear()
             with self._lock:
                 self._fetches.clear()  # of what a lost peer did not send

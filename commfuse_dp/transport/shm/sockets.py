@@ -325,18 +325,18 @@ class SocketChannel(Channel):
             return
         if self._partial[peer]:
             data = self._partial[peer] + data
-        if len(data) == msg.HEADER_BYTES and not msg.text_bytes(data):
+        if len(data) == msg.HEADER_BYTES and data[0] not in msg.WITH_TEXT:
             self._partial[peer] = b""
             self._receiver.handle(peer, data)
             return
         at, messages = 0, []
         while len(data) - at >= msg.HEADER_BYTES:
             end = at + msg.HEADER_BYTES
-            header = data[at:end]
-            end += msg.text_bytes(header)
-            if end > len(data):
-                break
-            messages.append(header if end - at == msg.HEADER_BYTES else data[at:end])
+            if data[at] in msg.WITH_TEXT:
+                end += msg.text_bytes(data[at:end])
+                if end > len(data):
+                    break
+            messages.append(data[at:end])
             at = end
         self._partial[peer] = data[at:]
         self._receiver.handle(peer, *messages)
