@@ -42,6 +42,7 @@ from commfuse_dp.ops.sequence import (
     GATHERED,
     SUMMED,
     Place,
+    GraphPlace,
     Terms,
     Tokens,
     add_product,
@@ -383,14 +384,16 @@ def column_parallel_of(
     transport: Transport | None,
     group: dist.ProcessGroup | None = None,
     sharded: ShardedWeights | None = None,
+    served: GraphPlace | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """`column_parallel` of a layer whose name is in errors and measurements. sharded: whose weights and biases these are."""
-    if torch.compiler.is_compiling() and transport is None:
-        from commfuse_dp.ops.sequence_ops import column_in_graph, place_number
+    """`column_parallel` of a layer whose name is in errors and measurements. sharded: whose weights and biases these are.
+    served: where graphs find the layer's ranks."""
+    if torch.compiler.is_compiling() and (transport is None or served is not None):
+        from commfuse_dp.ops.sequence_ops import column_in_graph, new_place
 
         x, weights, biases, dim = _check(x, weights, biases, dim, save, name)
-        number = place_number(group, order, slices_per_rank, name)
-        return column_in_graph(x, weights, biases, dim, sizes, save, number)
+        found = served if served is not None else new_place(group, order, slices_per_rank, name)
+        return column_in_graph(x, weights, biases, dim, sizes, save, found)
     wanted = sharded.trainable if sharded is not None else None
     x, weights, biases, call = _prepare(
         x, weights, biases, dim, sizes, group, save, slices_per_rank, order, transport, name, wanted
