@@ -41,8 +41,8 @@ from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.ops.sequence import (
     GATHERED,
     SUMMED,
-    Place,
     GraphPlace,
+    Place,
     Terms,
     Tokens,
     add_product,

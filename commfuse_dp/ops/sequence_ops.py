@@ -20,7 +20,7 @@ import torch.distributed as dist
 from commfuse_dp.ops.column_parallel import Column, Save, column_backward, column_forward
 from commfuse_dp.ops.operands import call_number, operand_of
 from commfuse_dp.ops.row_parallel import Row, row_backward, row_forward
-from commfuse_dp.ops.sequence import Place, GraphPlace, Tokens, agree_on, gathered, place_of, shape_with
+from commfuse_dp.ops.sequence import GraphPlace, Place, Tokens, agree_on, gathered, place_of, shape_with
 
 _SAVES: tuple[Save, ...] = ("shard", "gathered")
 _AT = "Tensor? layer, SymInt rank, SymInt call"
@@ -99,7 +99,9 @@ def column_in_graph(
         found,
         _SAVES.index(save),
         wanted,
-        place.layer, place.rank, place.call or call_number(),
+        place.layer,
+        place.rank,
+        place.call or call_number(),
     )
     return tuple(outputs[: len(weights)])
 

@@ -10,6 +10,7 @@ Layers are tried as in training, where dropout of what ranks have alike would di
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ def layer_obstacle_by_trial(layer: nn.Module, owner: nn.Module, blocks: Sequence
         why = "it returned no tensor"
         for tuples in (False, True) if len(served) < len(blocks) else (False,):  # what an unserved block returns
             try:
-                arguments = _arguments(owner, x)
+                arguments = _arguments(layer, owner, x)
                 runs = _Runs(blocks, tuples)
                 whole, part = runs.run(layer, x, arguments), runs.run(layer, x[:, _SHARD], arguments, sharded=True)
             except Exception as error:
@@ -75,13 +76,16 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _arguments(owner: nn.Module, x: torch.Tensor) -> dict[str, Any]:
-    """What transformers' models hand to every decoder layer."""
+def _arguments(layer: nn.Module, owner: nn.Module, x: torch.Tensor) -> dict[str, Any]:
+    """What transformers' models hand to a decoder layer."""
     positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
     found = {"attention_mask": None, "position_ids": positions, "past_key_values": None, "use_cache": False}
     rotary = getattr(owner, "rotary_emb", None)
     if rotary is not None:
-        found["position_embeddings"] = rotary(x, position_ids=positions)
+        kinds = getattr(getattr(owner, "config", None), "layer_types", None)
+        several = kinds is not None and "layer_type" in inspect.signature(rotary.forward).parameters  # Gemma3's
+        kind = {"layer_type": kinds[getattr(layer, "layer_idx", 0)]} if several else {}
+        found["position_embeddings"] = rotary(x, position_ids=positions, **kind)
     return found
 
 

@@ -37,7 +37,7 @@ from commfuse_dp.errors import MismatchError
 from commfuse_dp.ops.column_parallel import column_parallel_of
 from commfuse_dp.ops.operands import register_operand
 from commfuse_dp.ops.row_parallel import row_parallel_of
-from commfuse_dp.ops.sequence import Place, GraphPlace, exchange_lengths, place_of
+from commfuse_dp.ops.sequence import GraphPlace, Place, exchange_lengths, place_of
 from commfuse_dp.transport.base import Transport
 
 
@@ -272,8 +272,7 @@ class ColumnGroup(ServedLayer):
         if sharded is not None:
             weights, biases = list(sharded.weights), list(sharded.biases)
         else:
-            weights = [local_weight(member, 0, self.mesh) for member in members]  # type: ignore[misc]
-            biases = [local_bias(member) for member in members]
+            weights, biases = map(list, zip(*(own_parameters(member, 0, self.mesh) for member in members), strict=True))  # type: ignore[assignment]
         return column_parallel_of(
             self.name,
             input.local,
@@ -308,7 +307,7 @@ class RowLayer(ServedLayer):
             if sharded is not None:
                 weight, bias = sharded.weights[0], sharded.biases[0]
             else:
-                weight, bias = local_weight(module, 1, self.mesh), local_bias(module)
+                weight, bias = own_parameters(module, 1, self.mesh)
         if weight is None or input.dim() < self._dim + 2 or input.shape[-1] != weight.shape[1]:
             features = () if isinstance(input, DTensor) else (Shard(-1),)
             stock = DTensor.from_local(input, self.mesh, features, run_check=False) if features else input
@@ -334,6 +333,15 @@ def holds_own(module: nn.Module | None, dim: int, mesh: DeviceMesh) -> bool:
     if module is not None and unit_layer(module) is not None:
         return holds_unit(module)
     return local_weight(module, dim, mesh) is not None
+
+
+def own_parameters(module: nn.Module | None, dim: int, mesh: DeviceMesh) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """This rank's part of weight and bias, gathered over data-parallel ranks where these shard it as well."""
+    unit = unit_layer(module)
+    if unit is None:
+        return local_weight(module, dim, mesh), local_bias(module)
+    weight, *bias = unit.gathered()
+    return weight, bias[0] if bias else None
 
 
 def local_weight(module: nn.Module | None, dim: int, mesh: DeviceMesh) -> torch.Tensor | None:

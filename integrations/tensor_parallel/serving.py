@@ -177,7 +177,7 @@ def _follow_steps(attachment: Attachment, model: nn.Module, group: dist.ProcessG
     if steps is None:
         return
     attachment.transaction.on_undo(lambda: unwatch(steps))
-    follow_forward(attachment.transaction, model, begin=steps.begin_next, raised=steps.forward_raised)
+    follow_forward(attachment.transaction, model, begin=steps.begin_next, raised=steps.forward_raised, graphs=True)
     if data is not None:
         engine, vote = data.engine, any_of(group, torch.device("cpu"))
         data.transaction.acquire(lambda: engine.step_with(steps, vote), lambda part: part())

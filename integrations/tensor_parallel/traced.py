@@ -5,9 +5,10 @@ attention(x)    its pre-hook hands on the gathered x, by an op that the compiler
   wk(x), wv(x)  fetch their outputs
   x * 2         any other operation: uses the gathered x
 
-What the members need beside x is an attribute of x: to dynamo that is no change of anything outside of the graph, which it would
-refuse in a checkpoint. Where the graph ends in between, members compute from the gathered x: dynamo would hand on the attribute,
-but the gathered x, which then is an output of the graph before, would miss its gradient (torch 2.13 raises for a DTensor).
+What the members need beside x is an attribute of x: to dynamo that is no change of anything outside of the graph, which it
+would refuse in a checkpoint. Where the graph ends in between, members compute from the gathered x: dynamo would hand on the
+attribute, but the gathered x, which then is an output of the graph before, would miss its gradient (torch 2.13 raises for a
+DTensor).
 """
 
 from __future__ import annotations
