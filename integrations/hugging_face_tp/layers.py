@@ -142,6 +142,27 @@ class WholeEnters(_OwnHook):
         return tree_map_only(StandIn, StandIn.whole, (args, kwargs)) if self.concerns(module) else None
 
 
+class ShardEnters(_OwnHook):
+    """Ahead of the hooks of `fully_shard` of a module behind the layers: these look for the gradient of what comes in, which is
+    that of own positions."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = args[0] if args else None
+        if not self.concerns(module) or type(x) is not StandIn or x.group is not None:
+            return None
+        return (x.local, *args[1:]), {**kwargs, _SIZES: x.sizes}
+
+
+class ShardEntered(_OwnHook):
+    """Behind them: it stands for all positions again."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.concerns(module) or _SIZES not in kwargs:
+            return None
+        sizes = kwargs.pop(_SIZES)
+        return (self.running.standing_for(self.name, args[0], sizes), *args[1:]), kwargs
+
+
 class LayerLeaves(_OwnHook):
     """What the layer hands on stands for all positions."""
 
