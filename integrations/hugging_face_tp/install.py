@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from typing import Any
 
 from commfuse_dp.integrations.attach.attachment import Attachment
@@ -60,7 +61,7 @@ def install(
     for name, module in [*selection.norms, *(pair for layer in selection.layers for pair in layer.replicated)]:
         serve(attachment.transaction, module, Service(module, replicated_forward(name, running)))
     for name, module in [*selection.norms, *((found.name, found.module) for found in selection.heads)]:
-        if isinstance(module, FSDPModule):
+        if _under_fsdp(module):
             before(module, ShardEnters(module, name, running), first=True)
             before(module, ShardEntered(module, name, running))
     for found in selection.heads:
@@ -97,6 +98,11 @@ def _install_block(attachment: Attachment, block: Block, running: Running) -> li
     return rows
 
 
+def _under_fsdp(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to it."""
+    return isinstance(module, FSDPModule)
+
+
 def _hold(attachment: Attachment, found: Styled, compute: Any) -> None:
     attachment.transaction.set(vars(found.module), "forward", HeldForward(found, compute))
 
@@ -105,8 +111,7 @@ def _before(attachment: Attachment, module: nn.Module, hook: Any, *, first: bool
     """first: ahead of the hooks of `fully_shard`, which must see own positions."""
 
     def register() -> RemovableHandle:
-        prepend = first and isinstance(module, FSDPModule)
-        return module.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend)
+        return module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first and _under_fsdp(module))
 
     attachment.transaction.acquire(register, RemovableHandle.remove)
 
@@ -116,8 +121,9 @@ def _after(attachment: Attachment, module: nn.Module, hook: Any, *, with_kwargs:
 
     def register() -> RemovableHandle:
         handle = module.register_forward_hook(hook, prepend=True, with_kwargs=with_kwargs)
-        for key in reversed(hooks_of_fsdp(module._forward_hooks) if with_kwargs else []):
-            module._forward_hooks.move_to_end(key, last=False)
+        hooks: OrderedDict[int, Any] = module._forward_hooks  # type: ignore[assignment]
+        for key in reversed(hooks_of_fsdp(hooks) if with_kwargs else []):
+            hooks.move_to_end(key, last=False)
         return handle
 
     attachment.transaction.acquire(register, RemovableHandle.remove)

@@ -96,6 +96,8 @@ class Division:
 class ServedLayer:
     """What is served as one: a group of column-parallel layers, or a row-parallel one."""
 
+    takes_units = True  # weights that data parallelism shards as well, by slices
+
     def __init__(self, name: str, division: Division) -> None:
         self.name = name
         self._division = division
@@ -248,19 +250,19 @@ class ColumnGroup(ServedLayer):
         if not isinstance(input, StandIn):
             return stock_forward(module, input)
         if input.group is not self:
-            return stock_forward(module, _replicated(input.whole(), self.mesh))
+            return stock_forward(module, replicated(input.whole(), self.mesh))
         if input.outputs is None:
             ys = self._compute(input)
             input.outputs = {id(member()): y for member, y in zip(self._members, ys, strict=True)}
         y = input.outputs.pop(id(module), None)
         if y is None:  # called a second time with the same input
-            return stock_forward(module, _replicated(input.whole(), self.mesh))
+            return stock_forward(module, replicated(input.whole(), self.mesh))
         return as_dtensor(y, self.mesh, y.dim() - 1, module.out_features)  # type: ignore[arg-type]
 
     def _in_graph(self, module: nn.Module, input: torch.Tensor) -> torch.Tensor:
         found = traced(input, self)
         if found is None:
-            return stock_forward(module, _replicated(input, self.mesh))
+            return stock_forward(module, replicated(input, self.mesh))
         if found.outputs is None:
             found.outputs = self._compute(found)
         (y,) = [y for y, member in zip(found.outputs, self._members, strict=True) if member() is module]
@@ -357,7 +359,8 @@ def local_bias(module: nn.Module | None) -> torch.Tensor | None:
     return bias.to_local() if isinstance(bias, DTensor) else bias
 
 
-def _replicated(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def replicated(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """`whole` is what every rank has."""
     if isinstance(whole, DTensor):
         return whole
     return DTensor.from_local(whole, mesh, (Replicate(),), run_check=False)
