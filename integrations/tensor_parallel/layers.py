@@ -101,7 +101,7 @@ class ServedLayer:
     def __init__(self, name: str, division: Division) -> None:
         self.name = name
         self._division = division
-        self.in_graphs = GraphPlace(torch.tensor(register_operand(self)), division.rank, division.world_size)
+        self.in_graphs = GraphPlace(torch.tensor(register_operand(self), device="cpu"), division.rank, division.world_size)
 
     @property
     def place(self) -> Place:

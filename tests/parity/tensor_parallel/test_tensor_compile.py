@@ -107,6 +107,7 @@ def _trained(rank: int, n: int, layers: int, backend: str, settings: dict[str, A
         torch.ops.commfuse.gather_sequence(torch.zeros(2, 3, 4), 1, n, torch.tensor(handle), rank, 0)
 
 
+@pytest.mark.slow
 def test_a_block_trains_as_stock(workers: Any) -> None:
     workers(2).run(_trained, 1, "aot_eager", {}, timeout=200)
 
