@@ -41,6 +41,7 @@ from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.ops.sequence import (
     GATHERED,
     SUMMED,
+    GraphPlace,
     Place,
     Prepared,
     Terms,
@@ -386,17 +387,19 @@ def column_parallel_of(
     transport: Transport | None,
     group: dist.ProcessGroup | None = None,
     sharded: ShardedWeights | None = None,
+    served: GraphPlace | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """`column_parallel` of a layer whose name is in errors and measurements. sharded: whose weights and biases these are."""
+    """`column_parallel` of a layer whose name is in errors and measurements. sharded: whose weights and biases these are.
+    served: where graphs find the layer's ranks."""
     if torch.is_autocast_enabled(x.device.type):
         x, weights = autocast(x), [autocast(weight) for weight in weights]
         biases = [None if bias is None else autocast(bias) for bias in biases]
-    if torch.compiler.is_compiling() and transport is None:
-        from commfuse_dp.ops.sequence_ops import column_in_graph, place_number
+    if torch.compiler.is_compiling() and (transport is None or served is not None):
+        from commfuse_dp.ops.sequence_ops import column_in_graph, new_place
 
         dim = _check(name, x, weights, biases, dim, save)
-        number = place_number(group, order, slices_per_rank, name)
-        return column_in_graph(x, list(weights), list(biases or [None] * len(weights)), dim, sizes, save, number)
+        found = served if served is not None else new_place(group, order, slices_per_rank, name)
+        return column_in_graph(x, list(weights), list(biases or [None] * len(weights)), dim, sizes, save, found)
     trainable = sharded.trainable if sharded is not None else None
     call = _prepare(name, x, weights, biases, dim, sizes, group, save, slices_per_rank, order, transport, trainable)
     x = x.contiguous()

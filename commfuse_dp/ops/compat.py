@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -64,7 +65,23 @@ def constant_in_graphs(fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn
 
 
-OPS = "commfuse-ops-5"  # rises with every change of a registered op's signature
+_traces = itertools.count(1)
+
+
+@constant_in_graphs
+def trace_number() -> int:
+    """Of the graph that dynamo is tracing: another one in what it traces behind a graph break. 0 if this torch does not say."""
+    context = getattr(getattr(torch, "_guards", None), "TracingContext", None)
+    found: Any = context.try_get() if context is not None else None
+    if found is None:
+        return 0
+    if not hasattr(found, "commfuse_trace"):
+        found.commfuse_trace = next(_traces)
+    number: int = found.commfuse_trace
+    return number
+
+
+OPS = "commfuse-ops-6"  # rises with every change of a registered op's signature
 
 
 def prepare_compiler() -> None:

@@ -43,6 +43,7 @@ from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.ops.sequence import (
     GATHERED,
     SUMMED,
+    GraphPlace,
     Place,
     Prepared,
     Terms,
@@ -291,17 +292,19 @@ def row_parallel_of(
     reduce_dtype: torch.dtype | None = None,
     group: dist.ProcessGroup | None = None,
     sharded: ShardedWeights | None = None,
+    served: GraphPlace | None = None,
 ) -> torch.Tensor:
-    """`row_parallel` of a layer whose name is in errors and measurements. sharded: whose weight and bias these are."""
+    """`row_parallel` of a layer whose name is in errors and measurements. sharded: whose weight and bias these are.
+    served: where graphs find the layer's ranks."""
     if torch.is_autocast_enabled(x.device.type):
         x, weight, bias = autocast(x), autocast(weight), None if bias is None else autocast(bias)
-    if torch.compiler.is_compiling() and transport is None:
-        from commfuse_dp.ops.sequence_ops import place_number, row_in_graph, world_size_of
+    if torch.compiler.is_compiling() and (transport is None or served is not None):
+        from commfuse_dp.ops.sequence_ops import new_place, row_in_graph
 
         dim, partial_dtype = _check(name, x, weight, bias, dim, reduce_dtype)
-        number = place_number(group, order, slices_per_rank, name)
-        found = _divided(name, x, dim, sizes, world_size_of(number))
-        return row_in_graph(x, weight, bias, dim, found, partial_dtype, number)
+        found = served if served is not None else new_place(group, order, slices_per_rank, name)
+        divided = _divided(name, x, dim, sizes, found.world_size)
+        return row_in_graph(x, weight, bias, dim, divided, partial_dtype, found)
     trainable = sharded.trainable if sharded is not None else None
     call = _prepare(name, x, weight, bias, dim, sizes, group, reduce_dtype, slices_per_rank, order, transport, trainable)
     x = x.contiguous()

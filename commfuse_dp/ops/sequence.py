@@ -32,6 +32,7 @@ import torch.distributed as dist
 from commfuse_dp.collectives import sessions
 from commfuse_dp.collectives.agreement import REMEMBERED, agree, calls_of
 from commfuse_dp.collectives.arguments import SUMMABLE
+from commfuse_dp.collectives.bindings import of_gather
 from commfuse_dp.collectives.bound import Owner
 from commfuse_dp.collectives.execution import Bindings
 from commfuse_dp.collectives.sessions import Purpose, begin, execute
@@ -219,6 +220,28 @@ class Place(NamedTuple):
             m = _default_slices(rows)
         program = _program(GATHERED in bindings, SUMMED in bindings, rows, self.order, m, self.rank)
         execute(self.name, program, bindings, begin(self.group, self.transport, device, TENSOR_PARALLEL), device)
+
+
+def gathered(x: torch.Tensor, dim: int, tokens: Tokens, sited: Place) -> torch.Tensor:
+    """All positions of x, [*outer, S, *inner, K]. No autograd."""
+    made = x.new_empty(shape_with(x, dim, sum(tokens.sizes), x.shape[-1]))
+    whole = tokens.whole(made)
+
+    def consume(owner: Owner, part: torch.Tensor) -> None:
+        place(part, whole, tokens.regions(owner))
+
+    bindings = {GATHERED: of_gather(x.contiguous().flatten(0, -2), sum(tokens.rows[: sited.rank]), consume)}
+    sited.run(tokens.rows, bindings, x.device)
+    return made
+
+
+class GraphPlace(NamedTuple):
+    """A `Place`, as a graph knows it: see sequence_ops.py."""
+
+    layer: torch.Tensor | None  # number of the served layer that it belongs to
+    rank: int
+    world_size: int
+    call: int = 0  # number of the call that it belongs to; 0: of a layer, whose calls get theirs in the graph
 
 
 def _default_slices(rows: tuple[int, ...]) -> int:

@@ -1,9 +1,10 @@
 """`column_parallel` and `row_parallel` in graphs of torch.compile: the same passes as registered ops.
 
 To a graph an op is a function of tensors and numbers. So the ranks that a call goes over lie in a table, under a number of this
-call alone, which is a constant of the graph: see [Note: Calls in graphs] in operands.py. Which gradients are wanted is decided
-while the graph is traced. Where the ranks' sizes are not given they are taken to be equal; whether they are is compared when
-the op runs.
+call alone, which is a constant of the graph: see [Note: Calls in graphs] in operands.py. Those of a served layer are found by
+its number in a tensor: numbers that dynamo finds in a module it takes for constants, and layers would not share a graph. Which
+gradients are wanted is decided while the graph is traced. Where the ranks' sizes are not given they are taken to be equal;
+whether they are is compared when the op runs.
 
 The module is imported while a graph is traced, and not before: what it decorates imports the compiler.
 """
@@ -11,18 +12,19 @@ The module is imported while a graph is traced, and not before: what it decorate
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
 from commfuse_dp.ops.column_parallel import Column, Save, column_backward, column_forward
-from commfuse_dp.ops.operands import call_number
+from commfuse_dp.ops.operands import call_number, operand_of
 from commfuse_dp.ops.row_parallel import Row, row_backward, row_forward
-from commfuse_dp.ops.sequence import Place, Tokens, agree_on, place_of, shape_with
+from commfuse_dp.ops.sequence import GraphPlace, Place, Tokens, agree_on, gathered, place_of, shape_with
 
 _SAVES: tuple[Save, ...] = ("shard", "gathered")
-_places: dict[int, Place] = {}
+_AT = "Tensor? layer, SymInt rank, SymInt call"
+_places: dict[int, Place] = {}  # of calls that no layer makes
 
 
 # ---- while a graph is traced -----------------------------------------------------------------------------------------
@@ -37,6 +39,24 @@ def place_number(group: dist.ProcessGroup | None, order: str, slices_per_rank: i
 @torch.compiler.assume_constant_result
 def world_size_of(number: int) -> int:
     return _places[number].world_size
+
+
+@torch.compiler.assume_constant_result
+def rank_of(number: int) -> int:
+    return _places[number].rank
+
+
+def new_place(group: dist.ProcessGroup | None, order: str, slices_per_rank: int | None, name: str) -> GraphPlace:
+    """Of one call."""
+    number = place_number(group, order, slices_per_rank, name)
+    return GraphPlace(None, rank_of(number), world_size_of(number), number)
+
+
+def _place_of_call(layer: torch.Tensor | None, call: int) -> Place:
+    if layer is None:
+        return _places[call]
+    found: Place = operand_of(int(layer)).place
+    return found
 
 
 def bits_of(flags: Sequence[bool]) -> int:
@@ -63,15 +83,25 @@ def column_in_graph(
     dim: int,
     sizes: Sequence[int] | None,
     save: str,
-    number: int,
+    place: GraphPlace,
 ) -> tuple[torch.Tensor, ...]:
-    found = list(sizes) if sizes is not None else [x.shape[dim]] * world_size_of(number)
+    found = list(sizes) if sizes is not None else [x.shape[dim]] * place.world_size
     recorded = torch.is_grad_enabled()
     wanted = bits_of([recorded and t is not None and t.requires_grad for t in (x, *weights, *biases)])
     present = [bias for bias in biases if bias is not None]
     has_bias = bits_of([bias is not None for bias in biases])
     outputs = torch.ops.commfuse.column_parallel(
-        x, [*weights, *present], len(weights), has_bias, dim, found, _SAVES.index(save), wanted, number
+        x,
+        [*weights, *present],
+        len(weights),
+        has_bias,
+        dim,
+        found,
+        _SAVES.index(save),
+        wanted,
+        place.layer,
+        place.rank,
+        place.call or call_number(),
     )
     return tuple(outputs[: len(weights)])
 
@@ -85,11 +115,13 @@ class _Columns(NamedTuple):
     sizes: Sequence[int]
     save: int  # in _SAVES
     wanted: int  # gradients of x, weights, biases, in bits
-    number: int  # of the place
+    layer: torch.Tensor | None  # its number; None: the place is the call's
+    rank: int
+    call: int
 
     @property
     def place(self) -> Place:
-        return _places[self.number]
+        return _place_of_call(self.layer, self.call)
 
     @property
     def flags(self) -> tuple[bool, ...]:
@@ -111,11 +143,11 @@ class _Columns(NamedTuple):
         left = iter(params[self.weights :])
         return list(params[: self.weights]), [next(left) if flag else None for flag in _flags(self.has_bias, self.weights)]
 
-    def call(self, tokens: Tokens) -> Column:
+    def column(self, tokens: Tokens) -> Column:
         return Column(self.place, tokens, self.dim, _SAVES[self.save], self.flags)
 
 
-_COLUMNS = "SymInt count, SymInt has_bias, SymInt dim, SymInt[] sizes, SymInt save, SymInt wanted, SymInt number"
+_COLUMNS = f"SymInt count, SymInt has_bias, SymInt dim, SymInt[] sizes, SymInt save, SymInt wanted, {_AT}"
 _COLUMN_FORWARD = f"(Tensor x, Tensor[] params, {_COLUMNS}) -> Tensor[]"
 _COLUMN_BACKWARD = f"(Tensor[] grads, Tensor saved, Tensor[] params, {_COLUMNS}) -> Tensor[]"
 
@@ -127,7 +159,7 @@ def column_op(x: torch.Tensor, params: Sequence[torch.Tensor], *how: Any) -> lis
     weights, biases = told.split(params)
     own, more = int(x.shape[told.dim]), {"features": x.shape[-1], "save": _SAVES[told.save]}
     tokens = agree_on(told.place, x, told.dim, told.flags, told.sizes, own, **more)
-    ys, kept = column_forward(x.contiguous(), weights, biases, told.call(tokens))
+    ys, kept = column_forward(x.contiguous(), weights, biases, told.column(tokens))
     return [*ys, kept if kept is not None else x.new_empty(0)]
 
 
@@ -146,7 +178,7 @@ def column_backward_op(
     """dx, dW_i, db_i; empty tensors where not wanted."""
     told = _Columns(*how)
     weights, biases = told.split(params)
-    dx, dws, dbs = column_backward(grads, saved.contiguous(), weights, told.call(_tokens(saved, told.dim, told.sizes)))
+    dx, dws, dbs = column_backward(grads, saved.contiguous(), weights, told.column(_tokens(saved, told.dim, told.sizes)))
     found = [dx, *dws, *(db for db, bias in zip(dbs, biases, strict=True) if bias is not None)]
     return [grad if grad is not None else saved.new_empty(0) for grad in found]
 
@@ -155,7 +187,7 @@ def column_backward_op(
 def _(grads: Sequence[torch.Tensor], saved: torch.Tensor, params: Sequence[torch.Tensor], *how: Any) -> list[torch.Tensor]:
     told = _Columns(*how)
     want_x, *want_params = told.present
-    own = shape_with(saved, told.dim, told.sizes[told.place.rank], saved.shape[-1])
+    own = shape_with(saved, told.dim, told.sizes[told.rank], saved.shape[-1])
     dx = saved.new_empty(own) if want_x else saved.new_empty(0)
     return [
         dx,
@@ -164,15 +196,16 @@ def _(grads: Sequence[torch.Tensor], saved: torch.Tensor, params: Sequence[torch
 
 
 def _column_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    x, params, *ctx.how = inputs
-    told = _Columns(*ctx.how)
+    x, params, *how = inputs
+    told = _Columns(*how)
+    ctx.told = told._replace(layer=None)
     ctx.shapes = [y.shape for y in output[: told.weights]]
-    ctx.save_for_backward(output[told.weights] if told.keeps else x, *params)
+    ctx.save_for_backward(output[told.weights] if told.keeps else x, told.layer, *params)
 
 
 def _column_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
-    saved, *params = ctx.saved_tensors
-    told = _Columns(*ctx.how)
+    saved, layer, *params = ctx.saved_tensors
+    told: _Columns = ctx.told._replace(layer=layer)
     dense = [saved.new_zeros(shape) if g is None else g for g, shape in zip(grads[: told.weights], ctx.shapes, strict=True)]
     found = torch.ops.commfuse.column_parallel_backward(dense, saved, params, *told)
     want_x, *want_params = told.present
@@ -191,11 +224,12 @@ def row_in_graph(
     dim: int,
     sizes: Sequence[int],
     partial_dtype: torch.dtype,
-    number: int,
+    place: GraphPlace,
 ) -> torch.Tensor:
     recorded = torch.is_grad_enabled()
     wanted = bits_of([recorded and t is not None and t.requires_grad for t in (x, weight, bias)])
-    return torch.ops.commfuse.row_parallel(x, weight, bias, dim, list(sizes), partial_dtype, wanted, number)
+    how = dim, list(sizes), partial_dtype, wanted, place.layer, place.rank, place.call or call_number()
+    return torch.ops.commfuse.row_parallel(x, weight, bias, *how)
 
 
 class _Rows(NamedTuple):
@@ -205,18 +239,20 @@ class _Rows(NamedTuple):
     sizes: Sequence[int]
     partial_dtype: torch.dtype
     wanted: int  # gradients of x, weight, bias, in bits
-    number: int  # of the place
+    layer: torch.Tensor | None  # its number; None: the place is the call's
+    rank: int
+    call: int
 
     @property
     def place(self) -> Place:
-        return _places[self.number]
+        return _place_of_call(self.layer, self.call)
 
-    def call(self, x: torch.Tensor) -> Row:
+    def row(self, x: torch.Tensor) -> Row:
         tokens = _tokens(x, self.dim, self.sizes)
         return Row(self.place, tokens, self.dim, self.partial_dtype, _flags(self.wanted, 3))
 
 
-_ROWS = "SymInt dim, SymInt[] sizes, ScalarType partial_dtype, SymInt wanted, SymInt number"
+_ROWS = f"SymInt dim, SymInt[] sizes, ScalarType partial_dtype, SymInt wanted, {_AT}"
 _ROW_FORWARD = f"(Tensor x, Tensor weight, Tensor? bias, {_ROWS}) -> Tensor"
 _ROW_BACKWARD = f"(Tensor grad, Tensor x, Tensor weight, {_ROWS}) -> (Tensor, Tensor, Tensor)"
 
@@ -224,15 +260,15 @@ _ROW_BACKWARD = f"(Tensor grad, Tensor x, Tensor weight, {_ROWS}) -> (Tensor, Te
 @torch.library.custom_op("commfuse::row_parallel", mutates_args=(), schema=_ROW_FORWARD)
 def row_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> torch.Tensor:
     told = _Rows(*how)
-    own, more = told.sizes[told.place.rank], {"out_features": weight.shape[0], "reduce_dtype": told.partial_dtype}
+    own, more = told.sizes[told.rank], {"out_features": weight.shape[0], "reduce_dtype": told.partial_dtype}
     agree_on(told.place, x, told.dim, _flags(told.wanted, 3), told.sizes, own, **more)
-    return row_forward(x.contiguous(), weight, bias, told.call(x))
+    return row_forward(x.contiguous(), weight, bias, told.row(x))
 
 
 @row_op.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> torch.Tensor:
     told = _Rows(*how)
-    return x.new_empty(shape_with(x, told.dim, told.sizes[told.place.rank], weight.shape[0]))
+    return x.new_empty(shape_with(x, told.dim, told.sizes[told.rank], weight.shape[0]))
 
 
 @torch.library.custom_op("commfuse::row_parallel_backward", mutates_args=(), schema=_ROW_BACKWARD)
@@ -240,7 +276,7 @@ def row_backward_op(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dx, dW, db; empty tensors where not wanted."""
-    found = row_backward(grad, x.contiguous(), weight, x.dtype, _Rows(*how).call(x))
+    found = row_backward(grad, x.contiguous(), weight, x.dtype, _Rows(*how).row(x))
     dx, dw, db = (part if part is not None else x.new_empty(0) for part in found)
     return dx, dw, db
 
@@ -256,16 +292,52 @@ def _(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *how: Any) -> t
 
 
 def _row_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, _, *ctx.how = inputs
-    ctx.save_for_backward(x, weight)
+    x, weight, _, *how = inputs
+    told = _Rows(*how)
+    ctx.told = told._replace(layer=None)
+    ctx.save_for_backward(x, weight, told.layer)
 
 
 def _row_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    x, weight = ctx.saved_tensors
-    told = _Rows(*ctx.how)
+    x, weight, layer = ctx.saved_tensors
+    told: _Rows = ctx.told._replace(layer=layer)
     found = torch.ops.commfuse.row_parallel_backward(grad, x, weight, *told)
     flags = _flags(told.wanted, 3)
     return (*(part if flag else None for part, flag in zip(found, flags, strict=True)), *(None,) * len(told))
 
 
 row_op.register_autograd(_row_backward, setup_context=_row_context)
+
+
+# ---- the sequence itself ---------------------------------------------------------------------------------------------
+def gather_in_graph(x: torch.Tensor, dim: int, place: GraphPlace) -> torch.Tensor:
+    """All positions of x, of which every rank has equally many. To ranks that compute alike from it: a gradient is the whole
+    one, of which the own positions are taken. Where nobody uses it, the compiler drops it, and nothing is moved."""
+    whole = torch.ops.commfuse.gather_sequence(x, dim, place.world_size, place.layer, place.rank, place.call or call_number())
+    return cast(torch.Tensor, whole)
+
+
+@torch.library.custom_op(
+    "commfuse::gather_sequence", mutates_args=(), schema=f"(Tensor x, SymInt dim, SymInt ranks, {_AT}) -> Tensor"
+)
+def gather_op(x: torch.Tensor, dim: int, ranks: int, layer: torch.Tensor | None, rank: int, call: int) -> torch.Tensor:
+    sited, own = _place_of_call(layer, call), int(x.shape[dim])
+    tokens = agree_on(sited, x, dim, (), (own,) * ranks, own, features=x.shape[-1])
+    return gathered(x, dim, tokens, sited)
+
+
+@gather_op.register_fake
+def _(x: torch.Tensor, dim: int, ranks: int, layer: torch.Tensor | None, rank: int, call: int) -> torch.Tensor:
+    return x.new_empty(shape_with(x, dim, x.shape[dim] * ranks, x.shape[-1]))
+
+
+def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, ctx.dim, _, _, ctx.rank, _ = inputs
+    ctx.own = x.shape[ctx.dim]
+
+
+def _gather_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return grad.narrow(ctx.dim, ctx.rank * ctx.own, ctx.own).contiguous(), None, None, None, None, None
+
+
+gather_op.register_autograd(_gather_backward, setup_context=_gather_context)

@@ -54,15 +54,17 @@ def excluded(name: str, config: CommFuseConfig) -> str | None:
     return None
 
 
-def module_obstacle(name: str, module: nn.Module, parent: nn.Module | None, config: CommFuseConfig) -> str | None:
-    """Why a module cannot be given a forward of ours (None: it can)."""
+def module_obstacle(
+    name: str, module: nn.Module, parent: nn.Module | None, config: CommFuseConfig, *, forward_of_ours: bool = False
+) -> str | None:
+    """Why a module cannot be given a forward of ours (None: it can). forward_of_ours: the one in its dictionary is."""
     why = excluded(name, config)
     if why is not None:
         return why
     kind = original_type(module)
     if kind not in GATHERED_TYPES and form_of(module) is None:
         return linear_obstacle(module, kind) or f"{kind.__name__} is not a layer type that can be served by slices"
-    if own_class(module).forward is not kind.forward or "forward" in vars(module):
+    if own_class(module).forward is not kind.forward or ("forward" in vars(module) and not forward_of_ours):
         return f"the forward of this {kind.__name__} was replaced"
     if hasattr(module, "parametrizations"):
         return "its parameters are parametrized"

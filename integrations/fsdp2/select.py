@@ -235,7 +235,7 @@ def _obstacle(
     tensor: TensorLayer | None,
 ) -> str | None:
     """Why a module's parameters cannot leave FSDP2's group (None: they can)."""
-    why = module_obstacle(name, module, parent, config)
+    why = module_obstacle(name, module, parent, config, forward_of_ours=tensor is not None)
     if why is not None:
         return why
     own = {param_name for param_name, param in module.named_parameters(recurse=False)}

@@ -19,7 +19,7 @@ import torch
 from commfuse_dp.collectives.bindings import of_gather
 from commfuse_dp.collectives.bound import Owner
 from commfuse_dp.collectives.summation import wide_dtype
-from commfuse_dp.ops.sequence import GATHERED, Place, Tokens, place, place_of
+from commfuse_dp.ops.sequence import GATHERED, Place, Tokens, gathered, place_of
 from commfuse_dp.transport.base import Transport
 
 DIM = 1  # of the sequence, in [B, S, D]
@@ -66,15 +66,7 @@ def _own(x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
 
 
 def _whole(x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
-    tokens = Tokens(x.shape[0], 1, sizes)
-    whole = x.new_empty(x.shape[0], sum(sizes), *x.shape[2:])
-    rows = tokens.whole(whole)
-
-    def consume(owner: Owner, part: torch.Tensor) -> None:
-        place(part, rows, tokens.regions(owner))
-
-    _run(x.contiguous().flatten(0, -2), tokens.rows, consume, site.place)
-    return whole
+    return gathered(x, DIM, Tokens(x.shape[0], 1, sizes), site.place)
 
 
 def _run(rows: torch.Tensor, sizes: tuple[int, ...], consume: Any, sited: Place) -> None:

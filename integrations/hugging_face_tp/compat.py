@@ -12,7 +12,7 @@ as it is, with this reason in the report.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -70,6 +70,11 @@ def _layout_obstacle(kind: str, inputs: Any, outputs: Any) -> str | None:
 def sharded(model: nn.Module) -> bool:
     """Whether transformers has applied a style of its own to anything in the model."""
     return HOME in sys.modules and any(style_of(module) is not None for module in model.modules())
+
+
+def hooks_of_fsdp(hooks: Mapping[int, Any]) -> list[int]:
+    """Which of a module's hooks `fully_shard` has put there, in order."""
+    return [key for key, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")]
 
 
 def wants_hidden_states(module: nn.Module, kwargs: dict[str, Any]) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from typing import Any
 
 from commfuse_dp.integrations.attach.attachment import Attachment
 from commfuse_dp.integrations.attach.forwards import Service, serve
 from commfuse_dp.integrations.attach.report import ParameterRow
 from commfuse_dp.integrations.hugging_face_tp.attention import attends, project
+from commfuse_dp.integrations.hugging_face_tp.compat import hooks_of_fsdp
 from commfuse_dp.integrations.hugging_face_tp.key_heads import GROUPS
 from commfuse_dp.integrations.hugging_face_tp.layers import (
     BlockEnters,
@@ -21,6 +23,8 @@ from commfuse_dp.integrations.hugging_face_tp.layers import (
     RootLeaves,
     RowLayer,
     Running,
+    ShardEntered,
+    ShardEnters,
     WholeEnters,
     layer_forward,
     replicated_forward,
@@ -28,6 +32,7 @@ from commfuse_dp.integrations.hugging_face_tp.layers import (
 from commfuse_dp.integrations.hugging_face_tp.select import Block, Selection, Styled
 from commfuse_dp.integrations.tensor_parallel.rows import module_rows, shared_gather
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from commfuse_dp.config import CommFuseConfig
@@ -44,17 +49,21 @@ def install(
     after = functools.partial(_after, attachment)
     rows: list[ParameterRow] = []
     for name, module in selection.whole:
-        before(module, WholeEnters(module, name, running))
+        before(module, WholeEnters(module, name, running), first=True)
     for owner in selection.owners:
         before(owner, OwnerEnters(owner, "", running))
     for layer in selection.layers:
-        before(layer.module, LayerEnters(layer.module, layer.name, running))
+        before(layer.module, LayerEnters(layer.module, layer.name, running), first=True)
         after(layer.module, LayerLeaves(layer.module, layer.name, running), with_kwargs=True)
         serve(attachment.transaction, layer.module, Service(layer.module, layer_forward(running)))
         for block in layer.blocks:
             rows += _install_block(attachment, block, running)
     for name, module in [*selection.norms, *(pair for layer in selection.layers for pair in layer.replicated)]:
         serve(attachment.transaction, module, Service(module, replicated_forward(name, running)))
+    for name, module in [*selection.norms, *((found.name, found.module) for found in selection.heads)]:
+        if _under_fsdp(module):
+            before(module, ShardEnters(module, name, running), first=True)
+            before(module, ShardEntered(module, name, running))
     for found in selection.heads:
         group = ColumnGroup(found.name, [found], running)
         _hold(attachment, found, group.forward_alone)
@@ -89,21 +98,32 @@ def _install_block(attachment: Attachment, block: Block, running: Running) -> li
     return rows
 
 
+def _under_fsdp(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to it."""
+    return isinstance(module, FSDPModule)
+
+
 def _hold(attachment: Attachment, found: Styled, compute: Any) -> None:
     attachment.transaction.set(vars(found.module), "forward", HeldForward(found, compute))
 
 
-def _before(attachment: Attachment, module: nn.Module, hook: Any) -> None:
+def _before(attachment: Attachment, module: nn.Module, hook: Any, *, first: bool = False) -> None:
+    """first: ahead of the hooks of `fully_shard`, which must see own positions."""
+
     def register() -> RemovableHandle:
-        return module.register_forward_pre_hook(hook, with_kwargs=True)
+        return module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first and _under_fsdp(module))
 
     attachment.transaction.acquire(register, RemovableHandle.remove)
 
 
 def _after(attachment: Attachment, module: nn.Module, hook: Any, *, with_kwargs: bool) -> None:
-    """Ahead of the hooks of others, who must not see shards."""
+    """Ahead of the hooks of others, who must not see shards; but behind those of `fully_shard` (with_kwargs: of a layer)."""
 
     def register() -> RemovableHandle:
-        return module.register_forward_hook(hook, prepend=True, with_kwargs=with_kwargs)
+        handle = module.register_forward_hook(hook, prepend=True, with_kwargs=with_kwargs)
+        hooks: OrderedDict[int, Any] = module._forward_hooks  # type: ignore[assignment]
+        for key in reversed(hooks_of_fsdp(hooks) if with_kwargs else []):
+            hooks.move_to_end(key, last=False)
+        return handle
 
     attachment.transaction.acquire(register, RemovableHandle.remove)

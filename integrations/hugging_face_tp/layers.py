@@ -24,12 +24,20 @@ import torch
 from commfuse_dp.integrations.attach.forwards import Hook, own_class
 from commfuse_dp.integrations.hugging_face_tp.attention import Deferred
 from commfuse_dp.integrations.hugging_face_tp.boundary import DIM, Site, divide, gather, summed
-from commfuse_dp.integrations.hugging_face_tp.compat import wants_hidden_states
+from commfuse_dp.integrations.hugging_face_tp.compat import ROW, wants_hidden_states
 from commfuse_dp.integrations.hugging_face_tp.key_heads import PROJECTIONS, KeyHeads, own_head
 from commfuse_dp.integrations.hugging_face_tp.select import Block, Styled
 from commfuse_dp.integrations.hugging_face_tp.trial import INPUT, replaced_input
-from commfuse_dp.integrations.tensor_parallel.layers import as_dtensor, local_bias, local_weight
+from commfuse_dp.integrations.tensor_parallel.layers import (
+    as_dtensor,
+    holds_own,
+    local_bias,
+    local_weight,
+    own_parameters,
+    replicated,
+)
 from commfuse_dp.integrations.tensor_parallel.stand_in import StandIn
+from commfuse_dp.integrations.tensor_parallel.units import sharded_weights, unit_layer
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
@@ -142,6 +150,27 @@ class WholeEnters(_OwnHook):
         return tree_map_only(StandIn, StandIn.whole, (args, kwargs)) if self.concerns(module) else None
 
 
+class ShardEnters(_OwnHook):
+    """Ahead of the hooks of `fully_shard` of a module behind the layers: these look for the gradient of what comes in, which is
+    that of own positions."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x = args[0] if args else None
+        if not self.concerns(module) or not isinstance(x, StandIn) or x.group is not None:
+            return None
+        return (x.local, *args[1:]), {**kwargs, _SIZES: x.sizes}
+
+
+class ShardEntered(_OwnHook):
+    """Behind them: it stands for all positions again."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.concerns(module) or _SIZES not in kwargs:
+            return None
+        sizes = kwargs.pop(_SIZES)
+        return (self.running.standing_for(self.name, args[0], sizes), *args[1:]), kwargs
+
+
 class LayerLeaves(_OwnHook):
     """What the layer hands on stands for all positions."""
 
@@ -233,20 +262,30 @@ class HeldForward:
 
     def __init__(self, found: Styled, compute: Callable[..., Any]) -> None:
         self._module = weakref.ref(found.module)
+        self._style = found.style
         self._stock = found.style.stock
-        self._compute = compute
+        self.compute = compute
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
-        if torch.compiler.is_compiling():
-            return self._stock(*args, **kwargs)
         if module is None or len(args) != 1 or kwargs:
             args, kwargs = tree_map_only(StandIn, StandIn.whole, (args, kwargs))
             return self._stock(*args, **kwargs)
-        return self._compute(module, args[0], self.stock)
+        return self.stock(args[0]) if torch.compiler.is_compiling() else self.compute(module, args[0], self.stock)
 
     def stock(self, x: Any) -> Any:
-        return self._stock(x.whole() if isinstance(x, StandIn) else x)
+        """What transformers computes."""
+        module = self._module()
+        unit, mesh, finish = unit_layer(module), self._style.mesh, self._style.finish
+        x = x.whole() if isinstance(x, StandIn) else x
+        if unit is None or module is None or mesh is None or finish is None:
+            return self._stock(x)
+        if not isinstance(x, DTensor):
+            split = self._style.kind == ROW
+            x = as_dtensor(x, mesh, x.dim() - 1, module.in_features) if split else replicated(x, mesh)  # type: ignore[arg-type]
+        y = unit.stock(module, x)
+        with torch.enable_grad():  # else it would add a bias that is in y already
+            return finish(module, y, mesh)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self._stock
@@ -261,6 +300,8 @@ Stock = Callable[[Any], Any]
 class ColumnGroup:
     """Column-parallel layers that share one gather: of the input of the block that they are in, or of their own."""
 
+    sharded_dim = 0  # of their weights
+
     def __init__(self, name: str, members: list[Styled], running: Running, key_heads: KeyHeads | None = None) -> None:
         self.name = name
         self._key_heads = key_heads
@@ -270,11 +311,12 @@ class ColumnGroup:
         self._running = running
         mesh = members[0].style.mesh
         assert mesh is not None
-        self._mesh = mesh
+        self.mesh = mesh
+        self.takes_units = key_heads is None  # else parts of weights are moved before they are computed with
 
     def holds_own(self) -> bool:
         """Other weights may have been put in."""
-        return all(local_weight(member(), 0, self._mesh) is not None for member in self._members)
+        return all(holds_own(member(), 0, self.mesh) for member in self._members)
 
     def forward(self, module: nn.Module, x: Any, stock: Stock) -> Any:
         """A member's."""
@@ -293,14 +335,21 @@ class ColumnGroup:
 
     def _compute(self, x: StandIn) -> dict[int, torch.Tensor]:
         members = [member() for member in self._members]
+        sharded = sharded_weights(members)
+        if sharded is not None:
+            weights, biases = list(sharded.weights), list(sharded.biases)
+        else:
+            weights = [self._own(member, local_weight(member, 0, self.mesh)) for member in members]  # type: ignore[misc]
+            biases = [self._own(member, local_bias(member)) for member in members]
         ys = column_parallel_of(
             self.name,
             x.local,
-            [self._own(member, local_weight(member, 0, self._mesh)) for member in members],  # type: ignore[misc]
-            [self._own(member, local_bias(member)) for member in members],
+            weights,
+            biases,
             dim=DIM,
             sizes=x.sizes,
             save=self._running.config.save_activations,
+            sharded=sharded,
             **self._running.options,
         )
         return {id(member): y for member, y in zip(members, ys, strict=True)}
@@ -317,17 +366,20 @@ class ColumnGroup:
             return y
         finish = self._styles[id(module)].finish
         assert finish is not None
-        return finish(module, as_dtensor(y, self._mesh, y.dim() - 1, module.out_features), self._mesh)  # type: ignore[arg-type]
+        return finish(module, as_dtensor(y, self.mesh, y.dim() - 1, module.out_features), self.mesh)  # type: ignore[arg-type]
 
 
 class RowLayer:
     """A row-parallel layer of a block."""
 
+    sharded_dim = 1  # of its weight
+    takes_units = True
+
     def __init__(self, found: Styled, running: Running) -> None:
         self.name = found.name
         self._running = running
         assert found.style.mesh is not None
-        self._mesh = found.style.mesh
+        self.mesh = found.style.mesh
 
     def defers(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Whether attention may be left to this layer, slice by slice."""
@@ -343,13 +395,16 @@ class RowLayer:
             x = x.whole()
         if running.sizes is None:
             return stock(x)
-        weight = local_weight(module, 1, self._mesh)
-        if weight is None:  # others have been put in
+        if not holds_own(module, 1, self.mesh):  # others have been put in
             return divide(stock(x), running.sizes, running.site(self.name))
-        bias = local_bias(module)
+        sharded = sharded_weights([module]) if deferred is None else None
+        if sharded is not None:
+            weight, bias = sharded.weights[0], sharded.biases[0]
+        else:
+            weight, bias = own_parameters(module, 1, self.mesh)  # type: ignore[assignment]
         if deferred is None:
-            local = self._features(x)
-            return row_parallel_of(self.name, local, weight, bias, dim=DIM, sizes=running.sizes, **running.options)
+            local, how = self._features(x), {"dim": DIM, "sizes": running.sizes, "sharded": sharded, **running.options}
+            return row_parallel_of(self.name, local, weight, bias, **how)
         q, k, v, causal, scale, _ = deferred.call
         y = row_parallel_attention(q, k, v, weight, causal=causal, scale=scale, dim=DIM, sizes=running.sizes, **running.options)
         return y if bias is None else y + summed(bias, running.site(self.name))

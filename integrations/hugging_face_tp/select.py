@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
 from commfuse_dp.integrations.attach.rules import original_type
 from commfuse_dp.integrations.hugging_face_tp import compat
 from commfuse_dp.integrations.hugging_face_tp.compat import COLUMN, REPLICATED, ROW, HuggingFaceStyle
@@ -24,6 +26,7 @@ from commfuse_dp.integrations.hugging_face_tp.key_heads import KeyHeads, key_hea
 from commfuse_dp.integrations.hugging_face_tp.trial import layer_obstacle_by_trial, norm_obstacle_by_trial
 from commfuse_dp.integrations.tensor_parallel.select import Selected, Tree, layer_obstacle, mesh_obstacle
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -96,8 +99,6 @@ def select(model: nn.Module, config: CommFuseConfig) -> Selection:
 def _model_obstacle(model: nn.Module, styled: list[Styled], config: CommFuseConfig, out: Selection) -> str | None:
     if config.fuse == "never":
         return "fuse='never'"
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return "transformers' tensor parallelism below fully_shard is not served"
     for found in styled:
         if found.style.mesh is not None:
             why = mesh_obstacle(found.style.mesh, out)
@@ -115,7 +116,7 @@ def _take_stack(name: str, stack: nn.ModuleList, config: CommFuseConfig, tree: T
     owner = tree.parents[id(stack)]
     before = len(out.layers)
     for number, module in enumerate(stack):
-        layer, why = _layer(f"{name}.{number}", module, config, tree)
+        layer, why = _layer(f"{name}.{number}", module, config, tree, out.mesh)
         if why is None and all(block.obstacle is not None for block in layer.blocks):
             why = "; ".join(dict.fromkeys(str(block.obstacle) for block in layer.blocks)) or "no layer inside can be served"
         if why is None:
@@ -139,13 +140,17 @@ def _take_stack(name: str, stack: nn.ModuleList, config: CommFuseConfig, tree: T
                 _take_norm(f"{prefix}.{inner}" if prefix else inner, child, out)
 
 
-def _layer(name: str, module: nn.Module, config: CommFuseConfig, tree: Tree) -> tuple[DecoderLayer, str | None]:
+def _layer(
+    name: str, module: nn.Module, config: CommFuseConfig, tree: Tree, mesh: DeviceMesh | None
+) -> tuple[DecoderLayer, str | None]:
     """The layer, and why it cannot run in shards, as far as that is seen without a trial."""
     layer, why = DecoderLayer(name, module, [], []), None
     if "forward" in vars(module):
         why = f"the forward of this {original_type(module).__name__} was replaced"
     if next(module.parameters(recurse=False), None) is not None:
         why = why or f"{original_type(module).__name__} has parameters of its own beside its layers"
+    if any(isinstance(inner, FSDPModule) for inner in module.modules() if inner is not module):
+        why = why or "fully_shard was applied to a module inside of it"
     for inner, child in module.named_children():
         if _styled_inside(child):
             if compat.style_of(child) is not None:
@@ -156,13 +161,21 @@ def _layer(name: str, module: nn.Module, config: CommFuseConfig, tree: Tree) -> 
             params = list(holder.parameters(recurse=False))
             if params and ("forward" in vars(holder) or hasattr(holder, "parametrizations")):
                 why = why or f"the forward of {deeper} was replaced"
-            if any(isinstance(param, DTensor) for param in params):
+            if any(_over(mesh, param) for param in params):
                 why = why or f"{deeper} is sharded in a way that is not known here"
             if any(len(tree.holders[id(param)]) > 1 for param in params) or len(tree.names[id(holder)]) > 1:
                 why = why or f"parameters of {deeper} are used elsewhere, too"
             if params:
                 layer.replicated.append((deeper, holder))
     return layer, why
+
+
+def _over(mesh: DeviceMesh | None, param: torch.Tensor) -> bool:
+    """Whether a parameter is sharded over the mesh of tensor parallelism (and not by `fully_shard` alone)."""
+    if not isinstance(param, DTensor) or mesh is None:
+        return isinstance(param, DTensor)
+    own = dist.get_process_group_ranks(mesh.get_group())
+    return any(dist.get_process_group_ranks(group) == own for group in param.device_mesh.get_all_groups())
 
 
 def _block(name: str, module: nn.Module, config: CommFuseConfig, tree: Tree) -> Block:

@@ -10,6 +10,7 @@ Layers are tried as in training, where dropout of what ranks have alike would di
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ from commfuse_dp.integrations.hugging_face_tp.key_heads import GROUPS, PROJECTIO
 from commfuse_dp.integrations.tensor_parallel.stand_in import StandIn
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from commfuse_dp.collectives.arguments import even_sizes
 
 if TYPE_CHECKING:
     from commfuse_dp.integrations.hugging_face_tp.select import Block, Styled
@@ -39,7 +42,7 @@ def layer_obstacle_by_trial(layer: nn.Module, owner: nn.Module, blocks: Sequence
         why = "it returned no tensor"
         for tuples in (False, True) if len(served) < len(blocks) else (False,):  # what an unserved block returns
             try:
-                arguments = _arguments(owner, x)
+                arguments = _arguments(layer, owner, x)
                 runs = _Runs(blocks, tuples)
                 whole, part = runs.run(layer, x, arguments), runs.run(layer, x[:, _SHARD], arguments, sharded=True)
             except Exception as error:
@@ -59,7 +62,8 @@ def norm_obstacle_by_trial(module: nn.Module, width: int) -> str | None:
     with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         x = torch.randn(1, _POSITIONS, width, generator=_generator(0), device="cpu").to(dtype)
         try:
-            whole, part = (original_type(module).forward(module, rows) for rows in (x, x[:, _SHARD]))  # type: ignore[attr-defined]
+            with _whole_parameters(module):
+                whole, part = (original_type(module).forward(module, rows) for rows in (x, x[:, _SHARD]))  # type: ignore[attr-defined]
         except Exception as error:
             return f"it could not be tried: {type(error).__name__}"
     same = isinstance(whole, torch.Tensor) and whole.shape == x.shape and _close(part, whole[:, _SHARD])
@@ -75,13 +79,16 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _arguments(owner: nn.Module, x: torch.Tensor) -> dict[str, Any]:
-    """What transformers' models hand to every decoder layer."""
+def _arguments(layer: nn.Module, owner: nn.Module, x: torch.Tensor) -> dict[str, Any]:
+    """What transformers' models hand to a decoder layer."""
     positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
     found = {"attention_mask": None, "position_ids": positions, "past_key_values": None, "use_cache": False}
     rotary = getattr(owner, "rotary_emb", None)
     if rotary is not None:
-        found["position_embeddings"] = rotary(x, position_ids=positions)
+        kinds: Any = getattr(getattr(owner, "config", None), "layer_types", None)
+        several = kinds is not None and "layer_type" in inspect.signature(rotary.forward).parameters  # Gemma3's
+        kind = {"layer_type": kinds[getattr(layer, "layer_idx", 0)]} if several else {}
+        found["position_embeddings"] = rotary(x, position_ids=positions, **kind)
     return found
 
 
@@ -96,6 +103,7 @@ class _Runs:
     def run(self, layer: nn.Module, x: torch.Tensor, arguments: dict[str, Any], sharded: bool = False) -> Any:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_training(layer))
+            stack.enter_context(_whole_parameters(layer))
             for seed, block in enumerate(self._blocks):
                 if block.obstacle is not None:
                     stack.enter_context(_answering(block.module, self._unserved(seed, block, x.shape[-1], sharded)))
@@ -151,8 +159,9 @@ def _features(found: Styled, block: Block) -> int:
     """Of a column-parallel layer's output on this rank."""
     if block.key_heads is not None and found.leaf in PROJECTIONS:
         return block.key_heads.width
-    weight: Any = found.module.weight
-    return int((weight.to_local() if isinstance(weight, DTensor) else weight).shape[0])
+    mesh = found.style.mesh
+    assert mesh is not None and isinstance(found.module.weight, torch.Tensor)
+    return even_sizes(int(found.module.weight.shape[0]), mesh.size())[mesh.get_local_rank()]
 
 
 def _fixed(seed: int, features: int, dtype: torch.dtype) -> torch.Tensor:
@@ -187,6 +196,22 @@ def _training(layer: nn.Module) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
+
+
+@contextlib.contextmanager
+def _whole_parameters(layer: nn.Module) -> Iterator[None]:
+    """In place of parameters that are sharded (by `fully_shard`) some of their shape: their values do not matter."""
+    before = [(module, dict(module.__dict__["_parameters"])) for module in layer.modules()]
+    for number, (module, params) in enumerate(before):
+        for name, param in params.items():
+            if isinstance(param, DTensor):
+                made = torch.rand(param.shape, generator=_generator(number), device="cpu").to(param.dtype)
+                module.__dict__["_parameters"][name] = nn.Parameter(made, requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, params in before:
+            module.__dict__["_parameters"].update(params)
 
 
 @contextlib.contextmanager

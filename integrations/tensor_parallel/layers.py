@@ -8,7 +8,8 @@
 | Rowwise | x is sharded by features | takes the local part | GEMM by slices, each sent as it is computed |
 
 The hooks behind a forward stay: they get a DTensor that already is what they make. What comes in another way than the style
-expects (a DTensor of another layout, a graph of torch.compile, weights of others) goes the framework's own way.
+expects (a DTensor of another layout, weights of others) goes the framework's own way. In graphs of torch.compile the layers are
+registered ops, and traced.py has what stands for the gathered x.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from commfuse_dp.integrations.attach.forwards import Hook
 from commfuse_dp.integrations.tensor_parallel.compat import Style
 from commfuse_dp.integrations.tensor_parallel.select import Group, Member
 from commfuse_dp.integrations.tensor_parallel.stand_in import StandIn
+from commfuse_dp.integrations.tensor_parallel.traced import Traced, hand_on, traced
 from commfuse_dp.integrations.tensor_parallel.units import holds_unit, sharded_weights, stock_forward, unit_layer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,8 +36,9 @@ from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.engine import in_backward
 from commfuse_dp.errors import MismatchError
 from commfuse_dp.ops.column_parallel import column_parallel_of
+from commfuse_dp.ops.operands import register_operand
 from commfuse_dp.ops.row_parallel import row_parallel_of
-from commfuse_dp.ops.sequence import exchange_lengths
+from commfuse_dp.ops.sequence import GraphPlace, Place, exchange_lengths, place_of
 from commfuse_dp.transport.base import Transport
 
 
@@ -49,6 +52,7 @@ class Division:
         self.transport = transport
         self.config = config
         self._stock_gathers = list(stock_gathers)
+        self.rank, self.world_size = transport.rank, transport.world_size
         self.gathered_inputs: dict[str, int] = {}  # group -> how often the framework's own gather was needed
         self._lengths: tuple[int, ...] | None = None
         self._in_root = False
@@ -75,9 +79,11 @@ class Division:
 
     def divided(self, length: int) -> tuple[int, ...]:
         """Positions that every rank keeps of a result with `length` of them."""
+        if torch.compiler.is_compiling():  # what was exchanged outside of a graph is not known in it
+            return even_sizes(length, self.world_size)
         if self._lengths is not None and sum(self._lengths) == length:
             return self._lengths
-        return even_sizes(length, self.transport.world_size)
+        return even_sizes(length, self.world_size)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -86,6 +92,23 @@ class Division:
     @property
     def order(self) -> str:
         return "ring" if self.config.order == "ring" else "pairwise"
+
+
+class ServedLayer:
+    """What is served as one: a group of column-parallel layers, or a row-parallel one."""
+
+    takes_units = True  # weights that data parallelism shards as well, by slices
+
+    def __init__(self, name: str, division: Division) -> None:
+        self.name = name
+        self._division = division
+        self.in_graphs = GraphPlace(torch.tensor(register_operand(self), device="cpu"), division.rank, division.world_size)
+
+    @property
+    def place(self) -> Place:
+        """Where a graph finds it: see ops/sequence_ops.py."""
+        division = self._division
+        return place_of(None, division.transport, division.order, division.config.slices_per_rank, self.name)
 
 
 # ---- hooks -----------------------------------------------------------------------------------------------------------
@@ -98,9 +121,7 @@ class StyleHook(Hook, ABC):
         self.hook_id = style.hook_id
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        if module is not self._module() or torch.compiler.is_compiling():
-            return self._stock(module, args)
-        return self.run(module, args)
+        return self.run(module, args) if module is self._module() else self._stock(module, args)
 
     def stock(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """What the style's hook makes of it."""
@@ -108,7 +129,7 @@ class StyleHook(Hook, ABC):
 
     @abstractmethod
     def run(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        """In eager mode, of the module itself."""
+        """Of the module itself."""
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self._stock
@@ -130,14 +151,15 @@ class GatherHook(StyleHook):
         if len(args) != len(group.style.inputs) or not group.takes(x):
             return self.stock(module, args)
         assert isinstance(x, torch.Tensor)
-        return (*args[: group.position], group.stand_in(x), *args[group.position + 1 :])
+        return (*args[: group.position], group.input(x), *args[group.position + 1 :])
 
 
 class PassHook(StyleHook):
     """Of a member inside of a group's module: its input is a stand-in already."""
 
     def run(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        return None if type(args[0]) is StandIn else self.stock(module, args)
+        known = traced(args[0]) is not None if torch.compiler.is_compiling() else type(args[0]) is StandIn
+        return None if known else self.stock(module, args)
 
 
 class FeaturesHook(StyleHook):
@@ -158,7 +180,7 @@ class FeaturesHook(StyleHook):
 
 
 # ---- columns ---------------------------------------------------------------------------------------------------------
-class ColumnGroup:
+class ColumnGroup(ServedLayer):
     """Column-parallel layers that share one gather."""
 
     sharded_dim = 0  # of their weights
@@ -166,10 +188,10 @@ class ColumnGroup:
     def __init__(self, group: Group, division: Division) -> None:
         self._module = weakref.ref(group.module)
         self._members = [weakref.ref(member.module) for member in group.members]
-        self.name, self.style, self.position = group.name, group.style, group.position
+        super().__init__(group.name, division)
+        self.style, self.position = group.style, group.position
         self.alone = group.members[0].module is group.module
         self.mesh = group.style.mesh
-        self._division = division
 
     @property
     def holder(self) -> nn.Module:
@@ -193,8 +215,14 @@ class ColumnGroup:
         """`functional_call` may have put other weights in."""
         return all(holds_own(member(), 0, self.mesh) for member in self._members)
 
-    def stand_in(self, x: torch.Tensor) -> StandIn:
+    def input(self, x: torch.Tensor) -> torch.Tensor:
+        """What stands for the gathered x."""
         local = x.to_local() if isinstance(x, DTensor) else x
+        if torch.compiler.is_compiling():
+            return hand_on(local, self._dim, self, self.in_graphs, self.mesh, local_output=self.style.local_output)
+        return self._stand_in(local)
+
+    def _stand_in(self, local: torch.Tensor) -> StandIn:
         dim = self._dim
         sizes = self._division.of(self.name, local, dim)
         shape = (*local.shape[:dim], sum(sizes), *local.shape[dim + 1 :])
@@ -219,26 +247,37 @@ class ColumnGroup:
 
     def forward(self, module: nn.Module, input: torch.Tensor) -> torch.Tensor:
         """A member's."""
+        if torch.compiler.is_compiling():
+            return self._in_graph(module, input)
         if not isinstance(input, StandIn):
             return stock_forward(module, input)
         if input.group is not self:
-            return stock_forward(module, _replicated(input.whole(), self.mesh))
+            return stock_forward(module, replicated(input.whole(), self.mesh))
         if input.outputs is None:
-            input.outputs = self._compute(input)
+            ys = self._compute(input)
+            input.outputs = {id(member()): y for member, y in zip(self._members, ys, strict=True)}
         y = input.outputs.pop(id(module), None)
         if y is None:  # called a second time with the same input
-            return stock_forward(module, _replicated(input.whole(), self.mesh))
+            return stock_forward(module, replicated(input.whole(), self.mesh))
         return as_dtensor(y, self.mesh, y.dim() - 1, module.out_features)  # type: ignore[arg-type]
 
-    def _compute(self, input: StandIn) -> dict[int, torch.Tensor]:
+    def _in_graph(self, module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+        found = traced(input, self)
+        if found is None:
+            return stock_forward(module, replicated(input, self.mesh))
+        if found.outputs is None:
+            found.outputs = self._compute(found)
+        (y,) = [y for y, member in zip(found.outputs, self._members, strict=True) if member() is module]
+        return as_dtensor(y, self.mesh, y.dim() - 1, module.out_features)  # type: ignore[arg-type]
+
+    def _compute(self, input: StandIn | Traced) -> tuple[torch.Tensor, ...]:
         members = [member() for member in self._members]
         sharded = sharded_weights(members)
         if sharded is not None:
             weights, biases = list(sharded.weights), list(sharded.biases)
         else:
-            weights = [local_weight(member, 0, self.mesh) for member in members]  # type: ignore[misc]
-            biases = [local_bias(member) for member in members]
-        ys = column_parallel_of(
+            weights, biases = map(list, zip(*(own_parameters(member, 0, self.mesh) for member in members), strict=True))  # type: ignore[assignment]
+        return column_parallel_of(
             self.name,
             input.local,
             weights,
@@ -247,23 +286,22 @@ class ColumnGroup:
             sizes=input.sizes,
             save=self._division.config.save_activations,
             sharded=sharded,
+            served=self.in_graphs,
             **self._division.options,
         )
-        return {id(member): y for member, y in zip(members, ys, strict=True)}
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
-class RowLayer:
+class RowLayer(ServedLayer):
     """A row-parallel layer whose output is sharded along the sequence."""
 
     sharded_dim = 1  # of its weight
 
     def __init__(self, member: Member, division: Division) -> None:
-        self.name = member.name
+        super().__init__(member.name, division)
         layout = member.style.outputs[0]
         assert isinstance(layout, Shard)
         self._dim, self.mesh = layout.dim, member.style.mesh
-        self._division = division
 
     def forward(self, module: nn.Module, input: torch.Tensor) -> torch.Tensor:
         sharded = None
@@ -273,7 +311,7 @@ class RowLayer:
             if sharded is not None:
                 weight, bias = sharded.weights[0], sharded.biases[0]
             else:
-                weight, bias = local_weight(module, 1, self.mesh), local_bias(module)
+                weight, bias = own_parameters(module, 1, self.mesh)
         if weight is None or input.dim() < self._dim + 2 or input.shape[-1] != weight.shape[1]:
             features = () if isinstance(input, DTensor) else (Shard(-1),)
             stock = DTensor.from_local(input, self.mesh, features, run_check=False) if features else input
@@ -287,6 +325,7 @@ class RowLayer:
             dim=self._dim,
             sizes=self._division.divided(length),
             sharded=sharded,
+            served=self.in_graphs,
             **self._division.options,
         )
         return as_dtensor(y, self.mesh, self._dim, length)
@@ -298,6 +337,15 @@ def holds_own(module: nn.Module | None, dim: int, mesh: DeviceMesh) -> bool:
     if module is not None and unit_layer(module) is not None:
         return holds_unit(module)
     return local_weight(module, dim, mesh) is not None
+
+
+def own_parameters(module: nn.Module | None, dim: int, mesh: DeviceMesh) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """This rank's part of weight and bias, gathered over data-parallel ranks where these shard it as well."""
+    unit = unit_layer(module)
+    if unit is None:
+        return local_weight(module, dim, mesh), local_bias(module)
+    weight, *bias = unit.gathered()
+    return weight, bias[0] if bias else None
 
 
 def local_weight(module: nn.Module | None, dim: int, mesh: DeviceMesh) -> torch.Tensor | None:
@@ -313,7 +361,8 @@ def local_bias(module: nn.Module | None) -> torch.Tensor | None:
     return bias.to_local() if isinstance(bias, DTensor) else bias
 
 
-def _replicated(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def replicated(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """`whole` is what every rank has."""
     if isinstance(whole, DTensor):
         return whole
     return DTensor.from_local(whole, mesh, (Replicate(),), run_check=False)
@@ -321,6 +370,8 @@ def _replicated(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, dim: int, extent: int) -> DTensor:
     """`local` is this rank's shard along `dim` of a tensor with `extent` there."""
+    if torch.compiler.is_compiling() and extent == local.shape[dim] * mesh.size():  # dynamo takes constants only
+        return DTensor.from_local(local, mesh, (Shard(dim),), run_check=False)
     shape = torch.Size((*local.shape[:dim], extent, *local.shape[dim + 1 :]))
     return DTensor.from_local(local, mesh, (Shard(dim),), run_check=False, shape=shape, stride=_dense_strides(shape))
 

@@ -18,6 +18,9 @@ from commfuse_dp.integrations.fsdp2 import remove as remove_fsdp2
 from commfuse_dp.integrations.fsdp2.layers import TensorLayer
 from commfuse_dp.integrations.hugging_face_tp.compat import sharded
 from commfuse_dp.integrations.hugging_face_tp.install import install as install_hugging_face
+from commfuse_dp.integrations.hugging_face_tp.layers import ColumnGroup as HeldColumns
+from commfuse_dp.integrations.hugging_face_tp.layers import HeldForward
+from commfuse_dp.integrations.hugging_face_tp.layers import RowLayer as HeldRow
 from commfuse_dp.integrations.hugging_face_tp.select import select as select_hugging_face
 from commfuse_dp.integrations.tensor_parallel import autohook, compat
 from commfuse_dp.integrations.tensor_parallel.layers import (
@@ -177,7 +180,7 @@ def _follow_steps(attachment: Attachment, model: nn.Module, group: dist.ProcessG
     if steps is None:
         return
     attachment.transaction.on_undo(lambda: unwatch(steps))
-    follow_forward(attachment.transaction, model, begin=steps.begin_next, raised=steps.forward_raised)
+    follow_forward(attachment.transaction, model, begin=steps.begin_next, raised=steps.forward_raised, graphs=True)
     if data is not None:
         engine, vote = data.engine, any_of(group, torch.device("cpu"))
         data.transaction.acquire(lambda: engine.step_with(steps, vote), lambda part: part())
@@ -200,12 +203,11 @@ def _tensor_layers(model: nn.Module) -> list[TensorLayer]:
     """What takes its weights by slices of data parallelism."""
     found = []
     for module in model.modules():
-        service = vars(module).get(SERVICE)
-        if not isinstance(service, Service):
-            continue
-        layer = getattr(service.compute, "__self__", None)
-        if isinstance(layer, (ColumnGroup, RowLayer)):
-            found.append(tensor_layer(module, service.compute, layer.mesh, layer.name, layer.sharded_dim))
+        service, held = vars(module).get(SERVICE), vars(module).get("forward")
+        forward = held.compute if isinstance(held, HeldForward) else getattr(service, "compute", None)
+        layer = getattr(forward, "__self__", None)
+        if isinstance(layer, (ColumnGroup, RowLayer, HeldColumns, HeldRow)) and layer.takes_units:
+            found.append(tensor_layer(module, forward, layer.mesh, layer.name, layer.sharded_dim))
     return found
 
 

@@ -42,10 +42,13 @@ class UnitLayer:
     def __call__(self, module: nn.Module, input: torch.Tensor) -> torch.Tensor:
         return self._forward(module, input)
 
+    def gathered(self) -> tuple[torch.Tensor, ...]:
+        """Tensor parallelism's part of weight and bias, gathered over the data-parallel ranks."""
+        return gather_parameters(self.operand, self._handle)
+
     def stock(self, module: nn.Module, input: torch.Tensor) -> torch.Tensor:
         """The module's own forward with its weight gathered over the data-parallel ranks, as the framework calls it."""
-        params = gather_parameters(self.operand, self._handle)
-        return self._compute(module, input, [self._wrap(part, whole) for part, whole in enumerate(params)])
+        return self._compute(module, input, [self._wrap(part, whole) for part, whole in enumerate(self.gathered())])
 
 
 def tensor_layer(module: nn.Module, forward: Forward, mesh: DeviceMesh, holder: str, dim: int) -> TensorLayer:
@@ -78,7 +81,9 @@ def holds_unit(module: nn.Module) -> bool:
 
 
 def sharded_weights(modules: Sequence[nn.Module | None]) -> ShardedWeights | None:
-    """The weights and biases of layers that compute together, if they are units."""
+    """The weights and biases of layers that compute together, if they are units whose slices an op takes as they come."""
+    if torch.compiler.is_compiling():
+        return None
     layers = [layer for layer in map(unit_layer, modules) if layer is not None]
     if not layers:
         return None

@@ -46,11 +46,12 @@ def test_torch_accepts_the_ops(save: str) -> None:
     number = ops.place_number(None, "pairwise", None, "test")
     x, w1, w2, last, b, c = operands(0, (3,), True)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    args = (x, [w1, w2, b], 2, 0b10, 1, [3], ("shard", "gathered").index(save), 0b10111, number)
+    args = (x, [w1, w2, b], 2, 0b10, 1, [3], ("shard", "gathered").index(save), 0b10111, None, 0, number)
     torch.library.opcheck(torch.ops.commfuse.column_parallel.default, args, test_utils=tests)
     y = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(torch.ops.commfuse.gather_sequence.default, (x, 1, 1, None, 0, number), test_utils=tests)
     torch.library.opcheck(
-        torch.ops.commfuse.row_parallel.default, (y, last, c, 1, [3], torch.float64, 0b111, number), test_utils=tests
+        torch.ops.commfuse.row_parallel.default, (y, last, c, 1, [3], torch.float64, 0b111, None, 0, number), test_utils=tests
     )
 
 

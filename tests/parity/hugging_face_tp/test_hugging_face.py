@@ -47,7 +47,7 @@ def _trained(rank: int, n: int, kind: str, sizes: dict[str, Any], loading: dict[
     with saved(kind, **sizes) as path:
         whole, stock, model = load(path, **loading), load(path, n, **loading), load(path, n, **loading)
     wanted = train(whole.train(), 20)
-    tolerance = 1e-8
+    tolerance = 1e-6 if kind == "gemma3_text" else 1e-8  # its norms compute in float32
     alike(train(stock.train(), 20), wanted, tolerance)
     with applied(model, **settings) as report:
         assert {row.path for row in report.rows} == {"column", "row", "stock"}
@@ -57,6 +57,7 @@ def _trained(rank: int, n: int, kind: str, sizes: dict[str, Any], loading: dict[
 MOE = {"experts_implementation": "eager"}
 OURS = {"attn_implementation": "commfuse"}
 THIRDS = {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 3}
+GEMMA = {"head_dim": 4, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 
 
@@ -73,6 +74,8 @@ BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
         (2, "qwen3", {"head_dim": 4}, {}, {}),
         (2, "starcoder2", {"residual_dropout": 0.0, "embedding_dropout": 0.0}, {}, {}),
         (2, "olmo2", {}, {}, {}),
+        (2, "gemma3_text", GEMMA, {}, {}),
+        (2, "gemma3_text", {**GEMMA, "tie_word_embeddings": True}, OURS, {}),
         (2, "qwen3_moe", {"head_dim": 4, "num_experts": 8, "moe_intermediate_size": 8, "decoder_sparse_step": 2}, MOE, {}),
     ],
 )

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from commfuse_dp.integrations.attach.attachment import attachment_of
+from commfuse_dp.integrations.attach.forwards import TENSOR_ATTACHMENT
 from commfuse_dp.integrations.fsdp2 import engine_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -229,14 +231,23 @@ def test_ways_of_calling(workers: Any) -> None:
 
 
 def _compiled(rank: int, world_size: int) -> None:
-    """A block in a graph computes as DTensor does, with weights gathered whole."""
+    """In a graph weights are gathered whole; the sequence is moved slice by slice, as ever."""
+    torch.compiler.reset()
     mesh = grid(world_size)
     stock, net = build(mesh), build(mesh)
+
+    def sent() -> int:
+        before = probe.snapshot()
+        alike(gradients(net, mesh), gradients(stock, mesh))
+        return int(probe.since(before).grad_bytes_sent)
+
     with applied(net):
+        probe = attachment_of(net, TENSOR_ATTACHMENT).transport.probe.counters
+        eager = sent()
         for block in net.blocks:
             block.compile(backend="aot_eager")
         for _ in range(2):
-            alike(gradients(net, mesh), gradients(stock, mesh))
+            assert 0 < sent() <= eager
 
 
 @pytest.mark.slow

@@ -1,0 +1,101 @@
+"""transformers' `tp_size` below its `fsdp_size`, 2 x 2 ranks: as stock, and as the whole model with both batches."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.hugging_face_tp.models import alike, batch, full, load, quiet, saved
+from tests.support.serving import applied
+
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+
+
+def _load(path: str, n: int, **settings: Any) -> Any:
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    with quiet():
+        config = DistributedConfig(tp_size=2, fsdp_size=n // 2)
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float64, distributed_config=config, **settings
+        )
+
+
+def _step(model: Any, tokens: list[torch.Tensor]) -> torch.Tensor:
+    """Gradients of the mean over some batches. Returns the first loss."""
+    losses = [model(one, labels=one).loss for one in tokens]
+    (sum(losses) / len(losses)).backward()
+    return losses[0].detach()
+
+
+def _train(model: Any, rank: int, replicas: int, steps: int) -> dict[str, torch.Tensor]:
+    """replicas: data-parallel ranks, each with a batch of its own; 0: all of them here."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
+    found = {}
+    for step in range(steps):
+        batches = [batch(10 * step + number, length=7) for number in range(2)]
+        loss = _step(model, batches[rank // 2 : rank // 2 + 1] if replicas else batches)
+        if rank < 2:  # the whole model's first batch
+            found[f"loss {step}"] = full(loss)
+        if step == 0:
+            found.update({f"gradient of {name}": full(param.grad) for name, param in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    found.update({name: full(param) for name, param in model.named_parameters()})
+    return found
+
+
+def _trained(rank: int, n: int, kind: str, sizes: dict[str, Any], loading: dict[str, Any], steps: int) -> None:
+    from commfuse_dp.integrations.hugging_face_tp import register_attention
+
+    register_attention()
+    with saved(kind, **sizes) as path:
+        whole, stock, model = load(path), _load(path, n), _load(path, n, **loading)
+    tolerance = 1e-6 if kind == "gemma3_text" else 1e-8
+    wanted = _train(whole.train(), rank, 0, steps)
+    shared = sizes.get("num_key_value_heads") == 1  # stock fails with fewer key heads than ranks
+    if not shared:
+        alike(_train(stock.train(), rank, n // 2, steps), wanted, tolerance)
+    with applied(model) as report:
+        paths = {row.name: row for row in report.rows}
+        served = paths["model.layers.1.self_attn.k_proj.weight"]
+        slices = "data parallel: fused" in served.reason
+        assert served.path == "column" and slices == (sizes.get("num_key_value_heads") != 1), served
+        assert paths["model.layers.0.mlp.down_proj.weight"].path == "row"
+        assert "data parallel: fused" in paths["model.layers.0.mlp.down_proj.weight"].reason
+        assert report.tensor_parallel is not None
+        alike(_train(model.train(), rank, n // 2, steps), wanted, tolerance)
+        if shared:
+            return
+        tokens = batch(3, length=6)
+        with torch.no_grad():
+            assert torch.allclose(model.eval()(tokens).logits, stock.eval()(tokens).logits, rtol=tolerance, atol=tolerance)
+            one = tokens[:, :1]  # fewer positions than ranks
+            assert torch.allclose(model(one).logits, stock(one).logits, rtol=tolerance, atol=tolerance)
+        for each in (model, stock):
+            each.gradient_checkpointing_enable({"use_reentrant": False})
+            _step(each.train(), [tokens])
+            _step(each, [one])
+        for a, b in zip(model.parameters(), stock.parameters(), strict=True):
+            assert torch.allclose(full(a.grad), full(b.grad), rtol=tolerance, atol=tolerance)
+    with torch.no_grad():
+        assert torch.allclose(model(tokens).logits, stock(tokens).logits, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "sizes", "loading"),
+    [
+        ("llama", {}, {}),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, {"attn_implementation": "commfuse"}),
+        ("qwen3", {"head_dim": 4}, {}),
+        ("llama", {"num_key_value_heads": 1}, {}),
+        ("gemma3_text", {"head_dim": 4, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}, {}),
+    ],
+)
+def test_tensor_parallelism_below_fsdp_size(workers: Any, kind: str, sizes: dict[str, Any], loading: dict[str, Any]) -> None:
+    workers(4).run(_trained, kind, sizes, loading, 5, timeout=250)
