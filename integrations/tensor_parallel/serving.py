@@ -171,8 +171,11 @@ def _replace_hook(attachment: Attachment, module: nn.Module, hook: StyleHook) ->
 def _follow_steps(attachment: Attachment, model: nn.Module, group: dist.ProcessGroup) -> None:
     """A forward of the root begins a step: see collectives/steps.py. With data parallelism it is one of its engine, too."""
     data = attachment_of(model)
-    if data is not None and data.transport.recovery is None:
-        return
+    if data is not None:  # who has lost a rank on one of the transports tells the peers on the other
+        data.transport.when_lost.append(attachment.transport.tell_lost)
+        attachment.transport.when_lost.append(data.transport.tell_lost)
+        if data.transport.recovery is None:
+            return
     steps = follow_steps(attachment.transport)
     if steps is None:
         return

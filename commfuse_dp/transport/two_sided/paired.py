@@ -266,5 +266,5 @@ def open_p2p(
     """
     probe = probe if probe is not None else Probe()
     lanes = open_lanes(group, setup_s=deadline_s)
-    two_sided = TwoSided(lanes.groups, deadline_s=FOREVER_S, probe=probe, keep=lanes.keep)
+    two_sided = TwoSided(lanes.item, deadline_s=FOREVER_S, probe=probe, keep=lanes.keep)
     return PairedTransport(two_sided, exchange_of(group), inbox_bytes=inbox_bytes, deadline_s=deadline_s, probe=probe)
