@@ -59,9 +59,8 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     config, selection = Ranks(groups).together(lambda: _prepare(model, config))
     group = selection.group
     if group is not None and config.enabled:
-        check_equal(describe(model, config), group)
-        ranks = Ranks([group, *groups])
-        served = config
+        ranks, served = Ranks([group, *groups]), config
+        ranks.together(lambda: check_equal(describe(model, served), group))
         report = attach(model, ranks, lambda found: _attach(found, model, selection, served), TENSOR_ATTACHMENT)
     else:
         reason = "no layer that can be served" if config.enabled else "enabled=False"

@@ -25,11 +25,15 @@ from tests.support.processes import RankPipe, RankProcesses
 
 DEADLINE_S = 120.0  # whatever ends sooner has not waited for it
 FIRST, LATER = 0, 2  # steps
-MESHES = {"replicas": ("replicate", "shard"), "tensor parallel": ("shard", "tp")}
+MESHES = {"replicas": ("replicate", "shard"), "tensor parallel": ("dp", "tp")}
 
 
 def die(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_backward(out: torch.Tensor) -> None:
+    out.register_hook(die)
 
 
 def die_in_exchange(number: int) -> None:
@@ -78,7 +82,7 @@ def dying(rank: int, pipe: RankPipe, port: int, size: int, kind: str, victim: in
                 if "forward" in phase:
                     middle.register_forward_pre_hook(die)
                 elif "backward" in phase:
-                    middle.register_full_backward_hook(die)
+                    middle.register_forward_hook(lambda module, args, out: die_in_backward(out))
             start = time.monotonic()
             train(net, data, rank, size, step)
             for param in net.parameters():
