@@ -41,7 +41,7 @@ class TransportError(CommFuseError):
 
 
 class PeerLostError(TransportError):
-    """A peer died or left in the middle of a step. `peer` is its rank in the group."""
+    """A peer died or left in the middle of a step. `rank`, `peer`: as in all errors, numbers in the default group."""
 
     def __init__(self, message: str, *, rank: int, peer: int, where: Where | None = None) -> None:
         super().__init__(message)

@@ -25,7 +25,7 @@ class StepState:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = weakref.ref(transport)
-        self._rank = transport.rank
+        self._rank, self._here = transport.rank, transport.called(transport.rank)
         self._peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
         self.together: list[StepState] = []  # of other transports, whose steps are the same ones: what breaks one breaks all
         self.owed: list[str] = []  # causes of steps that were broken off here before they began: see `not_begun`
@@ -42,6 +42,10 @@ class StepState:
     def _recovery(self) -> Recovery | None:
         transport = self._transport()
         return transport.recovery if transport is not None else None
+
+    def _called(self, rank: int) -> int:
+        transport = self._transport()
+        return transport.called(rank) if transport is not None else rank
 
     # ---- inside a step -----------------------------------------------------------------------------------------------
     def by(self, place: str, error: BaseException) -> None:
@@ -65,7 +69,7 @@ class StepState:
         if self.cause:
             return
         self.cause = cause
-        self._say(f"rank {self._rank}: {cause}")
+        self._say(f"rank {self._here}: {cause}")
 
     def give_up(self, cause: str) -> None:
         """This rank will never go on."""
@@ -79,7 +83,7 @@ class StepState:
         if self._recovery is not None:
             self.owed.append(in_a_line(error, f"the start of step {self.step + len(self.owed) + 1}"))
             for state in (self, *self.together):
-                state._say(f"rank {self._rank}: {self.owed[-1]}", absent=True)
+                state._say(f"rank {self._here}: {self.owed[-1]}", absent=True)
 
     def break_owed(self) -> None:
         """The step that has just begun is one of those."""
@@ -95,9 +99,9 @@ class StepState:
         """Raises BrokenStepError if the step was broken off here."""
         if self.cause:
             raise BrokenStepError(
-                f"rank {self._rank}: step {self.step} was broken off ({self.cause}); begin a new forward of the model",
-                rank=self._rank,
-                peer=self._rank,
+                f"rank {self._here}: step {self.step} was broken off ({self.cause}); begin a new forward of the model",
+                rank=self._here,
+                peer=self._here,
             )
 
     def heed(self, peer: int, where: Where, doing: str, come: Callable[[], bool]) -> None:
@@ -116,15 +120,16 @@ class StepState:
             raise self._lost(left, peer, where, doing)
 
     def _lost(self, left: Left, peer: int, where: Where, doing: str) -> BrokenStepError:
+        member = self._called(peer)
         reason = left.reason or (
-            f"rank {peer} has begun the step after step {self.step} without going through with this one; an exception outside "
-            "CommFuse's layers was caught there, look at its log, or it runs another program"
+            f"rank {member} has begun the step after step {self.step} without going through with this one; an exception "
+            "outside CommFuse's layers was caught there, look at its log, or it runs another program"
         )
         return BrokenStepError(
-            f"rank {self._rank} waited for rank {peer}: {doing} ({where}). It will not come: {reason}. This step is lost; "
+            f"rank {self._here} waited for rank {member}: {doing} ({where}). It will not come: {reason}. This step is lost; "
             "catch the exception on all ranks, clear the gradients and go on with the next one, or stop all ranks.",
-            rank=self._rank,
-            peer=peer,
+            rank=self._here,
+            peer=member,
             where=where,
         )
 
@@ -158,14 +163,15 @@ class StepState:
 
     def parted(self) -> BrokenStepError | None:
         """What is to be raised after a step that was lost, if some ranks went through with it."""
-        through = {rank for state in (self, *self.together) for rank, outcome in state.outcomes().items() if outcome.through}
+        states = (self, *self.together)
+        through = {state._called(rank) for state in states for rank, how in state.outcomes().items() if how.through}
         if not through:
             return None
         who = "other ranks" if self.together else f"ranks {sorted(through)}"
         return BrokenStepError(
-            f"rank {self._rank}: step {self.step} was lost ({self.why()}), but {who} went through with it. If their "
+            f"rank {self._here}: step {self.step} was lost ({self.why()}), but {who} went through with it. If their "
             "optimizers took a step, the parameters of the ranks do not belong together: load the last checkpoint then. "
             "Communication goes on with the next step.",
-            rank=self._rank,
-            peer=next((rank for rank in sorted(through) if rank != self._rank), self._rank),
+            rank=self._here,
+            peer=next((rank for rank in sorted(through) if rank != self._here), self._here),
         )

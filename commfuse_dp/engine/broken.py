@@ -160,7 +160,7 @@ class Breakage(StepState):
             raise self.refusal()
 
     def refusal(self) -> BrokenStepError:
-        rank, cause = self._rank, self._mixed or self.cause or "an exception in its backward"
+        rank, cause = self._here, self._mixed or self.cause or "an exception in its backward"
         fix = f", call {self.gradients.fix}" if self.gradients.fix else " clear them"
         return BrokenStepError(
             f"rank {rank}: the backward of step {self.step} was broken off: {cause}. What has been accumulated, gradients of "

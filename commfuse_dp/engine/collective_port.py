@@ -233,11 +233,12 @@ class CollectivePort:
     def complete(self, messages: _Messages) -> None:
         """Send and receive until a collective is complete, summing fused gradients meanwhile."""
         if messages.lost:
+            here = self.transport.called(self.rank)
             raise BrokenStepError(
-                f"rank {self.rank}: an {messages.what} of an FSDP2 group was not completed: {messages.lost}. Call "
+                f"rank {here}: an {messages.what} of an FSDP2 group was not completed: {messages.lost}. Call "
                 "reset_iter_state() on the root module after a step that was broken off, on all ranks.",
-                rank=self.rank,
-                peer=self.rank,
+                rank=here,
+                peer=here,
             )
         self._engine.gradients.make_progress()
         if messages.done:

@@ -430,7 +430,9 @@ class GradientStream:
             self._replicas.all_reduce(torch.zeros(1, device="cpu"), self._breakage.step).wait(interruptible=True)
 
     def forget_all(self) -> None:
-        """The end: drop every buffer."""
+        """The end: drop every buffer, and give the replicas' communicator back."""
+        if self._replicas is not None:
+            self._replicas.close()
         self._queue.clear()
         self._replicating.clear()
         self._sums.clear()

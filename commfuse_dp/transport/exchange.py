@@ -83,7 +83,7 @@ def _unmarked(group: dist.ProcessGroup | None) -> ExchangeFn:
         try:
             dist.all_gather_object(everyone, item, group=group)
         except RuntimeError as error:  # of NCCL or MPI, which do not say who
-            raise _lost(error, dist.get_rank(group), -1) from error
+            raise _lost(error, -1) from error
         return everyone
 
     return exchange
@@ -95,6 +95,7 @@ class _Star:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
 
     def __call__(self, item: Any) -> list[Any]:
         if self._rank != _HUB:
@@ -102,10 +103,10 @@ class _Star:
                 self._send(_HUB, _pack(item))
                 lost, everyone = self._receive(_HUB, self._post(_HUB))
             except RuntimeError as error:
-                raise _lost(error, self._rank, _HUB) from error
+                raise self._lost(error, _HUB) from error
             if lost is not None:
                 peer, late, text = lost
-                raise _error(self._rank, peer, text, late=late)
+                raise _error(peer, text, late=late)
             return everyone
         return self._gather(item)
 
@@ -120,13 +121,13 @@ class _Star:
             try:
                 posted[peer] = self._post(peer)
             except RuntimeError as error:
-                failure = failure or _lost(error, self._rank, peer)
+                failure = failure or self._lost(error, peer)
         for peer, first in posted.items():
             try:
                 everyone[peer] = self._receive(peer, first)
                 left.append(peer)
             except RuntimeError as error:
-                failure = failure or _lost(error, self._rank, peer)
+                failure = failure or self._lost(error, peer)
         lost = None
         if failure is not None:
             lost = failure.peer, isinstance(failure, DeadlineError), str(failure.__cause__)  # type: ignore[attr-defined]
@@ -135,10 +136,13 @@ class _Star:
             try:
                 self._send(peer, answer)
             except RuntimeError as error:  # the others may have their answer by now
-                failure = failure or _lost(error, self._rank, peer)
+                failure = failure or self._lost(error, peer)
         if failure is not None:
             raise failure
         return everyone
+
+    def _lost(self, error: RuntimeError, peer: int) -> TransportError:
+        return _lost(error, self._members[peer])
 
     def _send(self, peer: int, parts: list[torch.Tensor]) -> None:
         for part in parts:
@@ -169,14 +173,16 @@ def _pack(item: Any) -> list[torch.Tensor]:
     return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (first, rest) if part]
 
 
-def _lost(error: RuntimeError, rank: int, peer: int) -> TransportError:
+def _lost(error: RuntimeError, peer: int) -> TransportError:
+    """peer: in the default group."""
     late = _TIMED_OUT.search(str(error)) is not None
-    failure = _error(rank, peer, str(error).splitlines()[0][:300], late=late)
+    failure = _error(peer, str(error).splitlines()[0][:300], late=late)
     failure.__cause__ = error
     return failure
 
 
-def _error(rank: int, peer: int, text: str, *, late: bool) -> TransportError:
+def _error(peer: int, text: str, *, late: bool) -> TransportError:
+    rank = dist.get_rank()
     who = f"rank {peer}" if peer >= 0 else "one of its peers"
     text = text.splitlines()[0][:300] if text else "no reason given"
     if late:

@@ -110,6 +110,8 @@ def open_transport(
     wanted = Wanted(kind, order, group, rank, hosts, exchange, room, deadline_s, probe, device, stream_ordered, published_bytes)
     transport, reason = _open(wanted)
     transport.share = room.share
+    if group is not None:
+        transport.members = dist.get_process_group_ranks(group)
     return transport, reason
 
 

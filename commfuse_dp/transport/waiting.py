@@ -25,7 +25,8 @@ def wait_until(transport: Transport, ready: Callable[[], bool], *, peer: int, wh
     `doing` completes "rank 1 waits for ..." in errors.
 
     Raises DeadlineError, or PeerLostError: a loss that is heard of in here says what was waited for."""
-    who = f"rank {peer}" if peer >= 0 else "its peers"
+    here = transport.called(transport.rank)
+    who = f"rank {transport.called(peer)}" if peer >= 0 else "its peers"
     limit = time.monotonic() + transport.deadline_s
     recovery = transport.recovery
     try:
@@ -41,11 +42,11 @@ def wait_until(transport: Transport, ready: Callable[[], bool], *, peer: int, wh
                 continue
             left = limit - time.monotonic()
             if left <= 0:
-                text = too_late(transport.rank, transport.deadline_s, f"{who}: {doing}", who, where, transport.name)
-                raise DeadlineError(text, rank=transport.rank, peer=peer, where=where)
+                text = too_late(here, transport.deadline_s, f"{who}: {doing}", who, where, transport.name)
+                raise DeadlineError(text, rank=here, peer=transport.called(peer), where=where)
             transport.progress(min(left, transport.sleep_s))
     except PeerLostError as error:
         if error.where is not None:
             raise
-        text = f"{error} Rank {transport.rank} was waiting for {who}: {doing} ({where})."
-        raise PeerLostError(text, rank=transport.rank, peer=error.peer, where=where) from None
+        text = f"{error} Rank {here} was waiting for {who}: {doing} ({where})."
+        raise PeerLostError(text, rank=here, peer=error.peer, where=where) from None

@@ -22,7 +22,7 @@ from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.plan import Unit
-from commfuse_dp.engine.replicas import ReplicaGroup
+from commfuse_dp.engine.replicas import ReplicaGroup, open_replicas
 from commfuse_dp.engine.room import least_ring, published_bytes
 from commfuse_dp.ops.compat import default_store
 from commfuse_dp.ops.gathered import gather_parameters
@@ -84,11 +84,14 @@ class Attachment:
         # A vote of its own, before ranks wait for those of other groups.
         transport, self._transport_reason = self._ranks.together(lambda: take(opened, lambda found: found[0].close()))
         self.transport = transport
-        ranks = dist.get_process_group_ranks(replicate_group) if replicate_group is not None else []
         replicas = None
-        if len(ranks) > 1:  # a communicator of our own: the framework's must not see our all-reduces between its collectives
-            over = dist.new_group(ranks, use_local_synchronization=True)
-            replicas = ReplicaGroup(over, default_store() if device.type == "cpu" else None, config.deadline_s)
+        if replicate_group is not None and replicate_group.size() > 1:
+            over, store = replicate_group, default_store() if device.type == "cpu" else None
+
+            def summed() -> ReplicaGroup:
+                return take(lambda: open_replicas(over, store, config.deadline_s, transport), ReplicaGroup.close)
+
+            replicas = Ranks([over, *self._ranks.groups]).together(summed)
 
         def engine() -> Engine:
             return Engine(

@@ -50,13 +50,12 @@ class Ranks:
                 raise
             own, failures = error, {_rank(): (type(error).__name__, str(error))}
         try:
-            try:
-                for group in groups:
+            for group in (*groups, *self.groups[:-1]):  # and back: who hears in the last one has passed the others
+                try:
                     failures = {**failures, **give_up(group, failures)}
-            except TransportError:
-                if own is None:
-                    raise
-            # `own` also if no more can be said to the others: a rank has died.
+                except TransportError as error:  # a rank has died: the groups that follow hear of it from this one
+                    own = own if own is not None else error
+                    failures = {_rank(): (type(own).__name__, str(own)), **failures}
             wrong = own if own is not None else _of_another(failures)
             if wrong is not None:
                 if self.groups:

@@ -53,9 +53,11 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None, *, tensor_laye
     """
     groups = _groups(model)
     config, selection = Ranks(groups).together(lambda: _prepare(model, config, tensor_layers))
+    ranks = Ranks([selection.shard_group, selection.replicate_group, *groups])
     if selection.shard_group is not None:
+        group, served = selection.shard_group, config
         claims = ", ".join(f"{name} ({layer.policy})" for name, layer in selection.claims) or "none"
-        check_equal([*describe(model, config), ("claimed layers", claims)], selection.shard_group)
+        ranks.together(lambda: check_equal([*describe(model, served), ("claimed layers", claims)], group))
     follow(model)
     if not config.enabled or selection.shard_group is None:
         reason = "enabled=False" if not config.enabled else "no parameter group that CommFuse can serve"
@@ -64,7 +66,6 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None, *, tensor_laye
         _require_fusion(selection)
     if selection.missing is not None:
         _warn(selection)
-    ranks = Ranks([selection.shard_group, selection.replicate_group, *groups])
     report = attach(model, ranks, lambda attachment: _install(attachment, model, selection, config))
     log.info("%s", report)
     return report

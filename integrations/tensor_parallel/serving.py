@@ -62,9 +62,8 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     config, selection = Ranks(groups).together(lambda: _prepare(model, config))
     group = selection.group
     if group is not None and config.enabled:
-        check_equal(describe(model, config), group)
-        ranks = Ranks([group, *groups])
-        served = config
+        ranks, served = Ranks([group, *groups]), config
+        ranks.together(lambda: check_equal(describe(model, served), group))
         report = attach(model, ranks, lambda found: _attach(found, model, selection, served), TENSOR_ATTACHMENT)
     else:
         reason = "no layer that can be served" if config.enabled else "enabled=False"
@@ -174,8 +173,11 @@ def _replace_hook(attachment: Attachment, module: nn.Module, hook: StyleHook) ->
 def _follow_steps(attachment: Attachment, model: nn.Module, group: dist.ProcessGroup) -> None:
     """A forward of the root begins a step: see collectives/steps.py. With data parallelism it is one of its engine, too."""
     data = attachment_of(model)
-    if data is not None and data.transport.recovery is None:
-        return
+    if data is not None:  # who has lost a rank on one of the transports tells the peers on the other
+        data.transport.when_lost.append(attachment.transport.tell_lost)
+        attachment.transport.when_lost.append(data.transport.tell_lost)
+        if data.transport.recovery is None:
+            return
     steps = follow_steps(attachment.transport)
     if steps is None:
         return

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from commfuse_dp.integrations.fsdp2 import engine_of
 from torch.distributed.device_mesh import init_device_mesh
 
 import commfuse_dp
 from commfuse_dp import CommFuseError
+from commfuse_dp.transport import kept
 from tests.parity.fsdp2 import pair
 from tests.parity.fsdp2.test_sharding import hybrid_mesh
 from tests.parity.tensor_parallel import test_tensor_slices as slices
@@ -91,6 +93,52 @@ def test_on_some_replicas_all_ranks_raise_soon(workers, bad, place):
         assert first.startswith("Boom" if rank in bad else ""), (rank, first)
         assert second.startswith(("CommFuseError", "PeerLostError")), (rank, first, second)
         assert "exception in its backward" in second, (rank, second)
+
+
+def taking_turns(rank: int, world_size: int) -> tuple[int, int]:
+    """Models that live at the same time, and one after the other: communicators made for the first two, and for all."""
+
+    def step(*nets: torch.nn.Module) -> None:
+        losses = [pair.loss_of(net, pair.batch(rank, world_size, 0, 8)) for net in nets]
+        for loss in losses:
+            loss.backward()
+
+    def check(*nets: torch.nn.Module) -> None:
+        for _ in range(2):
+            step(*nets)
+            for net in nets:
+                for name, grad in pair.gradients(net).items():
+                    torch.testing.assert_close(grad, wanted[name], rtol=1e-5, atol=1e-6)
+                net.zero_grad()
+
+    kept._idle.clear()  # of tests before
+    mesh = hybrid_mesh()
+    stock, *nets = (pair.build(1, mesh=mesh) for _ in range(4))
+    step(stock)
+    wanted = pair.gradients(stock)
+    made = sum(kept.made.values())
+    for net in nets[:2]:
+        commfuse_dp.apply(net, pair.config(deadline_s=60.0))
+    two = sum(kept.made.values()) - made
+    check(nets[0], nets[1])
+    commfuse_dp.remove(nets[0])
+    commfuse_dp.apply(nets[2], pair.config(deadline_s=60.0))
+    check(nets[1], nets[2])
+    if rank >= world_size // 2:  # one replica leaves its communicators as a backward that was broken off does
+        engine = engine_of(nets[2])
+        assert engine is not None and engine.gradients._replicas is not None
+        engine.gradients._replicas.tell_broken("a hook")
+    commfuse_dp.remove(nets[2])
+    commfuse_dp.apply(nets[0], pair.config(deadline_s=60.0))
+    check(nets[0], nets[1])
+    for net in nets[:2]:
+        commfuse_dp.remove(net)
+    return two, sum(kept.made.values()) - made
+
+
+def test_a_communicator_serves_one_model_at_a_time_and_then_the_next(workers):
+    """The third model takes the first one's; what some replicas left in the middle of a step is taken by nobody."""
+    assert workers(4).run(taking_turns, timeout=100) == [(2, 3)] * 4
 
 
 def over_tensor_parallelism(rank: int, world_size: int, bad: tuple[int, ...]) -> tuple[str, str]:

@@ -374,7 +374,9 @@ def test_a_wait_for_replicas_raises_where_that_is_planned_for(user, unasked, mon
     )
     monkeypatch.setattr(replicas, "dist", made_up)
     group: Any = SimpleNamespace(size=lambda: 2, group_name="replicas")
-    waiting = replicas.Replicating(replicas.ReplicaGroup(group, HashStore(), PATIENCE_S), Work(), 1, 1)
+    kept: Any = SimpleNamespace(item=replicas.Communicator(group))
+    shards: Any = SimpleNamespace(when_lost=[], progress=lambda: None)
+    waiting = replicas.Replicating(replicas.ReplicaGroup(kept, HashStore(), PATIENCE_S, shards), Work(), 1, 1)
     if interruptible:
         with pytest.raises(KeyboardInterrupt):
             waiting.wait(interruptible=True)

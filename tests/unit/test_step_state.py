@@ -44,6 +44,9 @@ class End:
     def __init__(self, rank: int, recovery: Any) -> None:
         self.rank, self.recovery = rank, recovery
 
+    def called(self, rank: int) -> int:
+        return rank
+
 
 class Pair:
     """Both ends of a transport."""

@@ -231,7 +231,7 @@ def open_grouped(group: dist.ProcessGroup | None, *, deadline_s: float, device: 
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     lanes = open_lanes(group, setup_s=2 * deadline_s, device=device)
-    exchange = GroupedExchange(lanes.groups, device=device, deadline_s=deadline_s, keep=lanes.keep)
+    exchange = GroupedExchange(lanes.item, device=device, deadline_s=deadline_s, keep=lanes.keep)
     try:
         for lane in LANES if exchange.world_size > 1 else ():
             _introduce(exchange, lane)

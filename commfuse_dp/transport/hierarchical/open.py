@@ -15,9 +15,9 @@ from commfuse_dp.transport.base import ExchangeFn, Transport
 from commfuse_dp.transport.checks import raise_failures
 from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.shm.transport import available_memory
-from commfuse_dp.transport.two_sided.p2p import not_bound_to_a_device
+from commfuse_dp.transport.two_sided.p2p import new_group
 
-# By default group, with which they go, and ranks; see [Note: Communicators are kept] in two_sided/p2p.py.
+# By default group, with which they go, and ranks; see [Note: Communicators are kept] in transport/kept.py.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
@@ -131,6 +131,5 @@ def _group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
     assert dist.group.WORLD is not None
     groups, key = _groups.setdefault(dist.group.WORLD, {}), tuple(ranks)
     if key not in groups:
-        with not_bound_to_a_device():
-            groups[key] = dist.new_group(list(ranks), use_local_synchronization=True)
+        groups[key] = new_group(ranks)
     return groups[key]

@@ -75,9 +75,9 @@ class Channel(ABC):
     def close(self) -> None:
         """Free everything. Safe to call twice."""
 
-    def describe(self, peer: int) -> str:
-        """How to find the peer, for errors: a process id or an address."""
-        return f"rank {peer}"
+    def describe(self, peer: int, called: int) -> str:
+        """Its number, as the user knows it, and how to find the peer, for errors: a process id or an address."""
+        return f"rank {called}"
 
 
 def payload_span(probe: Probe, track: str, message: bytes, peer: int, start_ns: int) -> None:

@@ -2,7 +2,8 @@
 
 `departed` said goodbye (they will send nothing more: only a wait for one of them is an error), `lost` ended without (the
 program has failed: every operation raises PeerLostError). The first survivor to see a loss tells all others who it was, so
-that they name the dead rank and not the first survivor that gave up because of it.
+that they name the dead rank and not the first survivor that gave up because of it. Who stands in several groups tells the
+others, too (`tell_lost`, `when_lost`): there the dead rank is none of the peers, and has a number above theirs.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Peers(Transport, Receiver):
         self._pid = os.getpid()
         self.counters = self.probe.counters  # of bytes; a side of another transport may count apart
         self.whole: Transport = self  # what it is a part of: a wait on one side must hear of a loss on another
+        self._passed_on = False
         self.on_news: Callable[[], None] | None = None  # in whichever thread, when something was taken in or lost
 
     # ---- progress ----------------------------------------------------------------------------------------------------
@@ -73,6 +75,20 @@ class Peers(Transport, Receiver):
         if self.on_news is not None:
             self.on_news()
 
+    def tell_lost(self, member: int, reason: str) -> None:
+        with self._lock:
+            if self._failure is None and not self._closed:
+                culprit = self._number(member)
+                self._tell_others(culprit, reason)
+                self._fail(culprit, reason)
+
+    def _number(self, member: int) -> int:
+        """The opposite of `called`."""
+        for rank in range(self.world_size):
+            if self.whole.called(rank) == member:
+                return rank
+        return self.world_size + member
+
     def _post_all(self, message: bytes) -> None:
         """To every peer."""
         self._post_each(lambda peer: message)
@@ -91,14 +107,26 @@ class Peers(Transport, Receiver):
     def _error(self) -> TransportError:
         assert self._failure is not None
         culprit, reason = self._failure
+        called = self.whole.called
+        here = called(self.rank)
         if culprit < 0:
-            return TransportError(f"rank {self.rank}, transport {self.name}: {reason}")
-        who = self._channel.describe(culprit)
-        return PeerLostError(f"rank {self.rank} lost {who} (transport {self.name}): {reason}.", rank=self.rank, peer=culprit)
+            return TransportError(f"rank {here}, transport {self.name}: {reason}")
+        self._pass_on(called(culprit), reason)
+        who = self._describe(culprit) if culprit < self.world_size else f"rank {called(culprit)}"
+        return PeerLostError(f"rank {here} lost {who} (transport {self.name}): {reason}.", rank=here, peer=called(culprit))
+
+    def _pass_on(self, member: int, reason: str) -> None:
+        if not self._passed_on:
+            self._passed_on = True
+            for tell in self.whole.when_lost:
+                tell(member, reason)
+
+    def _describe(self, peer: int) -> str:
+        return self._channel.describe(peer, self.whole.called(peer))
 
     def _gone(self, peer: int, what: str, where: Where | None = None) -> TransportError:
         """The error of a wait for a peer that has said goodbye. The program has failed: the other peers are told, too."""
-        text = f"{self._channel.describe(peer)} has closed its transport {self.name}; {what}. It ended early: look at its log"
+        text = f"{self._describe(peer)} has closed its transport {self.name}; {what}. It ended early: look at its log"
         with self._lock:
             if self._failure is None:
                 self._failure = (peer, text)
@@ -107,7 +135,9 @@ class Peers(Transport, Receiver):
             elif self._failure[0] >= 0 and self._failure[1] != self._early:
                 # An I/O thread has heard of the first loss since the last progress(), or of why this peer has closed.
                 return self._error()  # the wait adds what it was for
-        return PeerLostError(f"rank {self.rank}: {text}.", rank=self.rank, peer=peer, where=where)
+        here, member = self.whole.called(self.rank), self.whole.called(peer)
+        self._pass_on(member, text)
+        return PeerLostError(f"rank {here}: {text}.", rank=here, peer=member, where=where)
 
     def _tell_others(self, culprit: int, reason: str) -> None:
         notice = msg.pack_abort(culprit, reason)

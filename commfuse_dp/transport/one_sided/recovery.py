@@ -58,11 +58,12 @@ class Rounds(Recovery):
     def check(self, peer: int, ready: Callable[[], bool], where: Where, doing: str) -> None:
         transport, left = self._transport, self._left.get(peer)
         if left is not None and left.final and self.all_sent(peer) and not ready():
+            here, member = transport.whole.called(transport.rank), transport.whole.called(peer)
             raise PeerLostError(
-                f"rank {transport.rank} waited for {transport._channel.describe(peer)} {doing} ({where}; transport "
+                f"rank {here} waited for {transport._describe(peer)} {doing} ({where}; transport "
                 f"{transport.name}), which cannot go on: {left.reason}",
-                rank=transport.rank,
-                peer=peer,
+                rank=here,
+                peer=member,
                 where=where,
             )
         if peer in transport._departed and not ready():  # asked again: an I/O thread may have come in between

@@ -291,8 +291,8 @@ class SocketChannel(Channel):
                 self._mesh.close()
                 os.close(self._bell)
 
-    def describe(self, peer: int) -> str:
-        return f"rank {peer} (pid {self._mesh.pids.get(peer, '?')})"
+    def describe(self, peer: int, called: int) -> str:
+        return f"rank {called} (pid {self._mesh.pids.get(peer, '?')})"
 
     @staticmethod
     def _try_send(sock: socket.socket, data: bytes | bytearray) -> int:

@@ -164,11 +164,11 @@ class WordWatch(Watchdog[Wait], Receiver):
         if missing is None:
             wait.since = now  # the device is busy, nobody is late: see [Note: Whose time is it] in streams/watch.py
         elif waited_s >= self.deadline_s and not wait.over():
-            who = f"{self._channel.describe(missing.peer)}: {wait.doing}"
+            who = f"{self._channel.describe(missing.peer, missing.peer)}: {wait.doing}"
             self._late(missing.peer, who, f"rank {missing.peer}", wait.where(missing))
 
     def _report_departed(self, wait: Wait, missing: Condition) -> None:
-        who, where = self._channel.describe(missing.peer), wait.where(missing)
+        who, where = self._channel.describe(missing.peer, missing.peer), wait.where(missing)
         text = (
             f"rank {self.rank}: {who} has closed its transport {self._name}, but it was waited for {wait.doing} "
             f"({where}). It ended early: look at its log."
@@ -203,7 +203,7 @@ class WordWatch(Watchdog[Wait], Receiver):
     def _lost(self, culprit: int, reason: str) -> None:
         """Also names what this rank was waiting for: for the culprit if it was, else for whom it was."""
         waits = self._standing()
-        text = f"rank {self.rank} lost {self._channel.describe(culprit)} (transport {self._name}): {reason}."
+        text = f"rank {self.rank} lost {self._channel.describe(culprit, culprit)} (transport {self._name}): {reason}."
         where = None
         if waits:
             waiting = next((wait for wait in waits if any(c.peer == culprit for c in wait.conditions)), waits[0])

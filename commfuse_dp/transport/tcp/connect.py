@@ -55,7 +55,7 @@ class _Card(NamedTuple):
 
 class Links(NamedTuple):
     sockets: dict[tuple[int, int], socket.socket]  # connected, by peer and role
-    names: list[str]  # how to find each rank, for errors
+    places: list[str]  # how to find each rank, for errors
 
 
 def connect_all(rank: int, exchange: ExchangeFn, *, deadline_s: float, inbox_bytes: int, address: str | None = None) -> Links:
@@ -91,7 +91,7 @@ def connect_all(rank: int, exchange: ExchangeFn, *, deadline_s: float, inbox_byt
             for sock in sockets.values():
                 sock.close()
             raise
-        return Links(sockets, [f"rank {r} (pid {c.pid} at {c.host})" for r, c in enumerate(cards)])
+        return Links(sockets, [f"pid {card.pid} at {card.host}" for card in cards])
     finally:
         if listener is not None:
             listener.close()

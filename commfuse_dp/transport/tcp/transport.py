@@ -42,7 +42,7 @@ class TcpChannel(Channel):
 
     def __init__(self, rank: int, links: Links, probe: Probe) -> None:
         self._rank = rank
-        self._names = links.names
+        self._places = links.places
         self._probe = probe
         self._receiver: Receiver  # from `start` on
         self._news = threading.Event()
@@ -88,8 +88,8 @@ class TcpChannel(Channel):
         self.wire.close(LINGER_S)
         self._arriving.clear()
 
-    def describe(self, peer: int) -> str:
-        return self._names[peer]
+    def describe(self, peer: int, called: int) -> str:
+        return f"rank {called} ({self._places[peer]})"
 
     # ---- the I/O thread's side ---------------------------------------------------------------------------------------
     def sink(self, peer: int, frame: Frame) -> memoryview:

@@ -74,13 +74,13 @@ def open_lanes(exchange: ExchangeFn) -> Lanes:
         raise TransportError(f"transport 'mpi' cannot be used ({len(failures)} of {len(cards)} ranks); {failures[0]}")
     ranks = tuple(card.world_rank for card in cards)
     _check_one_job(cards)
-    names = [f"rank {rank} (MPI rank {card.world_rank}, pid {card.pid} on {card.host})" for rank, card in enumerate(cards)]
+    places = [f"MPI rank {card.world_rank}, pid {card.pid} on {card.host}" for card in cards]
     assert MPI is not None
     lock = threading.RLock() if MPI.Query_thread() >= MPI.THREAD_MULTIPLE else _serial_lock
     common = set.intersection(*(card.kept.get(ranks, set()) for card in cards))
     if common:
         chosen = _idle[ranks].pop(min(common))
-        return chosen._replace(names=names, lock=lock)
+        return chosen._replace(places=places, lock=lock)
     _made[ranks] += 1
     with lock:
         group = MPI.COMM_WORLD.Get_group()
@@ -98,7 +98,7 @@ def open_lanes(exchange: ExchangeFn) -> Lanes:
             members.Free()
             group.Free()
     control, params, grads = communicators
-    return Lanes(MPI, control, params, grads, ranks=ranks, serial=_made[ranks], names=names, lock=lock)
+    return Lanes(MPI, control, params, grads, ranks=ranks, serial=_made[ranks], places=places, lock=lock)
 
 
 def _check_one_job(cards: list[_Card]) -> None:

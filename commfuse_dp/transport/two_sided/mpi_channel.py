@@ -71,7 +71,7 @@ class Lanes(NamedTuple):
     grads: Any
     ranks: tuple[int, ...]  # in MPI_COMM_WORLD
     serial: int
-    names: list[str]  # how to find each rank, for errors
+    places: list[str]  # how to find each rank, for errors
     lock: Any  # an RLock: held during every MPI call
 
 
@@ -187,8 +187,8 @@ class MpiChannel(Channel):
             else:
                 _abandoned.append(self._requests)
 
-    def describe(self, peer: int) -> str:
-        return self._lanes.names[peer]
+    def describe(self, peer: int, called: int) -> str:
+        return f"rank {called} ({self._lanes.places[peer]})"
 
     # ---- progress ----------------------------------------------------------------------------------------------------
     def _run(self) -> None:

@@ -7,11 +7,7 @@ another nor behind the user's.
 * A wait that ran into its timeout leaves the connection unusable: a deadline there is final.
 * Messages with different tags may overtake each other; equal tags keep their order.
 
-[Note: Communicators are kept]
-They are never destroyed: who has used them keeps them for the next `open_lanes` of the same ranks. Making them is slow, gloo
-frees its connections only with the process anyway, and torch names a group after its ranks and the number of groups alive
-(`new_group` with local synchronisation): a group made after one was destroyed can get that one's name, finds its addresses in
-the store, and fails to connect. Communicators with transfers left open are not used again.
+Who has used them keeps them for the next `open_lanes` of the same ranks (transport/kept.py), unless transfers were left open.
 """
 
 from __future__ import annotations
@@ -20,18 +16,16 @@ import contextlib
 import datetime
 import re
 import threading
-import weakref
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from commfuse_dp.errors import DeadlineError, PeerLostError, TransportError, Where
-from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, PARAM_LANE
+from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, PARAM_LANE, ExchangeFn
 from commfuse_dp.transport.checks import raise_failures
-from commfuse_dp.transport.exchange import exchange_of
+from commfuse_dp.transport.kept import Kept, take
 
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 
@@ -57,33 +51,7 @@ def transfer_error(
     )
 
 
-LanesKey = tuple[tuple[int, ...], str]  # ranks, backend
-
-
-@dataclass(frozen=True)
-class Lanes:
-    """A communicator per lane, all of the same ranks; `serial` is the same on all of them."""
-
-    groups: Mapping[int, dist.ProcessGroup]
-    world: weakref.ref[dist.ProcessGroup]  # the default group under which they were made
-    key: LanesKey
-    serial: int
-
-    def keep(self) -> None:
-        """For the next `open_lanes`."""
-        world = self.world()
-        if world is not None and dist.is_initialized() and world is dist.group.WORLD:
-            _kept(self.key).append(self)
-
-
-# By default group, with which they go.
-_idle: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[LanesKey, list[Lanes]]] = weakref.WeakKeyDictionary()
-_made: Counter[LanesKey] = Counter()
-
-
-def _kept(key: LanesKey) -> list[Lanes]:
-    assert dist.group.WORLD is not None
-    return _idle.setdefault(dist.group.WORLD, {}).setdefault(key, [])
+Lanes = Kept[Mapping[int, dist.ProcessGroup]]  # a communicator per lane
 
 
 def open_lanes(group: dist.ProcessGroup | None, *, setup_s: float, device: torch.device | None = None) -> Lanes:
@@ -106,27 +74,25 @@ def open_lanes(group: dist.ProcessGroup | None, *, setup_s: float, device: torch
             )
         own = "nccl"
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    key = (tuple(ranks), own)
-    kept = _kept(key)
-    exchange = exchange_of(group)
-    common = set.intersection(*exchange({lanes.serial for lanes in kept}))
-    if common:
-        chosen = next(lanes for lanes in kept if lanes.serial == min(common))
-        kept.remove(chosen)
-        return chosen
-    timeout = datetime.timedelta(seconds=setup_s)
-    groups, error = {}, None
-    for lane, backend in ((PARAM_LANE, own), (GRAD_LANE, own), (CONTROL_LANE, "gloo")):
-        try:
-            with not_bound_to_a_device():
-                groups[lane] = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
-        except (RuntimeError, ValueError) as failure:
-            error = f"cannot make a {backend} communicator of ranks {ranks}, lane {lane}: {failure}"
-            break
-    raise_failures(exchange(error))
-    _made[key] += 1
-    assert dist.group.WORLD is not None
-    return Lanes(groups, weakref.ref(dist.group.WORLD), key, _made[key])
+
+    def make(exchange: ExchangeFn) -> dict[int, dist.ProcessGroup]:
+        groups, error = {}, None
+        for lane, backend in ((PARAM_LANE, own), (GRAD_LANE, own), (CONTROL_LANE, "gloo")):
+            try:
+                groups[lane] = new_group(ranks, timeout=datetime.timedelta(seconds=setup_s), backend=backend)
+            except (RuntimeError, ValueError) as failure:
+                error = f"cannot make a {backend} communicator of ranks {ranks}, lane {lane}: {failure}"
+                break
+        raise_failures(exchange(error))
+        return groups
+
+    return take(group, (tuple(ranks), own), make)
+
+
+def new_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
+    """Collective over `ranks`, and no others."""
+    with not_bound_to_a_device():
+        return dist.new_group(list(ranks), use_local_synchronization=True, **options)
 
 
 _unbinding = threading.Lock()

@@ -284,7 +284,7 @@ def open_p2p(
     Raises TransportError if torch.distributed is not initialised or the communicators cannot be made.
     """
     lanes = open_lanes(group, setup_s=deadline_s)
-    place = lanes.groups[PARAM_LANE]
+    place = lanes.item[PARAM_LANE]
     return PairedTransport(
         place.rank(),
         place.size(),
@@ -292,6 +292,6 @@ def open_p2p(
         inbox_bytes=inbox_bytes,
         deadline_s=deadline_s,
         probe=probe,
-        lanes=lanes.groups,
+        lanes=lanes.item,
         keep=lanes.keep,
     )

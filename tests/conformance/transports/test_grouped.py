@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from commfuse_dp.errors import DeadlineError, TransportError, Where
+from commfuse_dp.transport import kept
 from commfuse_dp.transport.base import GRAD_LANE, PARAM_LANE
 from commfuse_dp.transport.grouped.exchange import GroupedExchange, open_grouped
-from commfuse_dp.transport.two_sided import p2p
 from tests.support.fake_device import FakeWorld, Race, Stuck
 from tests.support.fake_grouped import FakeBoard, FakeGroupedExchange, Unmatched
 from tests.support.transports import pattern
@@ -65,7 +65,7 @@ def test_rounds_over_gloo(workers: Any, world_size: int) -> None:
 def _kept_and_refused(rank: int, world_size: int) -> tuple[int, int]:
     peer = 1 - rank
     first = open_grouped(None, deadline_s=20, device=CPU)
-    made = sum(p2p._made.values())
+    made = sum(kept.made.values())
     with pytest.raises(ValueError, match="no such peer"):
         first.exchange(PARAM_LANE, [(rank, torch.zeros(4))], [])
     with pytest.raises(ValueError, match="twice in one exchange"):
@@ -79,7 +79,7 @@ def _kept_and_refused(rank: int, world_size: int) -> tuple[int, int]:
     nothing.wait()
     first.close()
     second = open_grouped(None, deadline_s=0.7, device=CPU)
-    again = sum(p2p._made.values())
+    again = sum(kept.made.values())
     # Nobody sends this; each rank on a lane of its own, as gloo closes the connection of a wait that has timed out.
     start = time.monotonic()
     late = second.exchange((PARAM_LANE, GRAD_LANE)[rank], [], [(peer, torch.zeros(4))], where=WHERE)
@@ -89,7 +89,7 @@ def _kept_and_refused(rank: int, world_size: int) -> tuple[int, int]:
     dist.barrier()
     second.close()
     third = open_grouped(None, deadline_s=20, device=CPU)  # those of `second` have a transfer open: not used again
-    assert sum(p2p._made.values()) == again + 1
+    assert sum(kept.made.values()) == again + 1
     third.abort()
     third.abort()
     with pytest.raises(TransportError, match="aborted"):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_dp.errors import DeadlineError, PeerLostError, TransportError, Where
+from commfuse_dp.transport import kept
 from commfuse_dp.transport.base import CHANNEL_GRAD, GRAD_LANE, PARAM_LANE, Tag
 from commfuse_dp.transport.hierarchical import open as hierarchical_open
 from commfuse_dp.transport.select import open_transport
@@ -81,7 +82,7 @@ def test_steps_between_processes(workers: Any, world_size: int) -> None:
 
 def _lanes(rank: int, world_size: int) -> str:
     """Equal tags on two lanes do not meet; tags on one lane are told apart whatever the order. A late peer is named."""
-    lanes, peer = open_lanes(None, setup_s=30).groups, 1 - rank
+    lanes, peer = open_lanes(None, setup_s=30).item, 1 - rank
     buffers = {(lane, tag): torch.zeros(1000) for lane in (PARAM_LANE, GRAD_LANE) for tag in (3, 4)}
     receives = {(lane, tag): lanes[lane].recv([buffer], peer, tag) for (lane, tag), buffer in buffers.items()}
     out = {(lane, tag): torch.full((1000,), 100.0 * rank + 10 * lane + tag) for lane, tag in reversed(list(buffers))}
@@ -179,7 +180,7 @@ def _opened_again(rank: int, world_size: int) -> tuple[int, int]:
         dist.barrier()
         transport.close()
         assert set(threading.enumerate()) <= running
-        made.append(sum(p2p._made.values()))
+        made.append(sum(kept.made.values()))
     return made[0], made[-1]
 
 
@@ -194,7 +195,7 @@ def _groups_made(port: int) -> list[Any]:
     store = dist.PrefixStore(str(time.monotonic_ns()), dist.TCPStore("127.0.0.1", port, is_master=False))
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     lanes = open_lanes(None, setup_s=30)
-    found = [weakref.ref(group) for group in (*lanes.groups.values(), hierarchical_open._group_of([0]))]
+    found = [weakref.ref(group) for group in (*lanes.item.values(), hierarchical_open._group_of([0]))]
     lanes.keep()
     assert hierarchical_open._group_of([0]) is found[-1]()
     dist.destroy_process_group()

@@ -62,8 +62,7 @@ def dropped(rank: int, world_size: int, transport: str, how: str, rounds: int) -
     play(2)  # whatever is made once in a process
     before = leftovers()
     play(rounds)
-    if how != "replicas":  # see ReplicaGroup: its communicator stays
-        assert_nothing_left(before)
+    assert_nothing_left(before)
     assert len(shared_memory()) <= len(before.shared_memory)
 
 
@@ -83,5 +82,6 @@ def test_a_dropped_model_leaves_nothing(workers, transport, how, rounds):
     workers(2).run(dropped, transport, how, rounds, timeout=200)
 
 
-def test_one_with_replicas_is_freed(workers):
-    workers(4).run(dropped, "shm", "replicas", 2, timeout=120)
+@pytest.mark.parametrize("rounds", [8, pytest.param(ROUNDS, marks=pytest.mark.slow)])
+def test_one_with_replicas_leaves_nothing(workers, rounds):
+    workers(4).run(dropped, "shm", "replicas", rounds, timeout=200)

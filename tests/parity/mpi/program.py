@@ -145,7 +145,7 @@ def check_groups() -> None:
         world_size - 1 - rank, world_size, lambda item: forward(item)[::-1], inbox_bytes=1 << 16, deadline_s=20
     )
     everybody_reads(turned, 777, mark=3)
-    assert f"MPI rank {rank}," in turned._channel.describe(turned.rank)
+    assert f"(MPI rank {rank}," in turned._channel.describe(turned.rank, rank)
     turned.close()
 
 
