@@ -31,6 +31,7 @@ from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.errors import CommFuseError, ConfigError
 from commfuse_dp.probe import WAIT, Probe
 from commfuse_dp.transport.base import Transport
+from commfuse_dp.transport.budget import Footprint
 from commfuse_dp.transport.select import open_transport
 
 log = logging.getLogger("commfuse_dp")
@@ -154,7 +155,15 @@ class HookReport:
     """Which way the gradient of every parameter takes. `print(report)` shows it."""
 
     def __init__(
-        self, framework: str, rows: Sequence[HookRow], *, world_size: int, transport: str, reason: str, probe: Probe
+        self,
+        framework: str,
+        rows: Sequence[HookRow],
+        *,
+        world_size: int,
+        transport: str,
+        reason: str,
+        probe: Probe,
+        memory: Footprint | None = None,
     ) -> None:
         self.framework = framework
         self.rows = list(rows)
@@ -162,6 +171,8 @@ class HookReport:
         self.transport = transport
         self.transport_reason = reason
         self.probe = probe
+        self.memory = memory
+        """Bytes that CommFuse takes on this rank, as they were announced before; None: nothing."""
 
     @property
     def summary(self) -> str:
@@ -177,7 +188,8 @@ class HookReport:
 
     def __str__(self) -> str:
         width = max((len(row.name) for row in self.rows), default=4)
-        return "\n".join([self.summary, *(f"  {row.name:<{width}}  {row.path:<6} {row.reason}" for row in self.rows)])
+        memory = [f"  memory: {self.memory}"] if self.memory is not None else []
+        return "\n".join([self.summary, *memory, *(f"  {row.name:<{width}}  {row.path:<6} {row.reason}" for row in self.rows)])
 
 
 class HookState:
@@ -287,6 +299,7 @@ class HookState:
             transport=self.transport_name,
             reason=self.transport_reason,
             probe=self.probe,
+            memory=self.thread.transport.footprint if self.thread is not None else None,
         )
 
     def __reduce__(self) -> Any:
