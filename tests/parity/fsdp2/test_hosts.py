@@ -13,7 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import commfuse_dp
 from commfuse_dp.observe import StepMeter
-from commfuse_dp.transport import free_memory, select
+from commfuse_dp.transport import select
+from commfuse_dp.transport.hierarchical import open as hierarchical_open
 from tests.parity.fsdp2 import pair
 from tests.parity.fsdp2.models import ByteModel
 from tests.parity.fsdp2.twin import Twin, settings
@@ -56,8 +57,8 @@ def test_auto_stays_flat_where_hosts_have_other_numbers(workers, names):
 
 def short_of_memory(rank: int, world_size: int) -> tuple[str, str]:
     """Host b has memory for hardly anything: all ranks decide alike, and order='hierarchical' is obeyed."""
-    known, names = free_memory.available_memory, []
-    free_memory.available_memory = lambda: 1 << 30 if rank < 2 else 20_000
+    known, names = hierarchical_open.free_memory, []
+    hierarchical_open.free_memory = lambda device, ranks: 1 << 29 if rank < 2 else 10_000
     try:
         with hosts(*"aabb"):
             for order in ("auto", "hierarchical"):
@@ -65,7 +66,7 @@ def short_of_memory(rank: int, world_size: int) -> tuple[str, str]:
                 with pair.applied(model, transport="auto", order=order) as report:
                     names.append(report.transport)
     finally:
-        free_memory.available_memory = known
+        hierarchical_open.free_memory = known
     return names[0], names[1]
 
 
