@@ -19,18 +19,21 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.attach.fingerprint import check_equal
 from commfuse_dp.integrations.attach.ranks import Ranks
+from torch import nn
 
 from commfuse_dp.collectives.arguments import SUMMABLE
+from commfuse_dp.collectives.end_of_backward import EndOfBackward, at_end_of_backward
 from commfuse_dp.config import CommFuseConfig
-from commfuse_dp.errors import CommFuseError, ConfigError
+from commfuse_dp.errors import CommFuseError, ConfigError, TransportError
 from commfuse_dp.probe import WAIT, Probe
 from commfuse_dp.transport.base import Transport
+from commfuse_dp.transport.budget import Footprint
 from commfuse_dp.transport.select import open_transport
 
 log = logging.getLogger("commfuse_dp")
@@ -108,6 +111,15 @@ class CollectiveThread:
         self._jobs.put((job, then))
         return job
 
+    def break_off(self, why: str) -> None:
+        """What was submitted is all that comes: peers, which wait for more, are told why after it. Never blocks."""
+
+        def work() -> None:
+            raise CommFuseError(why)
+
+        if not self._closed:
+            self._jobs.put((Job(work, 0), lambda job: None))
+
     def close(self) -> None:
         """Finish what was submitted, then say goodbye to the peers. Safe to call twice."""
         if self._closed:
@@ -133,7 +145,8 @@ class CollectiveThread:
             finally:
                 if self.broken is None and job.error is not None:
                     self.broken = job.error
-                    self.transport.close()  # nothing can follow on it
+                    # Nothing can follow on it. Of what the transport itself raised the peers know.
+                    self.transport.close("" if isinstance(job.error, TransportError) else str(job.error))
             del item, job, then  # do not hold tensors while waiting for the next job
 
 
@@ -154,7 +167,15 @@ class HookReport:
     """Which way the gradient of every parameter takes. `print(report)` shows it."""
 
     def __init__(
-        self, framework: str, rows: Sequence[HookRow], *, world_size: int, transport: str, reason: str, probe: Probe
+        self,
+        framework: str,
+        rows: Sequence[HookRow],
+        *,
+        world_size: int,
+        transport: str,
+        reason: str,
+        probe: Probe,
+        memory: Footprint | None = None,
     ) -> None:
         self.framework = framework
         self.rows = list(rows)
@@ -162,6 +183,8 @@ class HookReport:
         self.transport = transport
         self.transport_reason = reason
         self.probe = probe
+        self.memory = memory
+        """Bytes that CommFuse takes on this rank, as they were announced before; None: nothing."""
 
     @property
     def summary(self) -> str:
@@ -177,7 +200,8 @@ class HookReport:
 
     def __str__(self) -> str:
         width = max((len(row.name) for row in self.rows), default=4)
-        return "\n".join([self.summary, *(f"  {row.name:<{width}}  {row.path:<6} {row.reason}" for row in self.rows)])
+        memory = [f"  memory: {self.memory}"] if self.memory is not None else []
+        return "\n".join([self.summary, *memory, *(f"  {row.name:<{width}}  {row.path:<6} {row.reason}" for row in self.rows)])
 
 
 class HookState:
@@ -186,10 +210,17 @@ class HookState:
 
     framework = "?"
 
+    report: HookReport
+
     def __init__(
-        self, group: dist.ProcessGroup | None, config: CommFuseConfig | None, device: torch.device, facts: list[tuple[str, str]]
+        self,
+        group: dist.ProcessGroup | None,
+        config: CommFuseConfig | None,
+        device: torch.device,
+        facts: list[tuple[str, str]],
+        rows: Callable[[], Sequence[HookRow]],
     ) -> None:
-        """Collective over `group`. facts: what else must be equal on all ranks, as (what, value)."""
+        """Collective over `group`. facts: what else must be equal on all ranks, as (what, value). rows: of the report."""
         self.ranks = Ranks([group if group is not None else _default_group()])
         self.config = self.ranks.together(lambda: checked_config(config))
         self.group = group
@@ -198,20 +229,34 @@ class HookState:
         self.probe = BackgroundProbe()
         self.thread: CollectiveThread | None = None
         self.transport_name, self.transport_reason = "none", "one rank"
+        self._armed: weakref.ref[EndOfBackward] | None = None
         if self.world_size > 1:
             settings = [(f"setting {key}", repr(value)) for key, value in self.config.model_dump().items()]
             check_equal([*settings, *facts], group if group is not None else _default_group())
-            try:
-                self.ranks.together(self._open)
-            except BaseException:
-                self.close()
-                raise
+        try:
+            self.ranks.together(lambda: self._set_up(rows))
+        except BaseException:
+            self.close()
+            raise
         if self.config.exclude:
             log.warning(
                 "CommFuse for %s: exclude=%r has no effect: gradients of all parameters travel together in buckets",
                 self.framework,
                 self.config.exclude,
             )
+
+    def _set_up(self, rows: Callable[[], Sequence[HookRow]]) -> None:
+        if self.world_size > 1:
+            self._open()
+        self.report = HookReport(
+            self.framework,
+            rows(),
+            world_size=self.world_size,
+            transport=self.transport_name,
+            reason=self.transport_reason,
+            probe=self.probe,
+            memory=self.thread.transport.footprint if self.thread is not None else None,
+        )
 
     def _open(self) -> None:
         if not self.config.enabled:
@@ -279,19 +324,38 @@ class HookState:
             undo()
             raise
 
-    def report_of(self, rows: Sequence[HookRow]) -> HookReport:
-        return HookReport(
-            self.framework,
-            rows,
-            world_size=self.world_size,
-            transport=self.transport_name,
-            reason=self.transport_reason,
-            probe=self.probe,
-        )
+    def follow_backward(self) -> None:
+        """The backward that is under way reduces something: if it is broken off, peers that wait for the rest are told."""
+        if torch._C._current_graph_task_id() == -1:
+            return  # the zeros of a rank that has run out of batches (DDP's join)
+        if self._armed is None or self._armed() is None:
+            self._armed = at_end_of_backward(self._end_backward)
+
+    def _end_backward(self, complete: bool) -> None:
+        if not complete and self.thread is not None:
+            self.thread.break_off("an exception in its backward")
 
     def __reduce__(self) -> Any:
         """Copies and pickles of a model go without: connections cannot be copied, and DDP registers no hook for a copy."""
         return LeftBehind, ()
+
+
+State = TypeVar("State", bound=HookState)
+
+
+def attach_hook(
+    model: nn.Module, make: Callable[[], State], register: Callable[[State], None], undo: Callable[[], None]
+) -> HookReport:
+    """Collective, on all ranks or on none: a state is made, the hook registered with it, the report logged."""
+
+    def attach() -> HookReport:
+        state = make()
+        state.registered(lambda: register(state), undo)
+        return state.report
+
+    report = Ranks([getattr(model, "process_group", None)]).together(attach)
+    log.info("%s", report)
+    return report
 
 
 class LeftBehind:
@@ -338,6 +402,7 @@ __all__ = [
     "HookRow",
     "HookState",
     "Job",
+    "attach_hook",
     "check_state",
     "require_distributed",
 ]

@@ -25,8 +25,8 @@ from commfuse_dp.integrations.comm_hooks import (
     HookRow,
     HookState,
     Job,
+    attach_hook,
     check_state,
-    log,
     require_distributed,
 )
 from torch import nn
@@ -58,8 +58,7 @@ class DDPState(HookState):
         require_distributed("DDPState")
         model, group = _model_and_group(model_or_group)
         facts = [] if model is None else [(f"parameter {name}", _describe(p)) for name, p in model.named_parameters()]
-        super().__init__(group, config, _device(model, group), facts)
-        self.report: HookReport = self.report_of(self._rows(model))
+        super().__init__(group, config, _device(model, group), facts, lambda: self._rows(model))
 
     def _rows(self, model: DistributedDataParallel | None) -> list[HookRow]:
         if model is None:
@@ -84,6 +83,7 @@ class DDPState(HookState):
         thread = self.thread
         if thread is None or buffer.layout != torch.strided or buffer.dtype not in SUMMABLE:
             return _stock_mean(buffer, self.group)
+        self.follow_backward()
         future: Future[torch.Tensor] = Future()
         handed_over = now_ns()
 
@@ -114,10 +114,9 @@ ddp_hook.__annotations__ = {"state": DDPState, "bucket": dist.GradBucket, "retur
 
 def register_ddp(model: DistributedDataParallel, config: CommFuseConfig | None = None) -> HookReport:
     """Collective, on all ranks or on none: construct the state, register the hook, log it. Raises as DDPState does."""
-    state = DDPState(model, config)
-    state.registered(lambda: model.register_comm_hook(state, ddp_hook), lambda: None)
-    log.info("%s", state.report)
-    return state.report
+    return attach_hook(
+        model, lambda: DDPState(model, config), lambda state: model.register_comm_hook(state, ddp_hook), lambda: None
+    )
 
 
 def _unwrapped(future: Future[Any]) -> torch.Tensor:

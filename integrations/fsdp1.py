@@ -35,6 +35,7 @@ from commfuse_dp.integrations.comm_hooks import (
     HookRow,
     HookState,
     Job,
+    attach_hook,
     check_state,
     log,
     require_distributed,
@@ -70,7 +71,6 @@ class FSDP1State(HookState):
         require_distributed("FSDP1State")
         _check(model)
         sizes = [(name, str(numel)) for name, numel, _ in compat.original_parameters(model)]
-        super().__init__(model.process_group, config, model.compute_device, [(f"parameter {name}", n) for name, n in sizes])
         self._model = weakref.ref(model)
         self._pending: deque[Job] = deque()
         self._pending_bytes = 0
@@ -78,7 +78,8 @@ class FSDP1State(HookState):
         self.blocking = compat.probe(model)  # why every reduction blocks, or None
         if self.blocking is not None:
             log.warning("CommFuse for FSDP1: reductions do not overlap with backward: %s", self.blocking)
-        self.report: HookReport = self.report_of(self._rows(model))
+        facts = [(f"parameter {name}", n) for name, n in sizes]
+        super().__init__(model.process_group, config, model.compute_device, facts, lambda: self._rows(model))
 
     def _rows(self, model: FullyShardedDataParallel) -> list[HookRow]:
         rows = []
@@ -148,6 +149,7 @@ class FSDP1State(HookState):
 
     def _submit(self, work: Any, nbytes: int, later: bool) -> None:
         assert self.thread is not None
+        self.follow_backward()
         limit = self.config.prefetch_bytes
         while self._pending and (self._pending[0].done() or self._pending_bytes + nbytes > limit):
             job = self._pending.popleft()
@@ -186,10 +188,12 @@ def fsdp1_hook(state: FSDP1State | _ModuleState, grad: torch.Tensor, shard: torc
 
 def register_fsdp1(model: FullyShardedDataParallel, config: CommFuseConfig | None = None) -> HookReport:
     """Collective, on all ranks or on none: construct the state, register the hook, log it. Raises as FSDP1State does."""
-    state = FSDP1State(model, config)
-    state.registered(lambda: model.register_comm_hook(state, fsdp1_hook), lambda: compat.unregister(model, fsdp1_hook))
-    log.info("%s", state.report)
-    return state.report
+    return attach_hook(
+        model,
+        lambda: FSDP1State(model, config),
+        lambda state: model.register_comm_hook(state, fsdp1_hook),
+        lambda: compat.unregister(model, fsdp1_hook),
+    )
 
 
 def _stock_reduce_scatter(partials: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None) -> None:

@@ -136,7 +136,7 @@ def _processor() -> str:
 
 
 def _available() -> float | None:
-    from commfuse_dp.transport.shm.transport import available_memory
+    from commfuse_dp.transport.free_memory import available_memory
 
     free = available_memory()
     return None if free is None else _gib(free)

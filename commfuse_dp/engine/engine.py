@@ -31,7 +31,6 @@ from commfuse_dp.engine.parameters import Consume, ParameterStream
 from commfuse_dp.engine.plan import Unit
 from commfuse_dp.engine.programs import Programs
 from commfuse_dp.engine.replicas import ReplicaGroup
-from commfuse_dp.engine.room import Footprint, footprint
 from commfuse_dp.engine.whole import WholeProducts
 from commfuse_dp.engine.window import Key
 from commfuse_dp.errors import BrokenStepError, CommFuseError, Where
@@ -359,10 +358,6 @@ class Engine:
     def kernel_explainer(self) -> Callable[[], Sequence[Row]]:
         """Says what computes each product, on a device, and why. Does not keep the engine alive."""
         return self._gemms.chooser.explain if self._gemms is not None else tuple
-
-    def footprint(self) -> Footprint:
-        """The memory of this rank."""
-        return footprint(self.units, self.transport, self.config.prefetch_bytes)
 
     def expect_backward(self, unit: Unit) -> None:
         """The gather that follows is part of a forward that autograd records: an `exchange` will come for it."""

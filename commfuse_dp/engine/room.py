@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
 
 from commfuse_dp.engine.plan import Geometry, Unit
 from commfuse_dp.errors import ConfigError
 from commfuse_dp.transport.base import Transport
-from commfuse_dp.transport.budget import Share
 
 
 def in_chain(unit: Unit, world_size: int) -> bool:
@@ -47,26 +45,6 @@ def least_ring(units: Sequence[Unit], world_size: int, *, streams: bool) -> int:
 def published_bytes(units: Sequence[Unit]) -> int:
     """What all ranks publish together in a step, in the compute dtype: what a hierarchical order keeps a part of."""
     return sum(prod(shape) * unit.dtype.itemsize for unit in units if not unit.replicated for shape in unit.whole_shapes())
-
-
-class Footprint(NamedTuple):
-    """Bytes on one rank."""
-
-    window: int  # most that is fetched ahead
-    share: Share | None  # of messages
-    published: int  # a copy of the own shards in the compute dtype; in the hierarchical order also what is passed on
-
-    def __str__(self) -> str:
-        inboxes = f"inboxes {self.share}" if self.share is not None else "no inboxes"
-        return f"prefetch window {self.window:,} bytes at most; {inboxes}; published copy {self.published:,} bytes"
-
-
-def footprint(units: Sequence[Unit], transport: Transport, window: int) -> Footprint:
-    """As far as it is known before the first step, when dtypes become final."""
-    whole = published_bytes(units)
-    hosts = len(transport.hosts.members) if transport.hosts is not None else 1
-    window = 0 if transport.in_place or transport.world_size == 1 else min(window, whole)
-    return Footprint(window, transport.share, whole * hosts // transport.world_size)
 
 
 def check_room(unit: Unit, geometry: Geometry, transport: Transport) -> None:

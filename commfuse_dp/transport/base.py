@@ -77,7 +77,7 @@ from commfuse_dp.device.base import Device, Event, Word, WordLike
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.program.hosts import Hosts
-from commfuse_dp.transport.budget import Share
+from commfuse_dp.transport.budget import Footprint
 from commfuse_dp.transport.views import shaped
 
 # Collective object exchange used only while a transport is set up: every rank gives one picklable object and gets all of
@@ -247,7 +247,7 @@ class Transport(ABC):
     device: Device | None = None
     recovery: Recovery | None = None
     hosts: Hosts | None = None  # the hierarchical order, where one transport serves a host and another one what is between
-    share: Share | None = None  # what it takes for messages, if `open_transport` has opened it
+    footprint: Footprint | None = None  # what it takes, if `open_transport` has opened it
     members: Sequence[int] | None = None  # numbers of its ranks in the default group, which errors speak of; None: the same
 
     def __init__(

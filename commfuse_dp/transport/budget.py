@@ -22,9 +22,11 @@ from commfuse_dp.program.hosts import Hosts
 from commfuse_dp.transport.one_sided.ring import ALIGNMENT, align
 
 LEAST_RING = 1 << 12  # bytes
+LARGE_PART = 4  # what is more than this part (1/4) of the free memory is warned of
 _log = logging.getLogger("commfuse_dp")
 
 _PER_PEER = {"shm": 1, "tcp": 2, "mpi": 2, "p2p": 2}
+_IN_PLACE = ("shm", "cpu")  # parameters are read where their owner published them; 'cpu': the hierarchical order's
 
 
 class Share(NamedTuple):
@@ -62,18 +64,55 @@ def divide(budget: int, rings: int, least: int) -> Share:
     return Share(ring, rings, budget)
 
 
-class Room:
-    """The budget of one rank, for whichever transport is opened."""
+class Footprint(NamedTuple):
+    """Bytes that one rank takes for communication: what it may hold at most, as far as that is known before the first step."""
 
-    def __init__(self, budget: int, world_size: int, least: int) -> None:
-        self.share = Share(0, 0, budget)
+    share: Share  # of messages
+    window: int = 0  # most that is fetched ahead
+    published: int = 0  # a copy of the own shards in the compute dtype; in the hierarchical order also what is passed on
+
+    @property
+    def nbytes(self) -> int:
+        return self.share.nbytes + self.window + self.published
+
+    def __str__(self) -> str:
+        text = f"inboxes {self.share}" if self.share.rings else "no inboxes"
+        if self.published:
+            text += f"; prefetch window {self.window:,} bytes at most; published copy {self.published:,} bytes"
+        return text
+
+
+class Room:
+    """What one rank may take, for whichever transport is opened.
+
+    budget: for messages. least: bytes that a ring must have. window: most that is fetched ahead. published: by all ranks
+    together in a step. free: bytes of memory that are there for this rank, None if unknown."""
+
+    def __init__(
+        self, budget: int, world_size: int, least: int, *, window: int = 0, published: int = 0, free: int | None = None
+    ) -> None:
+        self.footprint = Footprint(Share(0, 0, budget))
         self._world_size = world_size
         self._least = least
+        self._window = min(window, published)
+        self._published = published
+        self._free = free
 
     def ring(self, kind: str, hosts: Hosts | None = None) -> int:
-        """Bytes of each ring of a transport that is about to be opened; says so."""
-        self.share = divide(self.share.budget, rings_of(kind, self._world_size, hosts), self._least)
-        level = logging.WARNING if self.share.nbytes > self.share.budget else logging.INFO
-        name = kind if hosts is None else "hierarchical"
-        _log.log(level, "transport %s takes memory for messages: %s", name, self.share)
-        return self.share.ring
+        """Bytes of each ring of a transport that is about to be opened; says all that is to be taken.
+
+        That is a warning, which is seen without any logging set up, where it is more than was allowed, or a large part of the
+        memory that there is."""
+        share = divide(self.footprint.share.budget, rings_of(kind, self._world_size, hosts), self._least)
+        copies = self._published * (len(hosts.members) if hosts is not None else 1) // self._world_size
+        remote = kind not in _IN_PLACE and self._world_size > 1
+        self.footprint = taken = Footprint(share, self._window if remote else 0, copies)
+        large = self._free is not None and taken.nbytes * LARGE_PART > self._free
+        _log.log(
+            logging.WARNING if share.nbytes > share.budget or large else logging.INFO,
+            "transport %s takes memory on this rank: %s%s",
+            kind if hosts is None else "hierarchical",
+            taken,
+            f"; more than 1/{LARGE_PART} of the {self._free:,} bytes that are free for it" if large else "",
+        )
+        return share.ring

@@ -25,6 +25,7 @@ from commfuse_dp.transport.base import ExchangeFn, Transport
 from commfuse_dp.transport.budget import Room
 from commfuse_dp.transport.checks import raise_failures
 from commfuse_dp.transport.exchange import exchange_of
+from commfuse_dp.transport.free_memory import free_memory
 
 Kind = Literal["auto", "shm", "tcp", "symmetric", "p2p", "mpi"]
 KINDS = ("auto", "shm", "tcp", "symmetric", "p2p", "mpi")
@@ -77,16 +78,18 @@ def open_transport(
     stream_ordered: bool = False,
     order: str = "pairwise",
     published_bytes: int = 0,
+    prefetch_bytes: int = 0,
     least_ring: int = 0,
 ) -> tuple[Transport, str]:
     """Collective over `group` (None: the default group, or one rank without torch.distributed).
 
     order: of the configuration; 'hierarchical' asks for transport hierarchical, 'auto' takes it where it can be had, and where
     the memory for it is small. Callers that cannot use it say 'pairwise'.
-    published_bytes: by all ranks together in a step, if known: a part of it is that memory.
+    published_bytes: by all ranks together in a step, if known: a part of it is that memory. prefetch_bytes: the most that this
+    rank fetches ahead of it.
 
     inbox_bytes: what this rank may take for messages of all peers together, see budget.py. least_ring: bytes for one peer's
-    messages that are taken even if that is too little. What is taken is logged before, and is `transport.share` afterwards.
+    messages that are taken even if that is too little. What is taken is logged before, and is `transport.footprint` afterwards.
 
     stream_ordered: the caller can use a stream-ordered transport (base.py); else 'symmetric' is never chosen.
 
@@ -106,10 +109,11 @@ def open_transport(
                 f"ranks ask for different {what} (in rank order): {asked}; all ranks need the same configuration"
             )
     hosts, rank = [wish[0] for wish in wishes], dist.get_rank(group) if dist.is_initialized() else 0
-    room = Room(inbox_bytes, len(hosts), least_ring)
+    free = free_memory(device, hosts.count(hosts[rank]))
+    room = Room(inbox_bytes, len(hosts), least_ring, window=prefetch_bytes, published=published_bytes, free=free)
     wanted = Wanted(kind, order, group, rank, hosts, exchange, room, deadline_s, probe, device, stream_ordered, published_bytes)
     transport, reason = _open(wanted)
-    transport.share = room.share
+    transport.footprint = room.footprint
     if group is not None:
         transport.members = dist.get_process_group_ranks(group)
     return transport, reason

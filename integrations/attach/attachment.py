@@ -79,6 +79,7 @@ class Attachment:
                 stream_ordered=True,
                 order=order,
                 published_bytes=published_bytes(units),
+                prefetch_bytes=config.prefetch_bytes,
             )
 
         # A vote of its own, before ranks wait for those of other groups.
@@ -171,7 +172,7 @@ class Attachment:
             minimum_bytes_per_step=minimum_bytes_per_step,
             kernels=engine.kernel_explainer() if engine is not None else tuple,
             reads=self._reads.gathers,
-            memory=engine.footprint() if engine is not None else None,
+            memory=transport.footprint,
         )
         self.transaction.set(vars(self._holder()), self._key, self)
         return self.report

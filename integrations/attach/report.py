@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from commfuse_dp.config import CommFuseConfig
-from commfuse_dp.engine.room import Footprint
 from commfuse_dp.probe import Probe
+from commfuse_dp.transport.budget import Footprint
 
 Path = Literal["fused", "gathered", "hooks", "column", "row", "stock", "plain"]
 
@@ -49,7 +49,9 @@ class Report:
     ) -> None:
         self.rows = rows
         self.memory = memory
-        """Bytes that CommFuse holds on this rank; None: nothing."""
+        """Bytes that CommFuse takes on this rank, as they were announced before; None: nothing."""
+        self.deferred_gather: Footprint | None = None
+        """ZeRO-1/2 with defer_gather: bytes for it, beside `memory`."""
         self.gathered_inputs: Mapping[str, int] = {}
         """Tensor parallelism: module -> how often so far the framework gathered its input after all, because a forward used it
         beside the layers that share it."""
@@ -79,12 +81,16 @@ class Report:
         lines = [f"CommFuse: {self.world_size} ranks, transport {self.transport} ({self.transport_reason})"]
         if self.memory is not None:
             lines.append(f"  memory: {self.memory}")
+        if self.deferred_gather is not None:
+            lines.append(f"  memory of the deferred gather: {self.deferred_gather}")
         if self.tensor_parallel is not None:
             tensor = self.tensor_parallel
             lines.append(
                 f"  over tensor parallelism: {tensor.world_size} ranks, transport {tensor.transport} "
                 f"({tensor.transport_reason})"
             )
+            if tensor.memory is not None:
+                lines.append(f"  memory: {tensor.memory}")
         for path, numel in sorted(self.numel_by_path().items(), key=lambda item: -item[1]):
             lines.append(f"  {path:<9}{numel:>14,} parameters {100 * numel / whole:5.1f} %  {MEANING[path]}")
         lines.append("")

@@ -155,6 +155,7 @@ def _open_gather(attachment: Attachment, zero: Any, config: CommFuseConfig, grou
         return None
     engine, transaction = attachment.engine, attachment.transaction
     symmetric = engine.transport.name == "symmetric"  # what else orders by streams serves no pulls of one's own
+    groups = [FlatGroup(*entry) for entry in flat_compat.flat_groups(zero.optimizer, group.size())]
     transport, _ = open_transport(
         "symmetric" if symmetric else config.transport,
         group=group,
@@ -163,9 +164,10 @@ def _open_gather(attachment: Attachment, zero: Any, config: CommFuseConfig, grou
         probe=engine.probe,
         device=engine.device,
         stream_ordered=symmetric,
+        published_bytes=sum(entry.partition * entry.whole.element_size() for entry in groups) * group.size(),
     )
     transaction.on_undo(transport.close)
-    gather = DeferredGather(transport, [FlatGroup(*entry) for entry in flat_compat.flat_groups(zero.optimizer, group.size())])
+    gather = DeferredGather(transport, groups)
     transaction.on_undo(gather.close)
     transaction.on_undo(weakref.finalize(zero, gather.close).detach)
     return gather
@@ -198,12 +200,14 @@ def _install(
     _hook_gradients(attachment, zero)
     _hook_destroy(attachment, zero)
     stage = int(zero.zero_optimization_stage())
-    return attachment.finish(
+    report = attachment.finish(
         _rows(selection, streams),
         config,
         names=[name for name, _ in zero.module.named_parameters()],
         minimum_bytes_per_step=_minimum_bytes(selection, zero, stage, group.size(), rest=not streams),
     )
+    report.deferred_gather = gather.footprint if gather is not None else None
+    return report
 
 
 def _unit(number: int, layer: Layer, zero: Any, stage: int, config: CommFuseConfig, group: dist.ProcessGroup) -> Unit:

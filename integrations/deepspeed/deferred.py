@@ -52,6 +52,7 @@ class DeferredGather:
     """All-gathers of the flattened groups that finish when they are needed. Collective to construct and to start."""
 
     def __init__(self, transport: Transport, groups: list[FlatGroup]) -> None:
+        self.footprint = transport.footprint
         self._transport = transport
         self._groups = groups
         self._order = gather_owners(transport.rank, transport.world_size, "pairwise")[1:]

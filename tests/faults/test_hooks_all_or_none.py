@@ -5,22 +5,26 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from commfuse_dp.integrations import comm_hooks, register_ddp, register_fsdp1
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from commfuse_dp.errors import CommFuseError
 from tests.parity.ddp.nets import build, config, train, worst, wrap
+from tests.support.raising import Boom, Injected, blow_in_backward, functions_entered, inside, raising_in
 
 REGISTER = {"ddp": register_ddp, "fsdp1": register_fsdp1}
 
 
-def wrapped(kind: str) -> nn.Module:
-    return wrap(build()) if kind == "ddp" else FullyShardedDataParallel(build(), device_id=torch.device("cpu"))
+def wrapped(kind: str, **fsdp1: Any) -> nn.Module:
+    return wrap(build()) if kind == "ddp" else FullyShardedDataParallel(build(), device_id=torch.device("cpu"), **fsdp1)
 
 
 def fails(*args: Any, **kwargs: Any) -> None:
@@ -68,6 +72,55 @@ def body_broken_opening(rank: int, world_size: int, kind: str, broken: tuple[int
     train(model)
 
 
+def body_every_stage(rank: int, world_size: int, kind: str) -> int:
+    """At each function of ours, on each rank in turn, raises what the other rank hears of."""
+    first, running = wrapped(kind), set(threading.enumerate())
+    wanted = train(wrapped(kind))
+    REGISTER[kind](first, config())
+    names = [functions_entered("integrations", lambda: REGISTER[kind](wrapped(kind), config()))]
+    dist.broadcast_object_list(names)
+    del first
+    local = [name for name in names[0] if not name.startswith(("attach/ranks.py", "attach/fingerprint.py"))]
+    failed = 0
+    for number, name in enumerate(local):
+        model = wrapped(kind)
+        register = lambda model=model: REGISTER[kind](model, config())  # noqa: E731
+        try:
+            if rank == number % world_size:
+                raising_in("integrations", name, register, wanted=inside("together", but_not=("_open",)))
+            else:
+                register()
+        except Injected:
+            assert rank == number % world_size
+        except CommFuseError as error:
+            assert rank != number % world_size and f"rank {number % world_size}" in str(error) and name in str(error)
+        else:
+            continue
+        failed += 1
+        assert not held(running)[1], name
+        found = train(model)
+        assert worst(found[0], wanted[0]) == 0.0 and worst(found[1], wanted[1]) == 0.0, name
+    return failed
+
+
+def body_broken_backward(rank: int, world_size: int, kind: str) -> str:
+    """The first layer's backward, which is the last, raises on rank 0 alone; its model lives on."""
+    model = wrapped(kind, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
+    REGISTER[kind](model, config(deadline_s=60.0))
+    beside = dist.new_group()  # to meet on: what DDP's group is used for is left in the middle
+    train(model, steps=1)
+    if rank == 0:
+        model.module.blocks[0].register_forward_hook(blow_in_backward)
+    start, text = time.monotonic(), ""
+    try:
+        train(model, steps=1)
+    except (Boom, RuntimeError) as error:
+        text = str(error)
+    took = time.monotonic() - start
+    dist.barrier(beside)  # the culprit keeps its model until the other has heard
+    return text if took < 30.0 else "came by the deadline"
+
+
 def started_since(running: set[threading.Thread]) -> list[threading.Thread]:
     """Threads of CommFuse that are not among those: models of other tests in this process may have theirs."""
     return [thread for thread in threading.enumerate() if thread not in running and thread.name.startswith("commfuse")]
@@ -95,6 +148,19 @@ def body_rounds(rank: int, world_size: int, kind: str) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp1"])
 def test_a_registration_that_fails_leaves_a_stock_model(workers, kind, broken):
     workers(2).run(body_broken_registration, kind, broken)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1"])
+def test_a_failure_at_any_stage_leaves_a_stock_model_on_all_ranks(workers, kind):
+    first, second = workers(2).run(body_every_stage, kind, timeout=120)
+    assert first == second > 5
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1"])
+def test_the_peer_of_a_broken_backward_is_told_why(workers, kind):
+    """By the culprit itself, long before the deadline."""
+    culprit, peer = workers(2).run(body_broken_backward, kind)
+    assert culprit == "no more" and "rank 0" in peer and "an exception in its backward" in peer
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp1"])

@@ -71,6 +71,20 @@ def test_more_than_the_budget_is_said_before_it_is_taken(caplog):
     assert divide(64, 100, 0).ring == 64 and divide(1 << 20, 1 << 20, 0).ring == LEAST_RING
 
 
+@pytest.mark.parametrize(("free", "aloud"), [(79 * MIB, True), (80 * MIB, False), (None, False)])
+def test_a_large_part_of_the_memory_is_said_aloud(caplog, free, aloud):
+    """Window, messages and copies together, against what is free for the rank."""
+    room = Room(4 * MIB, 4, 0, window=6 * MIB, published=40 * MIB, free=free)
+    with caplog.at_level(logging.INFO, "commfuse_dp"):
+        room.ring("tcp")
+    taken, [record] = room.footprint, caplog.records
+    assert (taken.window, taken.published) == (6 * MIB, 10 * MIB) and 19 * MIB < taken.nbytes <= 20 * MIB
+    assert str(taken) in record.getMessage() and record.levelno == (logging.WARNING if aloud else logging.INFO)
+    assert ("more than 1/4 of the 82,837,504 bytes" in record.getMessage()) is aloud
+    room.ring("shm")  # reads in place
+    assert room.footprint.window == 0
+
+
 @pytest.mark.parametrize("slices", [None, 1, 3])
 @pytest.mark.parametrize("flat", [False, True])
 def test_the_least_ring_holds_a_slice_of_every_layer(slices, flat):

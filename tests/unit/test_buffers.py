@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from commfuse_dp.engine.plan import Unit
 from tests.simulated.test_engine import Policy, Slot
 from tests.support.copying import CopyingTransport
 from tests.support.inproc import InprocWorld
+from tests.support.memory import resident
 from tests.support.threads import run_ranks
 
 
@@ -80,13 +79,6 @@ def test_a_pool_keeps_no_more_than_its_limit():
     pool.take(600)
     pool.forget_taken()
     assert pool.held == 0
-
-
-def resident() -> int:
-    """Bytes of this process that are in memory and its own, less what the C library keeps for later."""
-    ctypes.CDLL(None).malloc_trim(0)
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) * 1024
 
 
 MIB = 1 << 20

@@ -14,7 +14,7 @@ from commfuse_dp.errors import CommFuseError
 class Nowhere:
     closed = False
 
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
         self.closed = True
 
 

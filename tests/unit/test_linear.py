@@ -221,6 +221,28 @@ def test_a_bias_beside_the_operand_is_added_before_the_product_is_rounded():
     assert not torch.equal(found[0][0], x.detach() @ operand.params[0].t() + bias.detach())  # rounded twice: another result
 
 
+def test_under_autocast_a_compiled_linear_computes_the_bits_of_eager_mode():
+    torch.manual_seed(0)
+    x = torch.randn(33, 64, requires_grad=True)
+    operand = LocalOperand([torch.randn(48, 64), torch.randn(48)], 0, 2, 2)
+    handle = register_operand(operand)
+
+    def call() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return fused.fused_linear(x, operand, handle)
+
+    torch._dynamo.reset()
+    found = []
+    for run in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+        x.grad = None
+        y = run()
+        y.float().square().sum().backward()
+        found.append((y.detach(), x.grad, *(partial.clone() for partial in operand.partials)))
+    assert found[0][0].dtype == torch.bfloat16 and found[0][1].dtype == torch.float32
+    for eager, compiled in zip(*found, strict=True):
+        assert eager.dtype == compiled.dtype and torch.equal(eager, compiled)
+
+
 def test_the_op_is_the_function():
     operand = LocalOperand([torch.randn(7, 4), torch.randn(7)], 1, 3, 2)
     handle = register_operand(operand)

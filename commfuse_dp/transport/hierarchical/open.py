@@ -14,7 +14,7 @@ from commfuse_dp.program.hosts import Hosts
 from commfuse_dp.transport.base import ExchangeFn, Transport
 from commfuse_dp.transport.checks import raise_failures
 from commfuse_dp.transport.exchange import exchange_of
-from commfuse_dp.transport.shm.transport import available_memory
+from commfuse_dp.transport.free_memory import free_memory
 from commfuse_dp.transport.two_sided.p2p import new_group
 
 # By default group, with which they go, and ranks; see [Note: Communicators are kept] in transport/kept.py.
@@ -27,12 +27,7 @@ RELAY_SHARE = 10  # order 'auto' keeps what has crossed while that is at most th
 def too_dear(hosts: Hosts, published_bytes: int, device: torch.device, exchange: ExchangeFn) -> str | None:
     """Collective: why order 'auto' should rather be flat, or None. published_bytes: by all ranks together in a step."""
     kept = published_bytes * (len(hosts.members) - 1) // hosts.world_size
-    if device.type == "cuda":
-        free: int | None = torch.cuda.mem_get_info(device)[0]
-    else:
-        here = available_memory()
-        free = here // hosts.per_host if here is not None else None
-    known = [nbytes for nbytes in exchange(free) if nbytes is not None]
+    known = [nbytes for nbytes in exchange(free_memory(device, hosts.per_host)) if nbytes is not None]
     if not known or RELAY_SHARE * kept <= min(known):
         return None
     return (

@@ -25,7 +25,6 @@ import mmap
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -33,6 +32,7 @@ import torch
 from commfuse_dp.errors import TransportError
 from commfuse_dp.transport.base import ExchangeFn
 from commfuse_dp.transport.checks import raise_failures
+from commfuse_dp.transport.free_memory import available_memory
 from commfuse_dp.transport.one_sided.parts import Channel, Memory, check_same_sizes, cut
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
 from commfuse_dp.transport.one_sided.ring import align
@@ -43,25 +43,6 @@ _KEEP_FREE = 64 << 20  # bytes of available memory that shared memory must leave
 
 def _page(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def available_memory() -> int | None:
-    """Bytes that could still be allocated: the lesser of MemAvailable and what the control group leaves; None if unknown."""
-    found: list[int] = []
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) * 1024)
-        group = next(line.split("::", 1)[1] for line in Path("/proc/self/cgroup").read_text().splitlines() if "::" in line)
-        folder = Path("/sys/fs/cgroup") / group.strip("/")
-        limit = (folder / "memory.max").read_text().strip()
-        if limit != "max":
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            used = int((folder / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-            found.append(max(int(limit) - used, 0))
-    except (OSError, ValueError, StopIteration):
-        pass  # other control group versions: the machine's figure alone
-    return min(found, default=None)
 
 
 def _allocate(nbytes: int) -> int:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from commfuse_dp.integrations.attach.attachment import attachment_of
 
 from tests.parity.deepspeed.pair import Case, Result, batch, both, check, loss_of, run, settings, started, train_micro
 from tests.support.cells import slow
+from tests.support.memory import held_for_messages, said_and_taken
 
 DEFER = {"defer_gather": True}
 
@@ -134,3 +136,25 @@ def test_under_zero_3_it_is_said_to_be_without_effect(workers):
     for (stock, ours), heard in workers(2).run(concerns_nobody, timeout=60):
         check(stock, ours)
         assert any("defer_gather concerns ZeRO-1 and 2" in text for text in heard)
+
+
+def announced(rank: int, world_size: int) -> None:
+    """Of the engine's transport, and of that of the deferred gather."""
+    with (
+        said_and_taken() as events,
+        started(rank, world_size, Case(settings(2), block={**DEFER, "transport": "shm"}), fused=True) as engine,
+    ):
+        report = attachment_of(engine).report
+        records, held = events[::2], [held_for_messages(memory) for memory in events[1::2]]
+        for record, memory, title in zip(
+            records, (report.memory, report.deferred_gather), ("", " of the deferred gather"), strict=True
+        ):
+            assert isinstance(record, logging.LogRecord) and str(memory) in record.getMessage()
+            assert f"  memory{title}: {memory}" in str(report)
+        assert held == [report.memory.share.nbytes, report.deferred_gather.share.nbytes]
+        numel = sum(param.numel() for param in engine.module.parameters())
+        assert 0 <= world_size * report.deferred_gather.published - 4 * numel < 4096
+
+
+def test_memory_is_announced_and_reported(workers):
+    workers(2).run(announced)

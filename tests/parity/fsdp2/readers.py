@@ -123,6 +123,11 @@ def _without_gradient(block: Block, x: torch.Tensor) -> torch.Tensor:
     return block.down(F.gelu(block.adapted(x) / scale)) * block.down.weight.detach().norm()
 
 
+def _half(block: Block, x: torch.Tensor) -> torch.Tensor:
+    """A submodule may have a dtype of its own: its input is cast to it."""
+    return block.down(F.gelu(block.up(x.to(block.up.weight.dtype)).to(x.dtype) + block.low_b(block.low_a(x))))
+
+
 PATTERNS: dict[str, Callable[[Block, torch.Tensor], torch.Tensor]] = {
     "lora": _lora,
     "dora": _dora,
@@ -136,6 +141,7 @@ PATTERNS: dict[str, Callable[[Block, torch.Tensor], torch.Tensor]] = {
     "functional_call": _functional_call,
     "without gradient": _without_gradient,
     "autocast": _autocast,
+    "half": _half,
 }
 
 

@@ -57,8 +57,8 @@ def test_auto_stays_flat_where_hosts_have_other_numbers(workers, names):
 
 def short_of_memory(rank: int, world_size: int) -> tuple[str, str]:
     """Host b has memory for hardly anything: all ranks decide alike, and order='hierarchical' is obeyed."""
-    known, names = hierarchical_open.available_memory, []
-    hierarchical_open.available_memory = lambda: 1 << 30 if rank < 2 else 20_000
+    known, names = hierarchical_open.free_memory, []
+    hierarchical_open.free_memory = lambda device, ranks: 1 << 29 if rank < 2 else 10_000
     try:
         with hosts(*"aabb"):
             for order in ("auto", "hierarchical"):
@@ -66,7 +66,7 @@ def short_of_memory(rank: int, world_size: int) -> tuple[str, str]:
                 with pair.applied(model, transport="auto", order=order) as report:
                     names.append(report.transport)
     finally:
-        hierarchical_open.available_memory = known
+        hierarchical_open.free_memory = known
     return names[0], names[1]
 
 

@@ -73,6 +73,35 @@ def test_every_pattern_in_bf16(workers, world_size, patterns):
     workers(world_size).run(low_precision, BF16, patterns, timeout=120)
 
 
+def with_a_half() -> Readers:
+    model = Readers("lora", "half", "norm by hand")
+    model.layers[1].up.half()
+    return model
+
+
+def shard_half(model: nn.Module, **options: Any) -> None:
+    """A group of FSDP2 has one dtype."""
+    fully_shard(model.layers[1].up, **options)
+    shard_layers(model, **options)
+
+
+def one_in_float16(rank: int, world_size: int) -> None:
+    with Twin(with_a_half, shard=shard_half) as twin:
+        assert twin.paths_of("layers.1.up") == {"fused"}
+        for _ in range(3):
+            twin.step(mean_square, floats(twin), rtol=2**-9, update=False)
+            assert twin.fused.layers[1].up.weight.grad.dtype == torch.float16
+            for optimizer in twin.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            twin.backwards = 0
+
+
+def test_one_submodule_in_float16(workers):
+    """What of it reaches other layers is rounded to 2^-11; a slice's product may be rounded to the number beside stock's."""
+    workers(2).run(one_in_float16)
+
+
 # ---- when a forward is ------------------------------------------------------------------------------------------------
 SOME = ("beit", "penalty", "dora", "t5", "norm by hand")
 

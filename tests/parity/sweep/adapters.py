@@ -48,11 +48,16 @@ ADAPTERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def adapt(model: nn.Module, name: str) -> nn.Module:
+QUANTISED = "qlora"
+
+
+def adapt(model: nn.Module, name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """dtype: of a model whose base is in 4 bits, which nothing can cast any more."""
     import peft
 
-    if name == "qlora":
-        _quantise(model)
+    if name == QUANTISED:
+        _rounded(model)
+        _quantise(model, dtype)
     config = ADAPTERS[name](peft)
     config.task_type = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     for option in ("lora_dropout", "dropout", "module_dropout", "boft_dropout", "vera_dropout"):
@@ -64,11 +69,21 @@ def adapt(model: nn.Module, name: str) -> nn.Module:
         for param in adapted.parameters():
             if param.requires_grad and param.is_floating_point():
                 param.add_(0.02 * torch.randn(param.shape, generator=generator))
+    if name == QUANTISED:
+        _rounded(adapted, dtype)
     return adapted
 
 
-def _quantise(model: nn.Module) -> None:
-    """Linears of the layers in 4 bits, kept as float32 bytes, so that FSDP2 can shard them."""
+def _rounded(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    """All values that are not in 4 bits, rounded to bfloat16 and kept in `dtype`: the same whatever that is."""
+    for param in model.parameters():
+        if not hasattr(param, "quant_state"):
+            param.data = param.data.bfloat16().to(dtype)
+
+
+def _quantise(model: nn.Module, dtype: torch.dtype) -> None:
+    """Linears of the layers in 4 bits, kept as bytes of `dtype`: FSDP2 shards what has the dtype of its group, and casts none
+    of it to the compute dtype if that is the same."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     for name, module in list(model.named_modules()):
@@ -78,12 +93,12 @@ def _quantise(model: nn.Module) -> None:
                 module.in_features,
                 module.out_features,
                 bias=module.bias is not None,
-                compute_dtype=torch.float32,
+                compute_dtype=dtype,
                 quant_type="nf4",
-                quant_storage=torch.float32,
+                quant_storage=dtype,
             )
             quantised.weight = Params4bit(
-                module.weight.data, requires_grad=False, quant_type="nf4", quant_storage=torch.float32, module=quantised
+                module.weight.data, requires_grad=False, quant_type="nf4", quant_storage=dtype, module=quantised
             )
             if module.bias is not None:
                 quantised.bias = module.bias

@@ -44,7 +44,10 @@ def architectures(task: str) -> list[str]:
     return list(getattr(modeling_auto, f"{TASKS[task]}_MAPPING_NAMES"))
 
 
-def prepare(case: Case) -> tuple[nn.Module, Callable[[int], dict[str, Any]], Callable[[Any], torch.Tensor]]:
+def prepare(
+    case: Case, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, Callable[[int], dict[str, Any]], Callable[[Any], torch.Tensor]]:
+    """dtype: see `adapters.adapt`; all other models are made in float32."""
     if case.task == "timm":
         from tests.parity.sweep import vision
 
@@ -53,7 +56,7 @@ def prepare(case: Case) -> tuple[nn.Module, Callable[[int], dict[str, Any]], Cal
     if case.adapter:
         from tests.parity.sweep import adapters
 
-        model = adapters.adapt(model, case.adapter)
+        model = adapters.adapt(model, case.adapter, dtype)
     if case.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if case.adapter:

@@ -11,6 +11,9 @@ CHECKPOINTED = ("llama", "gpt2", "mixtral", "opt", "gemma2", "falcon", "phi", "q
 FLOORS = {"causal": 190, "masked": 42, "seq2seq": 31, "image": 24, "text-of-multimodal": 40, "timm": 25}
 """For each task the models that must have been compared: fewer, and the sweep itself has lost its way."""
 
+COMPARED = frozenset(Case("causal", "llama", adapter) for adapter in ("lora", "dora", "ia3", "lora-with-head", "qlora"))
+"""What must have been compared in each of its dtypes, whatever may be left out of the others."""
+
 
 def everything() -> list[Case]:
     cases = [Case(task, model) for task in TASKS for model in architectures(task)]

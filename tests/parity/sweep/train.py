@@ -30,6 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import commfuse_dp
+from tests.parity.sweep.adapters import QUANTISED
 from tests.parity.sweep.cases import Case, prepare
 
 STEPS = 3
@@ -80,6 +81,8 @@ def run(rank: int, world_size: int, case: Case) -> Row:
     exact: Trained | None = None
     shard = shard_layers
     for dtype in case.dtypes:
+        if case.adapter == QUANTISED and dtype == "bf16":
+            model, batch, loss = prepare(case, torch.bfloat16)
         try:
             stock, shard = _stock(model, dtype, shard, batch, loss)
         except Exception as error:
