@@ -25,7 +25,7 @@ class StepState:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = weakref.ref(transport)
-        self._rank, self._here = transport.rank, transport.called(transport.rank)
+        self._rank, self._here = transport.rank, transport.membership.called(transport.rank)
         self._peers = [rank for rank in range(transport.world_size) if rank != transport.rank]
         self.together: list[StepState] = []  # of other transports, whose steps are the same ones: what breaks one breaks all
         self.owed: list[str] = []  # causes of steps that were broken off here before they began: see `not_begun`
@@ -45,7 +45,7 @@ class StepState:
 
     def _called(self, rank: int) -> int:
         transport = self._transport()
-        return transport.called(rank) if transport is not None else rank
+        return transport.membership.called(rank) if transport is not None else rank
 
     # ---- inside a step -----------------------------------------------------------------------------------------------
     def by(self, place: str, error: BaseException) -> None:

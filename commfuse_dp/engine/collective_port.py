@@ -233,7 +233,7 @@ class CollectivePort:
     def complete(self, messages: _Messages) -> None:
         """Send and receive until a collective is complete, summing fused gradients meanwhile."""
         if messages.lost:
-            here = self.transport.called(self.rank)
+            here = self.transport.membership.called(self.rank)
             raise BrokenStepError(
                 f"rank {here}: an {messages.what} of an FSDP2 group was not completed: {messages.lost}. Call "
                 "reset_iter_state() on the root module after a step that was broken off, on all ranks.",

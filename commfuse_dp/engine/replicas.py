@@ -86,7 +86,7 @@ class ReplicaGroup:
         self._peers = [rank for rank in dist.get_process_group_ranks(group) if rank != self._rank]
         self._open = 0  # all-reduces not waited for, and broken steps not agreed about
         self._transport = transport
-        transport.when_lost.append(self._hear_lost)
+        transport.membership.when_lost.append(self._hear_lost)
 
     def all_reduce(self, tensor: torch.Tensor, step: int) -> Replicating:
         self._over.begun += 1
@@ -195,7 +195,7 @@ class ReplicaGroup:
 
     def _lose(self, rank: int, reason: str, step: int) -> NoReturn:
         self._hear_lost(rank, reason)
-        self._transport.tell_lost(rank, reason)
+        self._transport.membership.tell_lost(rank, reason)
         raise PeerLostError(
             f"rank {self._rank} lost rank {rank} in step {step}, while it summed gradients with its replicas: {reason}",
             rank=self._rank,

@@ -78,6 +78,7 @@ from commfuse_dp.errors import Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.program.hosts import Hosts
 from commfuse_dp.transport.budget import Footprint
+from commfuse_dp.transport.membership import Membership
 from commfuse_dp.transport.views import shaped
 
 # Collective object exchange used only while a transport is set up: every rank gives one picklable object and gets all of
@@ -248,7 +249,6 @@ class Transport(ABC):
     recovery: Recovery | None = None
     hosts: Hosts | None = None  # the hierarchical order, where one transport serves a host and another one what is between
     footprint: Footprint | None = None  # what it takes, if `open_transport` has opened it
-    members: Sequence[int] | None = None  # numbers of its ranks in the default group, which errors speak of; None: the same
 
     def __init__(
         self, rank: int, world_size: int, *, message_limit: int, deadline_s: float, probe: Probe | None = None
@@ -260,7 +260,7 @@ class Transport(ABC):
         self.probe = probe if probe is not None else Probe()
         self.sizes: Sequence[Sequence[int]] | None = None  # as exposed
         self.segments: Sequence[torch.Tensor] = ()
-        self.when_lost: list[Callable[[int, str], object]] = []  # called once, with a rank of the default group and how
+        self.membership = Membership(world_size)
         self.activity = 0  # messages taken in so far
         # What `reserve` or `receive` has given, as numbers: (message, dtype, shape) -> tensor.
         self.shaped: Callable[[torch.Tensor, torch.dtype, tuple[int, ...]], torch.Tensor] = shaped
@@ -268,12 +268,6 @@ class Transport(ABC):
         self.layers: Sequence[str] = ()  # what the keys of gradients stand for, in errors
         # describe(owner, key, epoch, start, nbytes): what pulled bytes are, for errors of waits that block nobody.
         self.describe: Callable[[int, int, int, int, int], Where] = _where
-
-    def called(self, rank: int) -> int:
-        """The number in the default group of one of its ranks. Above these: of a rank of another group, see `tell_lost`."""
-        if rank >= self.world_size:
-            return rank - self.world_size
-        return self.members[rank] if self.members is not None and rank >= 0 else rank
 
     # ---- windows: published parameters -------------------------------------------------------------------------------
     @abstractmethod
@@ -346,9 +340,6 @@ class Transport(ABC):
     def progress(self, timeout_s: float = 0.0) -> None:
         """Send what was held back for company (`more`), and take in what peers have sent; block at most timeout_s, less when
         something happens. Raises PeerLostError."""
-
-    def tell_lost(self, member: int, reason: str) -> None:  # noqa: B027
-        """Rank `member` of the default group is lost, as another group has found: peers hear of it, and their waits end."""
 
     @abstractmethod
     def close(self, reason: str = "") -> None:

@@ -115,7 +115,7 @@ def open_transport(
     transport, reason = _open(wanted)
     transport.footprint = room.footprint
     if group is not None:
-        transport.members = dist.get_process_group_ranks(group)
+        transport.membership.numbers = dist.get_process_group_ranks(group)
     return transport, reason
 
 

@@ -25,8 +25,8 @@ def wait_until(transport: Transport, ready: Callable[[], bool], *, peer: int, wh
     `doing` completes "rank 1 waits for ..." in errors.
 
     Raises DeadlineError, or PeerLostError: a loss that is heard of in here says what was waited for."""
-    here = transport.called(transport.rank)
-    who = f"rank {transport.called(peer)}" if peer >= 0 else "its peers"
+    here = transport.membership.called(transport.rank)
+    who = f"rank {transport.membership.called(peer)}" if peer >= 0 else "its peers"
     limit = time.monotonic() + transport.deadline_s
     recovery = transport.recovery
     try:
@@ -43,7 +43,7 @@ def wait_until(transport: Transport, ready: Callable[[], bool], *, peer: int, wh
             left = limit - time.monotonic()
             if left <= 0:
                 text = too_late(here, transport.deadline_s, f"{who}: {doing}", who, where, transport.name)
-                raise DeadlineError(text, rank=here, peer=transport.called(peer), where=where)
+                raise DeadlineError(text, rank=here, peer=transport.membership.called(peer), where=where)
             transport.progress(min(left, transport.sleep_s))
     except PeerLostError as error:
         if error.where is not None:

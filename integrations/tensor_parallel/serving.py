@@ -174,8 +174,8 @@ def _follow_steps(attachment: Attachment, model: nn.Module, group: dist.ProcessG
     """A forward of the root begins a step: see collectives/steps.py. With data parallelism it is one of its engine, too."""
     data = attachment_of(model)
     if data is not None:  # who has lost a rank on one of the transports tells the peers on the other
-        data.transport.when_lost.append(attachment.transport.tell_lost)
-        attachment.transport.when_lost.append(data.transport.tell_lost)
+        data.transport.membership.when_lost.append(attachment.transport.membership.tell_lost)
+        attachment.transport.membership.when_lost.append(data.transport.membership.tell_lost)
         if data.transport.recovery is None:
             return
     steps = follow_steps(attachment.transport)

@@ -22,6 +22,7 @@ from commfuse_dp import interrupts
 from commfuse_dp.engine import replicas
 from commfuse_dp.engine.engine import Engine
 from commfuse_dp.interrupts import HELD, OURS, Handler, deliver_held, rests, unwatch, watch
+from commfuse_dp.transport.membership import Membership
 
 PATIENCE_S = 30.0  # in which what must come has come, however busy the machine is
 
@@ -375,7 +376,7 @@ def test_a_wait_for_replicas_raises_where_that_is_planned_for(user, unasked, mon
     monkeypatch.setattr(replicas, "dist", made_up)
     group: Any = SimpleNamespace(size=lambda: 2, group_name="replicas")
     kept: Any = SimpleNamespace(item=replicas.Communicator(group))
-    shards: Any = SimpleNamespace(when_lost=[], progress=lambda: None)
+    shards: Any = SimpleNamespace(membership=Membership(2), progress=lambda: None)
     waiting = replicas.Replicating(replicas.ReplicaGroup(kept, HashStore(), PATIENCE_S, shards), Work(), 1, 1)
     if interruptible:
         with pytest.raises(KeyboardInterrupt):

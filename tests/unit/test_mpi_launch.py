@@ -116,7 +116,7 @@ def test_after_finalize() -> None:
 
 def test_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpi_launch.importlib.util, "find_spec", lambda name: None)
-    text = mpi.obstacle()
+    text = mpi_launch.obstacle()
     assert text is not None and "not installed" in text and "pip install mpi4py" in text
     with pytest.raises(TransportError, match="pip install mpi4py"):
         mpi_launch.load()
@@ -127,14 +127,14 @@ def test_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_mpi
 def test_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(sys.modules)
-    assert mpi.obstacle() is None
+    assert mpi_launch.obstacle() is None
     assert "mpi4py.MPI" not in set(sys.modules) - before, "asking must not initialise MPI"
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setattr(mpi_launch, "_library", lambda: "=Open MPI v5.0.8")
-    text = mpi.obstacle()
+    text = mpi_launch.obstacle()
     assert text is not None and "built for another MPI" in text and "Open MPI v5.0.8" in text
     monkeypatch.setattr(mpi_launch, "_library", lambda: "ImportError: libmpi.so.12: cannot open shared object file")
-    text = mpi.obstacle()
+    text = mpi_launch.obstacle()
     assert text is not None and "libmpi.so.12" in text and "pip install" in text
 
 

@@ -9,6 +9,7 @@ import pytest
 from commfuse_dp.collectives.step_state import StepState
 from commfuse_dp.errors import BrokenStepError, Where
 from commfuse_dp.transport.base import Left
+from commfuse_dp.transport.membership import Membership
 
 WHERE = Where("layer", 0, "parameters")
 
@@ -43,9 +44,7 @@ class End:
 
     def __init__(self, rank: int, recovery: Any) -> None:
         self.rank, self.recovery = rank, recovery
-
-    def called(self, rank: int) -> int:
-        return rank
+        self.membership = Membership(self.world_size)
 
 
 class Pair:

@@ -88,6 +88,7 @@ class HierarchicalTransport(Transport):
         self._closed = False
         self.rail = None
         outer.whole = self
+        self.membership.hear_lost += [side.membership.tell_lost for side in (inner, outer) if isinstance(side, Transport)]
         if isinstance(outer, Rail):
             self.rail = outer
             inner.describe = self._describe
@@ -247,7 +248,7 @@ class HierarchicalTransport(Transport):
         if self._closed:
             return
         self._closed = True
-        self.when_lost.clear()
+        self.membership.when_lost.clear()
         if reason:  # both are told before either waits for its peers
             self._inner.abort(reason)
             self._outer.abort(reason)
@@ -255,11 +256,6 @@ class HierarchicalTransport(Transport):
             self._outer.close()  # serves the rail until it has what it wants
         finally:
             self._inner.close()
-
-    def tell_lost(self, member: int, reason: str) -> None:
-        for side in (self._inner, self._outer):
-            if isinstance(side, Transport):
-                side.tell_lost(member, reason)
 
     def _check(self) -> None:
         """Streams: whoever waits in this host hears of a loss between hosts. On CPUs every wait looks at both."""

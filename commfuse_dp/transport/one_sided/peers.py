@@ -3,7 +3,7 @@
 `departed` said goodbye (they will send nothing more: only a wait for one of them is an error), `lost` ended without (the
 program has failed: every operation raises PeerLostError). The first survivor to see a loss tells all others who it was, so
 that they name the dead rank and not the first survivor that gave up because of it. Who stands in several groups tells the
-others, too (`tell_lost`, `when_lost`): there the dead rank is none of the peers, and has a number above theirs.
+others, too (transport/membership.py): there the dead rank is none of the peers, and has a number above theirs.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Peers(Transport, Receiver):
         self.counters = self.probe.counters  # of bytes; a side of another transport may count apart
         self.whole: Transport = self  # what it is a part of: a wait on one side must hear of a loss on another
         self._passed_on = False
+        self.membership.hear_lost.append(self._hear_lost)
         self.on_news: Callable[[], None] | None = None  # in whichever thread, when something was taken in or lost
 
     # ---- progress ----------------------------------------------------------------------------------------------------
@@ -75,19 +76,12 @@ class Peers(Transport, Receiver):
         if self.on_news is not None:
             self.on_news()
 
-    def tell_lost(self, member: int, reason: str) -> None:
+    def _hear_lost(self, member: int, reason: str) -> None:
         with self._lock:
             if self._failure is None and not self._closed:
-                culprit = self._number(member)
+                culprit = self.whole.membership.rank_of(member)
                 self._tell_others(culprit, reason)
                 self._fail(culprit, reason)
-
-    def _number(self, member: int) -> int:
-        """The opposite of `called`."""
-        for rank in range(self.world_size):
-            if self.whole.called(rank) == member:
-                return rank
-        return self.world_size + member
 
     def _post_all(self, message: bytes) -> None:
         """To every peer."""
@@ -107,7 +101,7 @@ class Peers(Transport, Receiver):
     def _error(self) -> TransportError:
         assert self._failure is not None
         culprit, reason = self._failure
-        called = self.whole.called
+        called = self.whole.membership.called
         here = called(self.rank)
         if culprit < 0:
             return TransportError(f"rank {here}, transport {self.name}: {reason}")
@@ -118,11 +112,11 @@ class Peers(Transport, Receiver):
     def _pass_on(self, member: int, reason: str) -> None:
         if not self._passed_on:
             self._passed_on = True
-            for tell in self.whole.when_lost:
+            for tell in self.whole.membership.when_lost:
                 tell(member, reason)
 
     def _describe(self, peer: int) -> str:
-        return self._channel.describe(peer, self.whole.called(peer))
+        return self._channel.describe(peer, self.whole.membership.called(peer))
 
     def _gone(self, peer: int, what: str, where: Where | None = None) -> TransportError:
         """The error of a wait for a peer that has said goodbye. The program has failed: the other peers are told, too."""
@@ -135,7 +129,7 @@ class Peers(Transport, Receiver):
             elif self._failure[0] >= 0 and self._failure[1] != self._early:
                 # An I/O thread has heard of the first loss since the last progress(), or of why this peer has closed.
                 return self._error()  # the wait adds what it was for
-        here, member = self.whole.called(self.rank), self.whole.called(peer)
+        here, member = self.whole.membership.called(self.rank), self.whole.membership.called(peer)
         self._pass_on(member, text)
         return PeerLostError(f"rank {here}: {text}.", rank=here, peer=member, where=where)
 

@@ -330,7 +330,7 @@ class OneSidedTransport(Peers):
         if not self._memory.in_place and os.getpid() == self._pid and sys.exc_info()[0] is None:
             self._serve_readers()
         try:
-            self.when_lost.clear()
+            self.membership.when_lost.clear()
             if os.getpid() == self._pid:  # a copy made by fork has no right to speak for its parent
                 with self._lock:  # at once: a goodbye that comes later is not answered any more
                     self._closed = True
@@ -382,7 +382,7 @@ class OneSidedTransport(Peers):
         elif kind == msg.ABORT:
             reason = bytes(message[msg.HEADER_BYTES :]).decode(errors="replace")
             culprit = a if a != self.rank else src
-            self._fail(culprit, reason if a == src else f"rank {self.whole.called(src)} reports: {reason}")
+            self._fail(culprit, reason if a == src else f"rank {self.whole.membership.called(src)} reports: {reason}")
         else:
             self._fail(-1, f"rank {src} sent a message of unknown kind {kind}: do all ranks run the same version?")
 

@@ -341,7 +341,7 @@ def test_strangers_are_turned_away() -> None:
         assert all(turned_away(stranger) for stranger in strangers)
         for sock in links.sockets.values():
             sock.close()
-        return links.names[1 - rank]
+        return links.places[1 - rank]
 
     names = run_ranks(2, body)
     assert len(strangers) == 3 and all(LOOPBACK in name and str(os.getpid()) in name for name in names)
