@@ -41,7 +41,8 @@ class TransportError(CommFuseError):
 
 
 class PeerLostError(TransportError):
-    """A peer died or left in the middle of a step. `rank`, `peer`: as in all errors, numbers in the default group."""
+    """A peer died or left in the middle of a step. `rank`, `peer`: numbers in the default group;
+    on streams, in the group that communicates."""
 
     def __init__(self, message: str, *, rank: int, peer: int, where: Where | None = None) -> None:
         super().__init__(message)

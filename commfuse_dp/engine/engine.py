@@ -469,7 +469,8 @@ class Engine:
         """Say goodbye and let go of all memory, also of views: whoever still holds the engine holds none.
 
         Autograd may: after a backward that raised, its thread keeps nodes that were ready until its next backward."""
-        with contextlib.suppress(CommFuseError):  # a peer may be gone already
+        self.transport.membership.when_lost.clear()  # at an end a peer may be gone already, which is no loss
+        with contextlib.suppress(CommFuseError):
             # Else the peers' close() goes on serving this rank for a while.
             self.parameters.stop(Where("(close)", self.step), self._outcome())
         unwatch(self)

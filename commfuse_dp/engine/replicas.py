@@ -84,6 +84,7 @@ class ReplicaGroup:
         self._deadline_s = deadline_s
         self._rank = dist.get_rank()
         self._peers = [rank for rank in dist.get_process_group_ranks(group) if rank != self._rank]
+        self._mute = False
         self._open = 0  # all-reduces not waited for, and broken steps not agreed about
         self._transport = transport
         transport.membership.when_lost.append(self._hear_lost)
@@ -102,9 +103,13 @@ class ReplicaGroup:
             try:
                 work.wait(_PATIENCE)
                 break
-            except RuntimeError as error:  # time is up, or the all-reduce failed
+            except RuntimeError:  # time is up, or the all-reduce failed
                 if work.is_completed():
-                    self._failed(error, step)
+                    try:
+                        work.wait()  # it may have come through between the two
+                        break
+                    except RuntimeError as error:
+                        self._failed(error, step)
             self._look(step, index)
             if any(self._read(peer, _ALIVE) for peer in self._peers):  # its all-reduce failed, and this one's will not end
                 self._failed(None, step)
@@ -150,9 +155,11 @@ class ReplicaGroup:
 
     def _read(self, peer: int, what: str) -> str | None:
         assert self._store is not None
-        with contextlib.suppress(RuntimeError):
+        try:
             if self._store.check([f"{peer} {what}"]):
                 return self._store.get(f"{peer} {what}").decode()
+        except RuntimeError:  # who served it is lost: silence means nothing now
+            self._mute = True
         return None
 
     def _told(self, peer: int) -> tuple[int, str] | None:
@@ -183,7 +190,7 @@ class ReplicaGroup:
         while True:
             self._look(step, self._over.begun)
             silent = [peer for peer in self._peers if self._read(peer, _ALIVE) is None]
-            if len(silent) == 1:
+            if len(silent) == 1 and not self._mute:
                 self._lose(silent[0], reason, step)
             if time.monotonic() > limit:
                 raise PeerLostError(

@@ -472,12 +472,7 @@ def _prepare(
 
 
 def _check(
-    name: str,
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    dim: int,
-    save: str,
+    name: str, x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], dim: int, save: str
 ) -> int:
     """The dimension of the sequence, counted from the front. Raises ValueError for operands that do not fit together."""
     if not weights:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 JOINED = 192  # rows of a joined block
-FEW = 128  # slices below it are joined
+FEW = JOINED // 2 + 1  # slices below it are joined: two at least go into a block
 
 
 def few(rows: int) -> int:
@@ -22,39 +22,42 @@ def few(rows: int) -> int:
 
 
 class JoinedRows:
-    """Collects adjacent rows of a weight. A block, (first row, [rows, columns]), is to be used before the next `put`."""
+    """Collects adjacent rows of a weight, upwards or downwards (rings). A block, (first row, [rows, columns]), is to be used
+    before the next `put`."""
 
-    __slots__ = ("_high", "_low", "_rows", "_spare")
+    __slots__ = ("_high", "_low", "_most", "_origin", "_rows", "_spare")
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
         """rows, columns: of the whole weight."""
-        self._rows = torch.empty(min(JOINED, rows), columns, dtype=dtype, device=device)
+        self._most = min(JOINED, rows)
+        self._rows = torch.empty(2 * self._most, columns, dtype=dtype, device=device)  # the first rows lie in the middle
         self._spare: torch.Tensor | None = None
-        self._low = self._high = 0
+        self._low = self._high = self._origin = 0
 
     def put(self, row: int, weight: torch.Tensor) -> tuple[int, torch.Tensor] | None:
         """weight: [rows < FEW, columns], any dtype; copied. The block before, if these rows do not go with it."""
-        high, block = row + weight.shape[0], None
-        if row != self._high or high - self._low > self._rows.shape[0]:
+        end, block = row + weight.shape[0], None
+        low, high = min(row, self._low), max(end, self._high)
+        if high - low > self._most or (row != self._high and end != self._low):
             if self._high > self._low:
                 block = self.take()
                 if self._spare is None:
                     self._spare = torch.empty_like(self._rows)
                 self._rows, self._spare = self._spare, self._rows
-            self._low = row
-        self._rows[row - self._low : high - self._low].copy_(weight)
-        self._high = high
+            low, high, self._origin = row, end, row - self._most
+        self._rows[row - self._origin : end - self._origin].copy_(weight)
+        self._low, self._high = low, high
         return block
 
     def take(self) -> tuple[int, torch.Tensor]:
         """What has been collected, not yet handed out."""
-        return self._low, self._rows[: self._high - self._low]
+        return self._low, self._rows[self._low - self._origin : self._high - self._origin]
 
 
 class JoinedPartials:
     """dW = left.T @ right for slices of few rows, computed for several at once, ahead of the order in which they leave."""
 
-    __slots__ = ("_block", "_done", "_high", "_left", "_low", "_right")
+    __slots__ = ("_before", "_block", "_done", "_high", "_left", "_low", "_right")
 
     def __init__(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """left: [tokens, rows], right: [tokens, columns]."""
@@ -62,6 +65,7 @@ class JoinedPartials:
         self._block = right.new_empty(min(JOINED, left.shape[1]), right.shape[1])
         self._done = bytearray(left.shape[1])  # 1: computed
         self._low = self._high = 0
+        self._before: int | None = None  # row of the slice before: which way the order goes
 
     def fill(self, row: int, out: torch.Tensor) -> None:
         """out [rows, columns], any dtype = dW from `row` on."""
@@ -72,13 +76,19 @@ class JoinedPartials:
             high = min(end, self._high)
             out[at - row : high - row].copy_(self._block[at - self._low : high - self._low])
             at = high
+        self._before = row
 
-    def _compute(self, low: int, end: int) -> None:
-        # Not what was computed before: ranks begin behind their own rows, and the first of these follow last. (Rows that are
-        # wanted again after another block have been handed on in an order of no kind: then these alone.)
-        limit = min(end if self._done[low] else len(self._done), low + JOINED)
-        found = self._done.find(1, low, limit)
-        high = found if found > low else limit
+    def _compute(self, low: int, high: int) -> None:
+        # The first slice alone: it does not show which way the order goes. And not what was computed before: ranks begin beside
+        # their own rows, and what lies on these' other side comes last.
+        high = min(high, low + JOINED)
+        if self._before is not None and not self._done[low]:
+            if low > self._before:
+                found = self._done.find(1, low, low + JOINED)
+                high = found if found >= 0 else min(low + JOINED, len(self._done))
+            else:
+                start = max(high - JOINED, 0)
+                low = max(self._done.rfind(1, start, low) + 1, start)
         torch.mm(self._left[:, low:high].t(), self._right, out=self._block[: high - low])
         self._done[low:high] = b"\1" * (high - low)
         self._low, self._high = low, high

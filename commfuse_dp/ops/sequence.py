@@ -98,7 +98,10 @@ class Tokens:
 
     def regions_of(self, rank: int) -> tuple[Region, ...]:
         """Of a rank's whole shard."""
-        return self._cut(rank, 0, self.rows[rank])
+        found = self._regions.get((-1 - rank, 0))
+        if found is None:
+            found = self._regions[-1 - rank, 0] = self._cut(rank, 0, self.rows[rank])
+        return found
 
     def _cut(self, rank: int, start: int, stop: int) -> tuple[Region, ...]:
         base, found = sum(self.sizes[:rank]) * self.inner, []
@@ -108,6 +111,12 @@ class Tokens:
             at = (part.row_start, positions) if part.row_stop - part.row_start == 1 else None
             found.append(Region(slice(part.row_start, part.row_stop), positions, rows, at))
         return tuple(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def tokens_of(outer: int, inner: int, sizes: tuple[int, ...]) -> Tokens:
+    """For who is asked anew at every call: the blocks of a division are worked out once."""
+    return Tokens(outer, inner, sizes)
 
 
 def shape_with(tensor: torch.Tensor, dim: int, positions: int, width: int) -> tuple[int, ...]:
@@ -327,7 +336,7 @@ def agree_on(
     }
     alone = place.world_size == 1
     transport = None if alone else sessions.transport_for(place.group, place.transport, x.device, TENSOR_PARALLEL)
-    return Tokens(outer, inner, agree(transport, place.name, description, own=own, sizes=known))
+    return tokens_of(outer, inner, agree(transport, place.name, description, own=own, sizes=known))
 
 
 class Prepared(NamedTuple):

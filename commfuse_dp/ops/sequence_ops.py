@@ -20,7 +20,7 @@ import torch.distributed as dist
 from commfuse_dp.ops.column_parallel import Column, Save, column_backward, column_forward
 from commfuse_dp.ops.operands import call_number, operand_of
 from commfuse_dp.ops.row_parallel import Row, row_backward, row_forward
-from commfuse_dp.ops.sequence import GraphPlace, Place, Tokens, agree_on, gathered, place_of, shape_with
+from commfuse_dp.ops.sequence import GraphPlace, Place, Tokens, agree_on, gathered, place_of, shape_with, tokens_of
 
 _SAVES: tuple[Save, ...] = ("shard", "gathered")
 _AT = "Tensor? layer, SymInt rank, SymInt call"
@@ -72,7 +72,7 @@ def _flags(bits: int, count: int) -> tuple[bool, ...]:
 
 def _tokens(shard: torch.Tensor, dim: int, sizes: Sequence[int]) -> Tokens:
     outer, inner = torch.Size(shard.shape[:dim]).numel(), torch.Size(shard.shape[dim + 1 : -1]).numel()
-    return Tokens(int(outer), int(inner), tuple(sizes))
+    return tokens_of(int(outer), int(inner), tuple(sizes))
 
 
 # ---- columns ---------------------------------------------------------------------------------------------------------

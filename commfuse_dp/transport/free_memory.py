@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import torch
@@ -29,6 +30,8 @@ def available_memory() -> int | None:
 def free_memory(device: torch.device, ranks: int) -> int | None:
     """Bytes for each of `ranks` ranks of this host; None if unknown. A GPU counts as one rank's."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else None
+        with contextlib.suppress(RuntimeError, AssertionError):  # it serves messages only
+            return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else None
+        return None
     here = available_memory()
     return here // ranks if here is not None else None

@@ -109,7 +109,9 @@ def open_transport(
                 f"ranks ask for different {what} (in rank order): {asked}; all ranks need the same configuration"
             )
     hosts, rank = [wish[0] for wish in wishes], dist.get_rank(group) if dist.is_initialized() else 0
-    free = free_memory(device, hosts.count(hosts[rank]))
+    # Ranks of this host, also those of other groups, who take as much: where a launcher has said how many.
+    beside = max(hosts.count(hosts[rank]), int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    free = free_memory(device, beside)
     room = Room(inbox_bytes, len(hosts), least_ring, window=prefetch_bytes, published=published_bytes, free=free)
     wanted = Wanted(kind, order, group, rank, hosts, exchange, room, deadline_s, probe, device, stream_ordered, published_bytes)
     transport, reason = _open(wanted)

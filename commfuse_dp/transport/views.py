@@ -26,7 +26,8 @@ class Shaped:
         if found is None:  # what lies here keeps its message: no other object has its id
             if len(self._known) >= MOST_VIEWS:
                 self._known.clear()
-            found = self._known[name] = message, shaped(message, dtype, shape)
+            with torch.inference_mode(False):  # an evaluation may come first, whose views must serve training, too
+                found = self._known[name] = message, shaped(message, dtype, shape)
         return found[1]
 
     def clear(self) -> None:

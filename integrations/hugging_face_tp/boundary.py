@@ -19,7 +19,7 @@ import torch
 from commfuse_dp.collectives.bindings import of_gather
 from commfuse_dp.collectives.bound import Owner
 from commfuse_dp.collectives.summation import wide_dtype
-from commfuse_dp.ops.sequence import GATHERED, Place, Tokens, gathered, place_of
+from commfuse_dp.ops.sequence import GATHERED, Place, gathered, place_of, tokens_of
 from commfuse_dp.transport.base import Transport
 
 DIM = 1  # of the sequence, in [B, S, D]
@@ -66,7 +66,7 @@ def _own(x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
 
 
 def _whole(x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
-    return gathered(x, DIM, Tokens(x.shape[0], 1, sizes), site.place)
+    return gathered(x, DIM, tokens_of(x.shape[0], 1, sizes), site.place)
 
 
 def _run(rows: torch.Tensor, sizes: tuple[int, ...], consume: Any, sited: Place) -> None:

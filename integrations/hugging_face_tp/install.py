@@ -119,11 +119,20 @@ def _before(attachment: Attachment, module: nn.Module, hook: Any, *, first: bool
 def _after(attachment: Attachment, module: nn.Module, hook: Any, *, with_kwargs: bool) -> None:
     """Ahead of the hooks of others, who must not see shards; but behind those of `fully_shard` (with_kwargs: of a layer)."""
 
+    hooks: OrderedDict[int, Any] = module._forward_hooks  # type: ignore[assignment]
+    before = list(hooks)
+
     def register() -> RemovableHandle:
         handle = module.register_forward_hook(hook, prepend=True, with_kwargs=with_kwargs)
-        hooks: OrderedDict[int, Any] = module._forward_hooks  # type: ignore[assignment]
         for key in reversed(hooks_of_fsdp(hooks) if with_kwargs else []):
             hooks.move_to_end(key, last=False)
         return handle
 
-    attachment.transaction.acquire(register, RemovableHandle.remove)
+    def give_back(handle: RemovableHandle) -> None:
+        handle.remove()
+        later = [key for key in hooks if key not in before]
+        for key in (*before, *later):
+            if key in hooks:
+                hooks.move_to_end(key)
+
+    attachment.transaction.acquire(register, give_back)

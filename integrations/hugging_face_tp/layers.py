@@ -37,7 +37,7 @@ from commfuse_dp.integrations.tensor_parallel.layers import (
     replicated,
 )
 from commfuse_dp.integrations.tensor_parallel.stand_in import StandIn
-from commfuse_dp.integrations.tensor_parallel.units import sharded_weights, unit_layer
+from commfuse_dp.integrations.tensor_parallel.units import holds_unit, sharded_weights, unit_layer
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
@@ -278,7 +278,7 @@ class HeldForward:
         module = self._module()
         unit, mesh, finish = unit_layer(module), self._style.mesh, self._style.finish
         x = x.whole() if isinstance(x, StandIn) else x
-        if unit is None or module is None or mesh is None or finish is None:
+        if unit is None or module is None or not holds_unit(module) or mesh is None or finish is None:
             return self._stock(x)
         if not isinstance(x, DTensor):
             split = self._style.kind == ROW

@@ -62,7 +62,7 @@ def norm_obstacle_by_trial(module: nn.Module, width: int) -> str | None:
     with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         x = torch.randn(1, _POSITIONS, width, generator=_generator(0), device="cpu").to(dtype)
         try:
-            with _whole_parameters(module):
+            with _whole_parameters(module, ()):
                 whole, part = (original_type(module).forward(module, rows) for rows in (x, x[:, _SHARD]))  # type: ignore[attr-defined]
         except Exception as error:
             return f"it could not be tried: {type(error).__name__}"
@@ -103,7 +103,9 @@ class _Runs:
     def run(self, layer: nn.Module, x: torch.Tensor, arguments: dict[str, Any], sharded: bool = False) -> Any:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_training(layer))
-            stack.enter_context(_whole_parameters(layer))
+            answered = [found.module for block in self._blocks for found in (*block.columns, *block.rows)]
+            answered += [part for block in self._blocks if block.obstacle is not None for part in block.module.modules()]
+            stack.enter_context(_whole_parameters(layer, answered))
             for seed, block in enumerate(self._blocks):
                 if block.obstacle is not None:
                     stack.enter_context(_answering(block.module, self._unserved(seed, block, x.shape[-1], sharded)))
@@ -199,13 +201,15 @@ def _training(layer: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _whole_parameters(layer: nn.Module) -> Iterator[None]:
-    """In place of parameters that are sharded (by `fully_shard`) some of their shape: their values do not matter."""
-    before = [(module, dict(module.__dict__["_parameters"])) for module in layer.modules()]
-    for number, (module, params) in enumerate(before):
+def _whole_parameters(layer: nn.Module, answered: Sequence[nn.Module]) -> Iterator[None]:
+    """In place of parameters that are sharded (by `fully_shard`) some of their shape: their values do not matter. answered:
+    modules that compute nothing, and whose parameters, the large ones, nobody looks at."""
+    skipped, generator = set(map(id, answered)), _generator(0)
+    before = [(module, dict(module.__dict__["_parameters"])) for module in layer.modules() if id(module) not in skipped]
+    for module, params in before:
         for name, param in params.items():
             if isinstance(param, DTensor):
-                made = torch.rand(param.shape, generator=_generator(number), device="cpu").to(param.dtype)
+                made = torch.rand(param.shape, generator=generator, device="cpu").to(param.dtype)
                 module.__dict__["_parameters"][name] = nn.Parameter(made, requires_grad=False)
     try:
         yield

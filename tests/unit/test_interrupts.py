@@ -354,6 +354,19 @@ def test_the_end_of_a_backward_raises_before_the_step_counts_as_gone_through(use
     assert engine.breakage.complete == (place == "drain")
 
 
+def waiting_for(monkeypatch: pytest.MonkeyPatch, work: Any) -> tuple[replicas.Replicating, replicas.ReplicaGroup]:
+    """`work` is an all-reduce of two replicas."""
+    made_up = SimpleNamespace(
+        PrefixStore=lambda name, store: store, get_rank=lambda: 0, get_process_group_ranks=lambda _: [0, 1]
+    )
+    monkeypatch.setattr(replicas, "dist", made_up)
+    group: Any = SimpleNamespace(size=lambda: 2, group_name="replicas")
+    kept: Any = SimpleNamespace(item=replicas.Communicator(group))
+    shards: Any = SimpleNamespace(membership=Membership(2), progress=lambda: None)
+    group_of = replicas.ReplicaGroup(kept, HashStore(), PATIENCE_S, shards)
+    return replicas.Replicating(group_of, work, 1, 1), group_of
+
+
 @pytest.mark.parametrize("interruptible", [True, False])
 def test_a_wait_for_replicas_raises_where_that_is_planned_for(user, unasked, monkeypatch, interruptible):
     """The other replica comes after the third look."""
@@ -370,14 +383,7 @@ def test_a_wait_for_replicas_raises_where_that_is_planned_for(user, unasked, mon
         def is_completed(self) -> bool:
             return False
 
-    made_up = SimpleNamespace(
-        PrefixStore=lambda name, store: store, get_rank=lambda: 0, get_process_group_ranks=lambda _: [0, 1]
-    )
-    monkeypatch.setattr(replicas, "dist", made_up)
-    group: Any = SimpleNamespace(size=lambda: 2, group_name="replicas")
-    kept: Any = SimpleNamespace(item=replicas.Communicator(group))
-    shards: Any = SimpleNamespace(membership=Membership(2), progress=lambda: None)
-    waiting = replicas.Replicating(replicas.ReplicaGroup(kept, HashStore(), PATIENCE_S, shards), Work(), 1, 1)
+    waiting, _ = waiting_for(monkeypatch, Work())
     if interruptible:
         with pytest.raises(KeyboardInterrupt):
             waiting.wait(interruptible=True)
@@ -385,6 +391,24 @@ def test_a_wait_for_replicas_raises_where_that_is_planned_for(user, unasked, mon
     else:
         waiting.wait()
         assert len(looks) == 3 and HELD.pending
+
+
+def test_an_all_reduce_that_comes_through_as_the_patience_ends_is_no_loss(monkeypatch):
+    outcomes = iter([RuntimeError("Operation timed out!"), None])
+
+    class Work:
+        def wait(self, patience: object = None) -> None:
+            outcome = next(outcomes)
+            if outcome is not None:
+                raise outcome
+
+        def is_completed(self) -> bool:
+            return True
+
+    waiting, group = waiting_for(monkeypatch, Work())
+    group._open = 1  # begun
+    waiting.wait()
+    assert next(outcomes, "none is left") == "none is left" and group._open == 0
 
 
 def test_what_is_held_back_is_that_of_the_handler_set_since(user, unasked):

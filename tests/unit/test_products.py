@@ -17,7 +17,7 @@ from commfuse_dp.kernels import by_slices
 from commfuse_dp.kernels.table import SliceEntry, SliceTable
 from commfuse_dp.ops import linear as fused
 from commfuse_dp.ops.gathered import gather_parameters
-from commfuse_dp.ops.joined import FEW, JOINED, JoinedPartials
+from commfuse_dp.ops.joined import FEW, JOINED, JoinedPartials, JoinedRows
 from tests.unit.local_operand import LocalOperand
 
 TOKENS, ROWS, COLUMNS = 16, 192, 48
@@ -129,17 +129,31 @@ def test_slices_of_few_rows_share_a_gemm_for_a_copy_each(layout):
     assert (forward, backward) == ((total, columns) if layout == "transposed" else (columns, total))
 
 
-def test_partials_of_few_rows_are_computed_together_and_once():
-    """Begun at row 24 of 768 in blocks, then what is left before it; a block never reaches into what was computed."""
+@pytest.mark.parametrize("step", [1, -1], ids=["upwards", "downwards"])
+def test_rows_are_joined_in_both_directions(step):
+    weight, blocks = random(768, 3), []
+    joined = JoinedRows(768, 3, torch.float64, weight.device)
+    for owner in [(3 + step * place) % 32 for place in range(32)]:
+        block = joined.put(24 * owner, weight[24 * owner : 24 * owner + 24])
+        blocks += [(block[0], block[1].clone())] if block is not None else []
+    blocks.append(joined.take())
+    assert len({row for row, _ in blocks}) == len(blocks) == 5
+    assert all(torch.equal(rows, weight[row : row + len(rows)]) for row, rows in blocks)
+    assert sum(len(rows) for _, rows in blocks) == 768
+
+
+@pytest.mark.parametrize("order", [[*range(24, 768, 24), 0], [*range(720, -24, -24), 744]], ids=["upwards", "downwards"])
+def test_partials_of_few_rows_are_computed_together_and_once(order):
+    """The first alone, for it does not show which way the order goes; a block never reaches into what was computed."""
     left, right = random(TOKENS, 768), random(TOKENS, COLUMNS)
     partials = JoinedPartials(left, right)
     wanted = left.t() @ right
     with Operations() as counted:
-        for row in [*range(24, 768, 24), 0]:
+        for row in order:
             out = torch.empty(24, COLUMNS)
             partials.fill(row, out)
             assert torch.allclose(out.double(), wanted[row : row + 24], rtol=1e-5, atol=1e-5)
-    assert counted.counts["mm"] == 4 + 1
+    assert counted.counts["mm"] == 1 + 4 + 1
     assert 4 * JOINED >= 768 - 24  # so that four blocks do
 
 

@@ -126,9 +126,10 @@ class Peers(Transport, Receiver):
                 self._failure = (peer, text)
                 self._early = text
                 self._tell_others(peer, text)
-            elif self._failure[0] >= 0 and self._failure[1] != self._early:
-                # An I/O thread has heard of the first loss since the last progress(), or of why this peer has closed.
-                return self._error()  # the wait adds what it was for
+            # An I/O thread has heard of the first loss since the last progress(), or of why this peer has closed.
+            heard = self._failure[0] >= 0 and self._failure[1] != self._early
+        if heard:
+            return self._error()  # the wait adds what it was for
         here, member = self.whole.membership.called(self.rank), self.whole.membership.called(peer)
         self._pass_on(member, text)
         return PeerLostError(f"rank {here}: {text}.", rank=here, peer=member, where=where)

@@ -42,14 +42,14 @@ import torch.distributed as dist
 
 from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import RECEIVE, SEND, Probe, now_ns
-from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, NOWHERE, PARAM_LANE, ExchangeFn
+from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, PARAM_LANE, ExchangeFn
 from commfuse_dp.transport.checks import is_closed
 from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.memory import FetchedMemory
 from commfuse_dp.transport.one_sided.parts import Channel, Receiver, payload_span
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
-from commfuse_dp.transport.two_sided.p2p import open_lanes, transfer_error
+from commfuse_dp.transport.two_sided.p2p import open_lanes
 from commfuse_dp.transport.waiting import await_news
 
 FOREVER_S = 30 * 24 * 3600.0  # patience of the threads that wait for peers; finite, for timeouts are added to a clock
@@ -213,6 +213,7 @@ class TwoSidedChannel(Channel):
                 payload = self._payload(src, kind, message)
                 if payload is not None:
                     self._end(payload, RECEIVE)
+                    del payload  # with what was received, until the next message
                 if text_bytes := msg.text_bytes(message):
                     message += self._control(src, text_bytes, _TEXT_TAG)
                 if kind == msg.GOODBYE:
@@ -250,9 +251,8 @@ class TwoSidedChannel(Channel):
 
     def _lose(self, peer: int, error: RuntimeError) -> None:
         if peer not in self._parted and not self._closed:
-            if not isinstance(error, TransportError):
-                error = transfer_error(error, self._rank, peer, NOWHERE, deadline_s=FOREVER_S, backend=self._backend)
-            self._receiver.lost(peer, str(error))
+            known = isinstance(error, TransportError)
+            self._receiver.lost(peer, str(error) if known else f"{self._backend}: {str(error).splitlines()[0][:300]}")
             self._news.set()
 
 

@@ -110,6 +110,8 @@ def test_what_does_not_fit_is_refused_after_calls_that_did() -> None:
 
 def test_grad_mode_and_autocast_are_part_of_it() -> None:
     def body(rank: int, transport: Any) -> tuple[Any, ...]:
+        with torch.inference_mode():  # what is kept of it must not be inference tensors
+            both(operands(rank), transport)
         recorded = both(operands(rank), transport)
         with torch.no_grad():
             bare = both(operands(rank), transport)

@@ -33,7 +33,7 @@ def state_of(model: nn.Module) -> list[Any]:
     found: list[Any] = []
     for name, module in model.named_modules():
         found += [name, type(module), sorted(vars(module)), {key: id(p) for key, p in module._parameters.items()}]
-        found += [len(module._forward_hooks), len(module._forward_pre_hooks), len(module._load_state_dict_post_hooks)]
+        found += [*module._forward_hooks, len(module._forward_pre_hooks), len(module._load_state_dict_post_hooks)]
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
             found.append(list(state._states_to_forward_prefetch))
