@@ -25,6 +25,7 @@ LENGTH, WIDTH = 6, 4
 def deepspeed_at(rank: int, n: int) -> Iterator[Any]:
     """DeepSpeed, and at the end nothing of ours in it."""
     with launched(rank, n) as deepspeed:
+        settings.configure(None)  # the block of an engine that was here before: stock would be served by it
         deepspeed.comm.init_distributed(dist_backend="gloo", verbose=False)
         try:
             yield deepspeed
