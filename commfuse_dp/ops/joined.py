@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 JOINED = 192  # rows of a joined block
-FEW = JOINED // 2 + 1  # slices below it are joined: two at least go into a block
+FEW = 64  # slices below it are joined, three at least to a block: of 96 rows each, two to a block cost more than they gained
 
 
 def few(rows: int) -> int:
