@@ -35,7 +35,9 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize(("world_size", "expected"), [(2, EXPECTED[2]), (8, EXPECTED[8]), (64, EXPECTED[8])])
+@pytest.mark.parametrize(
+    ("world_size", "expected"), [(2, EXPECTED[2]), (8, EXPECTED[8]), pytest.param(64, EXPECTED[8], marks=pytest.mark.slow)]
+)
 def test_calls_of_twelve_layers(world_size, expected):
     """They do not grow with the number of ranks."""
     assert calls(world_size) == expected

@@ -111,6 +111,7 @@ def test_rate_is_kept_in_both_directions_and_counted() -> None:
         assert 0.9 * rate < a.rx - b.rx < _most(5e6, elapsed)
 
 
+@pytest.mark.slow
 @needs_link
 def test_three_ranks_meet_at_a_bridge() -> None:
     with shaped_world(3, "200mbit") as world:

@@ -12,12 +12,13 @@ from benchmarks import tensor_parallel
 SMALL = ["--tokens", "64", "--width", "32", "--hidden", "64", "--heads", "4", "--link", "none", "--transport", "shm"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "passes", "variants"),
     [
         ("mlp", "forward", "compute,vanilla,slicing-2,commfuse,dtensor"),
-        pytest.param("attention", "forward", "vanilla,slicing-4,commfuse-row,commfuse,dtensor", marks=pytest.mark.slow),
-        pytest.param("block", "both", "compute,vanilla,commfuse,dtensor", marks=pytest.mark.slow),
+        ("attention", "forward", "vanilla,slicing-4,commfuse-row,commfuse,dtensor"),
+        ("block", "both", "compute,vanilla,commfuse,dtensor"),
     ],
 )
 def test_variants_compute_the_same(op: str, passes: str, variants: str, tmp_path: Path) -> None:
