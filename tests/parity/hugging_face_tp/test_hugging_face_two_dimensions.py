@@ -14,15 +14,16 @@ from tests.support.serving import applied
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
-def _load(path: str, n: int, **settings: Any) -> Any:
+def _load(
+    path: str, n: int, *, dtype: torch.dtype = torch.float64, sizes: dict[str, Any] | None = None, **settings: Any
+) -> Any:
+    """sizes: of transformers' DistributedConfig, beside its tp_size."""
     import transformers
     from transformers.distributed import DistributedConfig
 
     with quiet():
-        config = DistributedConfig(tp_size=2, fsdp_size=n // 2)
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float64, distributed_config=config, **settings
-        )
+        config = DistributedConfig(tp_size=2, **(sizes or {"fsdp_size": n // 2}))
+        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, distributed_config=config, **settings)
 
 
 def _step(model: Any, tokens: list[torch.Tensor]) -> torch.Tensor:
@@ -99,3 +100,42 @@ def _trained(rank: int, n: int, kind: str, sizes: dict[str, Any], loading: dict[
 )
 def test_tensor_parallelism_below_fsdp_size(workers: Any, kind: str, sizes: dict[str, Any], loading: dict[str, Any]) -> None:
     workers(4).run(_trained, kind, sizes, loading, 5, timeout=250)
+
+
+def _rounded(rank: int, n: int, kind: str, dtype: torch.dtype, sizes: dict[str, Any]) -> None:
+    settings = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 32} if "moe" in kind else {}
+    with saved(kind, **settings) as path:
+        whole = load(path, experts_implementation="eager")  # torch has no grouped product of float64
+        stock, model = (_load(path, n, dtype=dtype, sizes=sizes) for _ in range(2))
+    batches = [batch(number, length=7) for number in range(2)]
+    _step(whole.train(), batches)
+    _step(stock.train(), batches[rank // 2 : rank // 2 + 1])
+    with applied(model) as report:
+        assert report.tensor_parallel is not None
+        paths = {row.name: row for row in report.rows}
+        served = paths["model.layers.0.self_attn.o_proj.weight"]
+        assert served.path == "row" and "data parallel: fused" in served.reason, served
+        _step(model.train(), batches[rank // 2 : rank // 2 + 1])
+    errors = {"stock": 0.0, "ours": 0.0}
+    for exact, a, b in zip(whole.parameters(), stock.parameters(), model.parameters(), strict=True):
+        scale = float(exact.grad.norm())
+        for name, param in (("stock", a), ("ours", b)):
+            errors[name] += float((full(param.grad).double() - exact.grad).norm()) / scale
+    assert 0 < errors["ours"] <= 1.1 * errors["stock"], (errors, served)
+    print(errors, served)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [
+        (torch.float32, {"fsdp_size": 2, "fsdp_mixed_precision": True}),
+        (torch.bfloat16, {"fsdp_size": 2}),
+        (torch.float32, {"fsdp_size": 1, "dp_replicate_size": 2}),
+    ],
+)
+def test_gradients_are_as_near_to_float64_as_those_of_stock(
+    workers: Any, kind: str, dtype: torch.dtype, sizes: dict[str, Any]
+) -> None:
+    workers(4).run(_rounded, kind, dtype, sizes, timeout=250)
