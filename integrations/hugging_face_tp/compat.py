@@ -81,3 +81,8 @@ def wants_hidden_states(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Whether this call of a transformers model returns what goes in and out of its decoder layers."""
     own = getattr(getattr(module, "config", None), "output_hidden_states", False)
     return bool(kwargs.get("output_hidden_states") or own)
+
+
+def holds_compiled(module: nn.Module) -> bool:
+    """Whether a module in it is compiled, in place (`compile()`) or wrapped (`torch.compile`)."""
+    return any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in module.modules())

@@ -10,7 +10,8 @@
 | block that is not served | input whole, output whole | the same, between a gather and a division |
 
 Whatever else reads what a layer hands on gets it gathered, so nothing outside has to know of shards. A forward that has fewer
-positions than ranks (a step of generation), or returns the hidden states of its layers, is stock's altogether.
+positions than ranks (a step of generation), returns the hidden states of its layers, or calls something compiled, is stock's
+altogether.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from commfuse_dp.integrations.attach.forwards import Hook, own_class
 from commfuse_dp.integrations.hugging_face_tp.attention import Deferred
 from commfuse_dp.integrations.hugging_face_tp.boundary import DIM, Site, divide, gather, summed
-from commfuse_dp.integrations.hugging_face_tp.compat import ROW, wants_hidden_states
+from commfuse_dp.integrations.hugging_face_tp.compat import ROW, holds_compiled, wants_hidden_states
 from commfuse_dp.integrations.hugging_face_tp.key_heads import PROJECTIONS, KeyHeads, own_head
 from commfuse_dp.integrations.hugging_face_tp.select import Block, Styled
 from commfuse_dp.integrations.hugging_face_tp.trial import INPUT, replaced_input
@@ -111,11 +112,15 @@ class OwnerEnters(_OwnHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.concerns(module):
-            self.running.allowed = not wants_hidden_states(module, kwargs)
+            # A compiled layer behind one that is not would be traced with what stands for a gathered tensor.
+            returned, compiled = wants_hidden_states(module, kwargs), holds_compiled(module)
+            self.running.allowed = not returned and not compiled
             if not self.running.allowed and self.running.least == 1:
+                what = "hidden states of all layers are returned" if returned else "compiled modules are called"
+                fix = "call the model without output_hidden_states" if returned else "leave its layers uncompiled"
                 raise ConfigError(
-                    "hidden states of all layers are returned by transformers' own forward, which cannot compute attention "
-                    "with fewer key heads than ranks: call the model without output_hidden_states, or use fewer ranks"
+                    f"{what} by transformers' own forward, which cannot compute attention with fewer key heads than ranks: "
+                    f"{fix}, or use fewer ranks"
                 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from commfuse_dp.integrations.attach.attachment import attachment_of
 from commfuse_dp.integrations.attach.forwards import TENSOR_ATTACHMENT
 from commfuse_dp.integrations.hugging_face_tp import register_attention
+from torch import nn
 
 from commfuse_dp.errors import ConfigError
 from tests.parity.hugging_face_tp.models import alike, batch, full, gradients, load, saved, train
@@ -221,3 +223,39 @@ def _shared_heads(rank: int, n: int, kind: str, sizes: dict[str, object], implem
 )
 def test_fewer_key_heads_than_ranks(workers: Any, n: int, kind: str, sizes: dict[str, Any], implementation: str) -> None:
     workers(n).run(_shared_heads, kind, sizes, implementation, timeout=150)
+
+
+# ---- inside torch.compile --------------------------------------------------------------------------------------------
+def _last_in_place(layers: nn.ModuleList) -> None:
+    layers[1].compile(backend="aot_eager")
+
+
+def _last_wrapped(layers: nn.ModuleList) -> None:
+    layers[1] = torch.compile(layers[1], backend="aot_eager")
+
+
+def _an_mlp(layers: nn.ModuleList) -> None:
+    layers[1].mlp.compile(backend="aot_eager")
+
+
+def _compiled(rank: int, n: int, part: Callable[[nn.ModuleList], None], early: bool) -> None:
+    """Behind a layer that is not: nothing may enter a graph that only stands for a tensor."""
+    torch._dynamo.reset()
+    with saved("llama") as path:
+        whole, model = load(path), load(path, n)
+    wanted = gradients(whole, batch(0))
+    if early:
+        part(model.model.layers)
+    with applied(model):
+        if not early:
+            alike(gradients(model, batch(0)), wanted)
+            part(model.model.layers)
+        found = gradients(model, batch(0))
+        alike({name.replace("._orig_mod", ""): value for name, value in found.items()}, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("part", [_last_in_place, _last_wrapped, _an_mlp])
+def test_a_compiled_part(workers: Any, part: Callable[[nn.ModuleList], None], early: bool) -> None:
+    workers(2).run(_compiled, part, early, timeout=120)
