@@ -294,7 +294,7 @@ def host_time(report: Reporter, device: torch.device) -> None:
 
 def layer_time(report: Reporter) -> None:
     """The host's time for one fused linear of a training step, communication and launches included, and its driver calls."""
-    from benchmarks.micro_device_overhead import measure
+    from benchmarks.micro.device_overhead import measure
     from benchmarks.one_rank import unwaiting_device
 
     for ranks in (2, 4, 8):

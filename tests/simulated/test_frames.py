@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from benchmarks import micro_device_overhead as overhead
-from benchmarks.micro_overhead import KINDS, frames, frames_of_a_layer
+from benchmarks.micro import device_overhead as overhead
+from benchmarks.micro.overhead import KINDS, frames, frames_of_a_layer
 from benchmarks.one_rank import NullDevice, OneRank
 
 

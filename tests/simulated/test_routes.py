@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from benchmarks.micro_overhead import frames
+from benchmarks.micro.overhead import frames
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.bound import BoundBackward, Record
 from commfuse_dp.engine.broken import Breakage

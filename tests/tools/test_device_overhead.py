@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import micro_device_overhead as overhead
+from benchmarks.micro import device_overhead as overhead
 from benchmarks.one_rank import NullDevice, OneRank
 from commfuse_dp.kernels.table import SliceTable
 

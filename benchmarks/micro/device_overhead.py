@@ -1,7 +1,7 @@
 """Host time of a fused linear on a stream-ordered path, and the calls of the driver that it makes, by kind.
 
-    python -m benchmarks.micro_device_overhead [--ranks 2,4,8] [--save]           no GPU: calls of the driver do nothing
-    python -m benchmarks.micro_device_overhead --device cuda [--kernels triton]   on a GPU: they are real
+    python -m benchmarks.micro.device_overhead [--ranks 2,4,8] [--save]           no GPU: calls of the driver do nothing
+    python -m benchmarks.micro.device_overhead --device cuda [--kernels triton]   on a GPU: they are real
 
 One process is rank 0 with peers that do nothing (one_rank.py). Without a GPU this is the host's side only: streams, events,
 copies and words are replaced by nothing but a count, and so are GEMMs and sums. What a call of the driver itself takes, and the
@@ -37,7 +37,7 @@ SHALLOW, DEEP = 16, 64  # layers
 TOKENS, WIDTH = 8, 128
 WINDOW = 4  # layers
 WARM_UP = 5  # steps
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 
 @contextlib.contextmanager

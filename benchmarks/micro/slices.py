@@ -1,6 +1,6 @@
 """What slices cost against whole GEMMs: CPU time of fused linears at many ranks over that of plain ones.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.micro_slices [--ranks 2,8,16,32] [--tokens 512] [--json FILE]
+    OMP_NUM_THREADS=1 python -m benchmarks.micro.slices [--ranks 2,8,16,32] [--tokens 512] [--json FILE]
 
 Ranks are threads of one process that train linears of 768 x 3072 and 3072 x 768 with FSDP2 over shared memory. Rank 0 measures
 the CPU time of its thread, so that waiting for others does not count: the forward and the backward of one linear, with all that

@@ -1,6 +1,6 @@
 """Host time and Python frames that a layer of CommFuse adds, per pass, on shapes too small to matter.
 
-    torchrun --nproc-per-node 2 benchmarks/micro_overhead.py [--kind linear|tensor] [--transport shm] [--layers 64]
+    torchrun --nproc-per-node 2 benchmarks/micro/overhead.py [--kind linear|tensor] [--transport shm] [--layers 64]
 
 linear: linears of FSDP2 (8 tokens, 16 x 16). tensor: a column-parallel and a row-parallel layer, one after the other (16 tokens
 of 16, 16 x 16 on each rank). Compared with the same stack unsharded, as the difference of two depths, which leaves out what a

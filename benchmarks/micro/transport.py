@@ -1,8 +1,8 @@
 """What a transport costs: time of an exchange between two ranks, and CPU seconds per GB.
 
-    python -m benchmarks.micro_transport                            two ranks of this host
-    python -m benchmarks.micro_transport --link 2gbit --rounds 5    the same over a shaped link (needs root; no shm)
-    python -m benchmarks.micro_transport --variants gloo,tcp,mpi    started by the mpiexec of PATH or beside this Python
+    python -m benchmarks.micro.transport                            two ranks of this host
+    python -m benchmarks.micro.transport --link 2gbit --rounds 5    the same over a shaped link (needs root; no shm)
+    python -m benchmarks.micro.transport --variants gloo,tcp,mpi    started by the mpiexec of PATH or beside this Python
 
 An exchange: both ranks fetch `size` bytes from each other at the same time. `pull` fetches a published slice (shm: sums it in
 place, so that its bytes are really read), `message` sends a gradient slice. Variants:
@@ -171,10 +171,10 @@ def launch(options: argparse.Namespace) -> dict[str, list[list[float]]]:
     from commfuse_dp.launch.netns import shaped_world
     from commfuse_dp.launch.ranks import Ranks, free_port
 
-    root = str(Path(__file__).resolve().parent.parent)
+    root = str(Path(__file__).resolve().parents[2])
     common = {"WORLD_SIZE": str(WORLD_SIZE), "OMP_NUM_THREADS": "1"}
     common["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "benchmarks.micro_transport", "--worker", *sys.argv[1:]]
+    command = [sys.executable, "-m", "benchmarks.micro.transport", "--worker", *sys.argv[1:]]
 
     def collect(prefixes: list[list[str]], extra: list[dict[str, str]]) -> dict[str, list[list[float]]]:
         environments = [{**common, **extra[rank], "RANK": str(rank)} for rank in range(WORLD_SIZE)]
