@@ -32,12 +32,29 @@ from commfuse_dp.integrations.ulysses.settings import current
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.ops import ulysses_attention
 from commfuse_dp.probe import Probe
-from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.select import open_transport
 
 Forward = Callable[..., Any]
 
-_transports: weakref.WeakKeyDictionary[Any, dict[str, tuple[Transport, str]]] = weakref.WeakKeyDictionary()
+
+class _Opened:
+    """A transport as a configuration wishes it. It is closed when no group and no graph of a call over it holds this object."""
+
+    def __init__(self, group: Any, config: CommFuseConfig, device: torch.device) -> None:
+        self.wish = _wish_of(config)
+        self.transport, self.why = open_transport(
+            config.transport,
+            group=group,
+            inbox_bytes=config.inbox_bytes,
+            deadline_s=config.deadline_s,
+            probe=Probe(),
+            device=device,
+        )
+        self.close = weakref.finalize(self, self.transport.close)
+
+
+# By group and type of device: as the configuration of the last call wished it.
+_opened: weakref.WeakKeyDictionary[Any, dict[str, _Opened]] = weakref.WeakKeyDictionary()
 
 
 def install(module: ModuleType) -> None:
@@ -208,12 +225,13 @@ def _attend(
     scale: float | None,
     layout: str,
 ) -> torch.Tensor:
-    transport, why = _transport_of(group, config, q.device)
+    opened = _opened_for(group, config, q.device)
+    transport = opened.transport
     note(
         attention,
         name,
         "ulysses",
-        f"blocks of attention hide both all-to-alls; transport {transport.name} ({why})",
+        f"blocks of attention hide both all-to-alls; transport {transport.name} ({opened.why})",
         transport.rank,
     )
     _settle()
@@ -229,21 +247,23 @@ def _attend(
         order=order,
         transport=transport,
     )
-    settled: torch.Tensor = _SettledBackward.apply(o)
+    settled: torch.Tensor = _SettledBackward.apply(o, opened)
     return settled
 
 
 class _SettledBackward(torch.autograd.Function):
-    """Nothing, except that its backward, which comes right before that of attention, lets gradients settle."""
+    """Nothing, except that its backward, which comes right before that of attention, lets gradients settle; it holds what the
+    latter communicates over."""
 
     @staticmethod
-    def forward(ctx: Any, o: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, o: torch.Tensor, opened: _Opened) -> torch.Tensor:
+        ctx.opened = opened
         return o.view_as(o)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         _settle()
-        return grad
+        return grad, None
 
 
 def _settle() -> None:
@@ -252,27 +272,25 @@ def _settle() -> None:
         backend.settle()
 
 
-def _transport_of(group: Any, config: CommFuseConfig, device: torch.device) -> tuple[Transport, str]:
-    """Opened at the first call, by all ranks of the group together."""
-    opened = _transports.setdefault(group, {})
-    if device.type not in opened:
-        opened[device.type] = open_transport(
-            config.transport,
-            group=group,
-            inbox_bytes=config.inbox_bytes,
-            deadline_s=config.deadline_s,
-            probe=Probe(),
-            device=device,
-        )
-    return opened[device.type]
+def _wish_of(config: CommFuseConfig) -> tuple[object, ...]:
+    return config.transport, config.inbox_bytes, config.deadline_s
+
+
+def _opened_for(group: Any, config: CommFuseConfig, device: torch.device) -> _Opened:
+    """Opened by all ranks of the group together, at the first call and at those whose configuration wishes another one."""
+    by_device = _opened.setdefault(group, {})
+    found = by_device.get(device.type)
+    if found is None or found.wish != _wish_of(config):
+        found = by_device[device.type] = _Opened(group, config, device)
+    return found
 
 
 def close_transports() -> None:
     """Of all groups; attention that is called afterwards opens others."""
-    for opened in list(_transports.values()):
-        for transport, _ in opened.values():
-            transport.close()
-    _transports.clear()
+    for by_device in list(_opened.values()):
+        for opened in by_device.values():
+            opened.close()
+    _opened.clear()
 
 
 def _name(thing: Any) -> str:

@@ -15,6 +15,7 @@ from commfuse_dp.integrations.ulysses import LocalAttention, report, serve, sett
 from torch import nn
 
 from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.errors import TransportError
 from tests.parity.deepspeed.pair import launched
 from tests.support.cells import slow
 
@@ -43,6 +44,10 @@ def served(module: Any, **options: Any) -> Iterator[None]:
     with mock.patch.object(dist, "all_to_all_single", side_effect=AssertionError("an all-to-all of DeepSpeed")):
         yield
     settings.configure(None)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def close(ours: list[torch.Tensor], stock: list[torch.Tensor]) -> None:
@@ -78,6 +83,47 @@ def layer(rank: int, n: int, causal: bool, batch_first: bool, groups: int) -> No
 @pytest.mark.parametrize(("n", "causal", "batch_first", "groups"), [(2, True, True, 2), slow(4, False, False, 8)])
 def test_distributed_attention(workers: Any, n: int, causal: bool, batch_first: bool, groups: int) -> None:
     workers(n).run(layer, causal, batch_first, groups, timeout=120)
+
+
+def another_transport(rank: int, n: int) -> None:
+    with deepspeed_at(rank, n):
+        from deepspeed.sequence import layer as home
+
+        attention = home.DistributedAttention(LocalAttention(causal=True), dist.group.WORLD, 2, 1)
+        inputs = [tensor.requires_grad_() for tensor in torch.randn(3, 2, LENGTH, n, WIDTH, generator=seeded(rank))]
+        weights = torch.randn(2, LENGTH, n, WIDTH, generator=seeded(n + rank))
+
+        def gradients(o: torch.Tensor) -> list[torch.Tensor]:
+            return [o.detach(), *torch.autograd.grad(o, inputs, weights)]
+
+        opened: list[Any] = []
+
+        def recording(*args: Any, **kwargs: Any) -> Any:
+            opened.append(stock_open(*args, **kwargs))
+            return opened[-1]
+
+        stock, stock_open = gradients(attention(*inputs, 0)), serve.open_transport
+        with mock.patch.object(serve, "open_transport", side_effect=recording):
+            with served(home, transport="shm"):
+                before = attention(*inputs, 0)
+            with served(home, transport="p2p"):
+                after = attention(*inputs, 0)
+                close(gradients(after), stock)
+                close(gradients(before), stock)  # over the transport that its forward had
+            with served(home, transport="symmetric"), pytest.raises(TransportError, match="CUDA"):
+                attention(*inputs, 0)
+        (first, _), (second, _) = opened
+        assert (first.name, second.name) == ("shm", "p2p")
+        first.progress()  # held by the graph
+        dist.barrier()
+        del before
+        with pytest.raises(TransportError, match="closed"):
+            first.progress()
+        second.progress()
+
+
+def test_the_next_configuration_gets_the_transport_that_it_asks_for(workers: Any) -> None:
+    workers(2).run(another_transport, timeout=120)
 
 
 # ---- UlyssesSPAttentionHF --------------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def _prepare(suite: Suite, cache: Path) -> None:
     os.environ["TORCH_EXTENSIONS_DIR"] = str(cache.resolve() / "extensions")
     subprocess.run(
         [sys.executable, "-c", suite.before],
-        env={**os.environ, **suite.environment, "COMMFUSE": "0"},
+        env={**os.environ, **suite.environment, "COMMFUSE": "0", "PYTHONPATH": str(HERE / "site")},
         stdout=subprocess.DEVNULL,
         timeout=1200,
         check=True,

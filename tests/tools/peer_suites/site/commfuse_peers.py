@@ -13,6 +13,7 @@ import collections
 import json
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,10 @@ def register(suite: str, *, injected: bool) -> None:
             wrapt.register_post_import_hook(_watch_states, f"{_FSDP2}._fsdp_state")
             wrapt.register_post_import_hook(_watch_calls, f"{_FSDP2}._fully_shard")
     else:
-        # Its C++ op for all-reduces of inference would be compiled first: a minute, and under a lock.
+        # The Adam that offloading asks for is there (suites.py); an op for all-reduces of inference would be compiled first: a
+        # minute, and under a lock.
         wrapt.register_post_import_hook(
-            lambda module: vars(module).update(__compatible_ops__=collections.defaultdict(bool)), "deepspeed.ops"
+            lambda module: vars(module).update(__compatible_ops__=collections.defaultdict(bool, cpu_adam=True)), "deepspeed.ops"
         )
         wrapt.register_post_import_hook(  # it asks for NCCL and CUDA; a CPU does without
             lambda module: vars(module).update(bf16_required_version_check=lambda accelerator_check=True: True), "unit.util"
@@ -47,6 +49,7 @@ def register(suite: str, *, injected: bool) -> None:
             lambda module: setattr(module.CPU_Accelerator, "current_device", lambda self: "cpu"),
             "deepspeed.accelerator.cpu_accelerator",
         )
+        wrapt.register_post_import_hook(_gather_no_scalars, "unit.common")
         wrapt.register_post_import_hook(_name_sparse_modules, "deepspeed.runtime.engine")
         if os.environ.get("PEERS_PARTITION_ALL"):
             wrapt.register_post_import_hook(_keep_nothing_whole, "deepspeed.runtime.zero.config")
@@ -181,6 +184,18 @@ def _serve(module: Any) -> None:
 
 
 # ---- DeepSpeed ----------------------------------------------------------------------------------------------------------
+def _gather_no_scalars(module: Any) -> None:
+    """Ranks tell each other in tensors without dimensions whether they have found the same, which gloo does not gather."""
+    import torch.distributed as dist
+
+    def reduce_boolean_flags(flag: bool, op: Callable[[list[bool]], bool] = all) -> bool:
+        flags = [flag] * dist.get_world_size()
+        dist.all_gather_object(flags, flag)
+        return op(flags)
+
+    module.reduce_boolean_flags = reduce_boolean_flags
+
+
 def _name_sparse_modules(module: Any) -> None:
     """Its tests compare an attribute of checkpoints' engines that newer versions have no more."""
     if not hasattr(module.DeepSpeedEngine, "sparse_tensor_module_names"):

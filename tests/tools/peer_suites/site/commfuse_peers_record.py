@@ -16,7 +16,9 @@ _FOLDER = Path(os.environ["PEERS_FOLDER"])
 
 def pytest_configure(config: Any) -> None:
     if os.environ["PEERS_SUITE"] == "deepspeed":
-        multiprocessing.get_context("forkserver").set_forkserver_preload(["deepspeed", "commfuse_dp.integrations.fsdp2"])
+        multiprocessing.get_context("forkserver").set_forkserver_preload(
+            ["commfuse_peers_ops", "commfuse_dp.integrations.fsdp2"]
+        )
 
 
 def pytest_collectstart(collector: Any) -> None:
