@@ -41,8 +41,7 @@ class TransportError(CommFuseError):
 
 
 class PeerLostError(TransportError):
-    """A peer died or left in the middle of a step. `rank`, `peer`: numbers in the default group;
-    on streams, in the group that communicates."""
+    """A peer died or left in the middle of a step. `rank`, `peer`: numbers in the default group, as in all errors."""
 
     def __init__(self, message: str, *, rank: int, peer: int, where: Where | None = None) -> None:
         super().__init__(message)

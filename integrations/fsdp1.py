@@ -79,7 +79,8 @@ class FSDP1State(HookState):
         if self.blocking is not None:
             log.warning("CommFuse for FSDP1: reductions do not overlap with backward: %s", self.blocking)
         facts = [(f"parameter {name}", n) for name, n in sizes]
-        super().__init__(model.process_group, config, model.compute_device, facts, lambda: self._rows(model))
+        rows = lambda: self._rows(model)  # noqa: E731
+        super().__init__(model.process_group, config, model.compute_device, facts, rows, model, compat.synced)
 
     def _rows(self, model: FullyShardedDataParallel) -> list[HookRow]:
         rows = []
@@ -149,13 +150,14 @@ class FSDP1State(HookState):
 
     def _submit(self, work: Any, nbytes: int, later: bool) -> None:
         assert self.thread is not None
+        before = None if self.reduces else self.begin_to_reduce()
         self.follow_backward()
         limit = self.config.prefetch_bytes
         while self._pending and (self._pending[0].done() or self._pending_bytes + nbytes > limit):
             job = self._pending.popleft()
             self._pending_bytes -= job.nbytes
             job.wait()
-        self._pending.append(self.thread.submit(work, nbytes=nbytes))
+        self._pending.append(self.thread.submit(lambda: (before(), work()) if before is not None else work(), nbytes=nbytes))
         self._pending_bytes += nbytes
         if not later:
             self.drain()

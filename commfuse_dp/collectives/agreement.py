@@ -91,7 +91,7 @@ def agree(
     if any(digest != said[0][1] for _, digest in said):
         lines = _exchange(transport, what, description, text, _LINE)
         texts = [line.rstrip(b"\0").decode(errors="replace") for line in lines]
-        problem = _difference(what, transport.rank, [text.split("\n") for text in texts], found)
+        problem = _difference(what, transport, [text.split("\n") for text in texts], found)
     elif sizes is not None and found != sizes:
         problem = f"{what}: sizes={list(sizes)} were given, but the ranks have {list(found)}. No data has moved."
     if problem is not None:
@@ -114,8 +114,9 @@ def _exchange(transport: Transport, what: str, description: Mapping[str, object]
         if MismatchError.__name__ not in f"{type(error).__name__}: {error}":  # found here, or by a peer that says so
             raise
         raise MismatchError(
-            f"rank {transport.rank}: {what} was called with an input that is new here ({_listed(description)}), while a peer "
-            f"went on with one that all ranks had agreed on before. All ranks must make the same call. ({error})"
+            f"rank {transport.membership.called(transport.rank)}: {what} was called with an input that is new here "
+            f"({_listed(description)}), while a peer went on with one that all ranks had agreed on before. All ranks must make "
+            f"the same call. ({error})"
         ) from None
     assert found is not None
     return [bytes(row) for row in found.tolist()]
@@ -125,9 +126,10 @@ def _listed(description: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={value}" for name, value in description.items())
 
 
-def _difference(what: str, here: int, lines: list[list[str]], sizes: tuple[int, ...]) -> str:
-    mine = lines[here]
-    there, line = next((rank, line) for rank, line in enumerate(lines) if line != mine)
+def _difference(what: str, transport: Transport, lines: list[list[str]], sizes: tuple[int, ...]) -> str:
+    mine = lines[transport.rank]
+    other, line = next((rank, line) for rank, line in enumerate(lines) if line != mine)
+    here, there = map(transport.membership.called, (transport.rank, other))
     if mine[0] != line[0]:
         return (
             f"rank {here} calls {what}, rank {there} calls {line[0] or 'something else'}: all ranks must make the same calls "

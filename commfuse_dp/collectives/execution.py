@@ -278,8 +278,9 @@ class Execution:
                 return False
             message = came[0]
             if message.numel() != sizes[part]:
+                here, there = map(transport.membership.called, (self._bound.rank, source))
                 raise MismatchError(
-                    f"rank {self._bound.rank}, {self._name}: {self._bound.names[piece]} came from rank {source} in a message "
+                    f"rank {here}, {self._name}: {self._bound.names[piece]} came from rank {there} in a message "
                     f"of {message.numel()} bytes instead of {sizes[part]}. All ranks must call the same collective "
                     "with the same sizes, row shape, dtypes, order and slices_per_rank."
                 )

@@ -298,8 +298,10 @@ def _exchange_sizes(session: Session, shard: torch.Tensor | None) -> tuple[int, 
     everyone = gather_integers(session, [int(shard.shape[0]), kind])
     for rank, (_, other) in enumerate(everyone):
         if other != kind:
+            assert session.transport is not None
+            here, there = map(session.transport.membership.called, (session.rank, rank))
             raise MismatchError(
-                f"rank {session.rank} has rows of shape {tuple(shard.shape[1:])} and {shard.dtype}; rank {rank} has others. "
+                f"rank {here} has rows of shape {tuple(shard.shape[1:])} and {shard.dtype}; rank {there} has others. "
                 "All ranks need the same row shape and dtype; only the number of rows may differ."
             )
     return tuple(rows for rows, _ in everyone)

@@ -8,7 +8,8 @@ import torch
 
 from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.probe import Counters
-from commfuse_dp.transport.base import CHANNEL_PARAM, Part, PullRequest, Tag, Transport
+from commfuse_dp.transport.base import CHANNEL_PARAM, ExchangeFn, Part, PullRequest, Tag, Transport
+from commfuse_dp.transport.membership import called_in
 
 _FIELD_LIMIT = 1 << 31
 
@@ -130,9 +131,9 @@ def too_late(rank: int, deadline_s: float, who: str, suspect: str, where: Where,
 NO_MEMORY = ". Use more ranks, or lower inbox_bytes or prefetch_bytes."
 
 
-def raise_failures(answers: Iterable[str | None], start: str = "", end: str = "") -> None:
-    """answers: of all ranks; None: no failure. Raises TransportError on all ranks alike."""
-    failures = [f"rank {rank}: {text}" for rank, text in enumerate(answers) if text]
+def raise_failures(exchange: ExchangeFn, answers: Iterable[str | None], start: str = "", end: str = "") -> None:
+    """answers: of all ranks, by `exchange`; None: no failure. Raises TransportError on all ranks alike."""
+    failures = [f"rank {called_in(exchange, rank)}: {text}" for rank, text in enumerate(answers) if text]
     if failures:
         raise TransportError(f"{start}{'; '.join(failures)}{end}")
 

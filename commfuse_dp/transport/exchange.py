@@ -51,16 +51,20 @@ def exchange_of(group: dist.ProcessGroup | None) -> ExchangeFn:
     """Collective exchange of one object per rank over `group` (None: the default group); without torch.distributed there is one
     rank. The exchange raises PeerLostError on all ranks if one of them has died, DeadlineError if one does not come within the
     group's timeout, ExchangeFailed if one gives up instead of taking part."""
-    unmarked = _unmarked(group)
+    return _Exchange(group)
 
-    def exchange(item: Any) -> list[Any]:
-        everyone = unmarked((None, item))
+
+class _Exchange:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._unmarked = _unmarked(group)
+        self.numbers = dist.get_process_group_ranks(group) if dist.is_initialized() else None  # `membership.numbers_of`
+
+    def __call__(self, item: Any) -> list[Any]:
+        everyone = self._unmarked((None, item))
         failures = _failures(everyone)
         if failures:
             raise ExchangeFailed(failures)
         return [answer for _, answer in everyone]
-
-    return exchange
 
 
 def give_up(group: dist.ProcessGroup, failures: Failures) -> Failures:

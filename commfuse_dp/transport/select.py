@@ -26,6 +26,7 @@ from commfuse_dp.transport.budget import Room
 from commfuse_dp.transport.checks import raise_failures
 from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.free_memory import free_memory
+from commfuse_dp.transport.membership import called_in
 
 Kind = Literal["auto", "shm", "tcp", "symmetric", "p2p", "mpi"]
 KINDS = ("auto", "shm", "tcp", "symmetric", "p2p", "mpi")
@@ -105,9 +106,8 @@ def open_transport(
     for position, what in ((1, "transports"), (2, "devices"), (3, "inbox_bytes"), (4, "orders")):
         asked = [wish[position] for wish in wishes]
         if len(set(asked)) > 1:
-            raise MismatchError(
-                f"ranks ask for different {what} (in rank order): {asked}; all ranks need the same configuration"
-            )
+            who = ", ".join(f"rank {called_in(exchange, rank)}: {wish!r}" for rank, wish in enumerate(asked))
+            raise MismatchError(f"ranks ask for different {what}: {who}; all ranks need the same configuration")
     hosts, rank = [wish[0] for wish in wishes], dist.get_rank(group) if dist.is_initialized() else 0
     # Ranks of this host, also those of other groups, who take as much: where a launcher has said how many.
     beside = max(hosts.count(hosts[rank]), int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
@@ -245,7 +245,8 @@ def _open_nccl(wanted: Wanted) -> Transport:
         own = cuda.CudaDevice(wanted.device)
     except TransportError as error:
         problem = problem or str(error)
-    raise_failures(wanted.exchange(problem), "transport 'p2p' on cuda is ordered by streams, which cannot be had: ")
+    answers = wanted.exchange(problem)
+    raise_failures(wanted.exchange, answers, "transport 'p2p' on cuda is ordered by streams, which cannot be had: ")
     return nccl.open_nccl(wanted.group, device=own, **wanted.settings("p2p"))
 
 

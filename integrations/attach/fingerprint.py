@@ -27,16 +27,17 @@ def describe(model: nn.Module, config: CommFuseConfig) -> list[tuple[str, str]]:
 def check_equal(facts: list[tuple[str, str]], group: dist.ProcessGroup) -> None:
     """Collective. Raises MismatchError on every rank, naming the first difference and who has what."""
     everyone = exchange_of(group)(facts)
-    for rank, other in enumerate(everyone):
+    numbers = dist.get_process_group_ranks(group)
+    for rank, other in zip(numbers, everyone, strict=True):
         if other == everyone[0]:
             continue
         for first, second in zip(everyone[0], other, strict=False):
             if first != second:
                 raise MismatchError(
-                    f"ranks of this group were started differently: rank 0 has {first[0]} = {first[1]}, "
+                    f"ranks of this group were started differently: rank {numbers[0]} has {first[0]} = {first[1]}, "
                     f"rank {rank} has {second[0]} = {second[1]}. Start all ranks with the same model and the same settings."
                 )
         raise MismatchError(
-            f"ranks of this group have different models: rank 0 has {len(everyone[0])} entries, rank {rank} {len(other)}. "
-            "Start all ranks with the same model."
+            f"ranks of this group have different models: rank {numbers[0]} has {len(everyone[0])} entries, rank {rank} "
+            f"{len(other)}. Start all ranks with the same model."
         )

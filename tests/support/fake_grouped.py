@@ -55,6 +55,7 @@ class FakeBoard:
     def __init__(self, world: FakeWorld, members: Sequence[int] | None = None) -> None:
         self.world = world
         self.members = tuple(range(world.world_size)) if members is None else tuple(members)  # whose devices its ranks use
+        self.numbers: Sequence[int] | None = None  # of its ranks in the default group; None: their own
         self.open: dict[tuple[int, int, int, bool], list[_End]] = {}  # lane, src, dst, sending -> without partner yet
         self.aborted: set[int] = set()
         self.eager = 0.5  # share of the sends that do not wait for their receive
@@ -88,7 +89,7 @@ class FakeExchanged(Exchanged):
 
 class FakeGroupedExchange(GroupedExchange):
     def __init__(self, board: FakeBoard, rank: int) -> None:
-        self.board, self.rank = board, rank
+        self.board, self.rank, self.numbers = board, rank, board.numbers
         self.world_size = len(board.members)
         self.device = board.world.devices[board.members[rank]]
         self.closed = False

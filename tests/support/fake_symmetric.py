@@ -37,7 +37,7 @@ class FakeSymmetricMemory(SymmetricMemory):
             self.room -= size
             if self.room < 0:
                 error = f"cannot get {size} bytes of symmetric memory for {purpose}"
-        raise_failures(self.exchange(error))
+        raise_failures(self.exchange, self.exchange(error))
         whole = torch.zeros(size + 64, dtype=torch.uint8)
         block = whole.narrow(0, -whole.data_ptr() % 64, size)
         self.world.keep(block)

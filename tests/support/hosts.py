@@ -63,8 +63,17 @@ class DeviceHosts:
         self.hosts = Hosts.of(identities)
         self.boards = {rank: FakeBoard(world, self.hosts.rail(rank)) for rank in self.hosts.members[0]}
 
-    def open(self, rank: int, exchange: ExchangeFn, *, inbox_bytes: int, deadline_s: float = 20.0) -> HierarchicalTransport:
-        hosts = self.hosts
+    def open(
+        self,
+        rank: int,
+        exchange: ExchangeFn,
+        *,
+        inbox_bytes: int,
+        deadline_s: float = 20.0,
+        numbers: Sequence[int] | None = None,
+    ) -> HierarchicalTransport:
+        """numbers: of the ranks in the default group; None: their own."""
+        hosts, numbers = self.hosts, numbers if numbers is not None else range(self.hosts.world_size)
         siblings = hosts.siblings(rank)
         place = siblings.index(rank)
 
@@ -72,6 +81,7 @@ class DeviceHosts:
             everyone = exchange(item)
             return [everyone[member] for member in siblings]
 
+        inside.numbers = [numbers[member] for member in siblings]  # type: ignore[attr-defined]
         probe = Probe()
         inner = SymmetricTransport(
             place,
@@ -87,5 +97,6 @@ class DeviceHosts:
         )
         rail = hosts.rail(rank)
         grouped = FakeGroupedExchange(self.boards[rail[0]], rail.index(rank))
+        grouped.numbers = [numbers[member] for member in rail]
         outer = Rail(rank, hosts, grouped, inner.device, deadline_s=deadline_s, probe=probe)
         return HierarchicalTransport(rank, hosts, inner, outer, probe=probe)

@@ -247,7 +247,7 @@ class _InprocMemory(Memory):
 
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
         exchange = self._world.exchange_for(self._rank)
-        check_same_sizes(sizes, exchange(sizes))
+        check_same_sizes(sizes, exchange(sizes), exchange)
         whole = torch.zeros(sum(align(row[self._rank]) for row in sizes), dtype=torch.uint8)
         self._world.segments[self._rank][:] = cut(whole, [row[self._rank] for row in sizes])
         exchange(None)

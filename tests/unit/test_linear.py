@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 from typing import Any
 
 import pytest
@@ -15,9 +14,9 @@ from hypothesis import strategies as st
 from commfuse_dp.ops import linear as fused
 from commfuse_dp.ops.gathered import gather_parameters
 from commfuse_dp.ops.operands import operand_of, register_operand
+from tests.support.cells import INDUCTOR
 from tests.unit.local_operand import LocalOperand
 
-INDUCTOR = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler for CPU code")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 

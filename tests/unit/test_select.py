@@ -92,4 +92,4 @@ def test_two_ranks_over_a_process_group(tmp_path: Any) -> None:
     for rank in range(2):
         name, reason, pulled, kinds, sizes = results[rank]
         assert name == "shm" and "2 ranks on one host" in reason and pulled == str([1 - rank] * 4)
-        assert "['shm', 'tcp']" in kinds and "[64, 65]" in sizes
+        assert "rank 0: 'shm', rank 1: 'tcp'" in kinds and "rank 0: 64, rank 1: 65" in sizes

@@ -16,6 +16,7 @@ from commfuse_dp.transport.base import GRAD_LANE, PARAM_LANE
 from commfuse_dp.transport.closing import CLOSE_S, done_within
 from commfuse_dp.transport.grouped.exchange import GroupedExchange, Labels, Part
 from commfuse_dp.transport.grouped.watch import Ballot, ExchangeWatch, Label, Step
+from commfuse_dp.transport.membership import Membership
 from commfuse_dp.transport.streams.core import StreamCore
 
 NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -49,14 +50,22 @@ class Core(StreamCore):
     def __init__(
         self, grouped: GroupedExchange, device: Device, *, name: str, deadline_s: float, ballot: Ballot | None, probe: Probe
     ) -> None:
-        super().__init__(grouped.rank, grouped.world_size, name=name, device=device, probe=probe)
+        membership = Membership(grouped.world_size, grouped.numbers)
+        super().__init__(grouped.rank, membership, grouped.world_size, name=name, device=device, probe=probe)
         self._given = [Account() for _ in range(self.world_size)]  # by peer
         self._taken = [Account() for _ in range(self.world_size)]
         self._labels: Labels | None = None  # out, into: used by one stream, hence one at a time
         self.layers: Callable[[], Sequence[str]] = tuple  # names of keys
         self.grouped = grouped
         self.watch = ExchangeWatch(
-            self.rank, device, deadline_s=deadline_s, abort=grouped.abort, ballot=ballot, name=name, say=self._say
+            self.rank,
+            membership,
+            device,
+            deadline_s=deadline_s,
+            abort=grouped.abort,
+            ballot=ballot,
+            name=name,
+            say=self._say,
         )
 
     def end(self, streams: Sequence[Stream], patience_s: float) -> bool:

@@ -62,6 +62,8 @@ class GroupedExchange:
         keep: called by `close` if the communicators can be used again.
     """
 
+    numbers: Sequence[int] | None = None  # of the ranks in the default group, for errors; None: their own
+
     def __init__(
         self,
         lanes: Mapping[int, dist.ProcessGroup],
@@ -99,7 +101,7 @@ class GroupedExchange:
         after `close` or `abort`.
         """
         if self._ended:
-            raise TransportError(f"grouped exchange of rank {self.rank}: {self._ended}")
+            raise TransportError(f"grouped exchange of rank {self.called(self.rank)}: {self._ended}")
         if lane not in self._lanes:
             raise ValueError(f"lane {lane}: {PARAM_LANE} (parameters) and {GRAD_LANE} (gradients) are allowed")
         group = self._lanes[lane]
@@ -118,11 +120,16 @@ class GroupedExchange:
         try:
             works = dist.batch_isend_irecv(operations) if operations else []
         except RuntimeError as error:
-            raise transfer_error(error, self.rank, peers[0], where, deadline_s=self.deadline_s, backend=group.name()) from error
+            here, there = self.called(self.rank), self.called(peers[0])
+            raise transfer_error(error, here, there, where, deadline_s=self.deadline_s, backend=group.name()) from error
         exchanged = Exchanged(self, works, peers, [data for _, data in (*sends, *receives)], where, group.name())
         if works:
             under_way.append(exchanged)
         return exchanged
+
+    def called(self, rank: int) -> int:
+        """Its number in the default group."""
+        return rank if self.numbers is None else self.numbers[rank]
 
     def abort(self) -> None:
         """Break off what is under way: streams that wait for it go on, what it wrote is worthless. Any thread, any time."""
@@ -200,9 +207,8 @@ class Exchanged:
             for work in self._works if not self._waited else ():
                 work.wait(datetime.timedelta(seconds=max(0.001, limit - time.monotonic())))
         except RuntimeError as error:
-            raise transfer_error(
-                error, owner.rank, self._peers, where, deadline_s=owner.deadline_s, backend=self._backend
-            ) from error
+            here, there = owner.called(owner.rank), tuple(map(owner.called, self._peers))
+            raise transfer_error(error, here, there, where, deadline_s=owner.deadline_s, backend=self._backend) from error
         self._waited = True
         self._tensors = []
 
@@ -232,6 +238,7 @@ def open_grouped(group: dist.ProcessGroup | None, *, deadline_s: float, device: 
         device = torch.device("cuda", torch.cuda.current_device())
     lanes = open_lanes(group, setup_s=2 * deadline_s, device=device)
     exchange = GroupedExchange(lanes.item, device=device, deadline_s=deadline_s, keep=lanes.keep)
+    exchange.numbers = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     try:
         for lane in LANES if exchange.world_size > 1 else ():
             _introduce(exchange, lane)
@@ -249,4 +256,5 @@ def _introduce(exchange: GroupedExchange, lane: int) -> None:
     out, into = torch.full((1,), rank, device=device), torch.empty(1, dtype=torch.int64, device=device)
     exchange.exchange(lane, [((rank + 1) % size, out)], [((rank - 1) % size, into)], where=Where("(start)")).wait()
     if int(into.item()) != (rank - 1) % size:
-        raise TransportError(f"rank {rank} received {int(into.item())} where rank {(rank - 1) % size} introduces itself")
+        here, there = exchange.called(rank), exchange.called((rank - 1) % size)
+        raise TransportError(f"rank {here} received {int(into.item())} where rank {there} introduces itself")

@@ -107,7 +107,7 @@ class Messages(Transport):
                     rings[peer] = [torch.zeros(ring, dtype=torch.uint8, device=device.torch_device) for _ in range(2)]
         except RuntimeError as error:  # what torch raises when an allocation fails
             failure = f"no memory on {device.torch_device} for inbox_bytes = {limit}, twice for each peer ({error})"
-        raise_failures(exchange(failure), end=NO_MEMORY)
+        raise_failures(exchange, exchange(failure), end=NO_MEMORY)
         self._staging = Staging(core, {peer: both[0] for peer, both in rings.items()}, limit)
         self._inboxes = Inboxes(device, ring, {peer: both[1] for peer, both in rings.items()})
         # Announced, not yet paired with a send of ours: bytes. Steps that were broken off leave theirs.

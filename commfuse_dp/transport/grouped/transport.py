@@ -119,6 +119,7 @@ class NcclTransport(Messages):
         self.probe.measure_by(EventTimer(device, self.probe))
         self._exchange = exchange
         self._core = Core(grouped, device, name=self.name, deadline_s=deadline_s, ballot=ballot, probe=self.probe)
+        self.membership = self._core.membership
         self._core.layers = lambda: self.layers
         self._gather = device.side_stream("gather")
         self._published: dict[int, int] = {}  # key -> epoch
@@ -169,8 +170,8 @@ class NcclTransport(Messages):
             raise ValueError(f"pull: give = {give} of key {key}, of which this rank publishes {segment.numel()} bytes")
         if self._published.get(key, 0) != epoch:
             raise TransportError(
-                f"pull: rank {self.rank} has published key {key} up to epoch {self._published.get(key, 0)}, not {epoch}: a "
-                "pull of a lockstep transport also gives; publish first"
+                f"pull: rank {self.membership.called(self.rank)} has published key {key} up to epoch "
+                f"{self._published.get(key, 0)}, not {epoch}: a pull of a lockstep transport also gives; publish first"
             )
         device, gather = self.device, self._gather
         if nbytes:

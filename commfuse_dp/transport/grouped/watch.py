@@ -39,6 +39,7 @@ import torch.distributed as dist
 
 from commfuse_dp.device.base import Device, Event, Word, as_int32
 from commfuse_dp.errors import MismatchError, PeerLostError, Where
+from commfuse_dp.transport.membership import Membership
 from commfuse_dp.transport.streams.watch import Failure, Watchdog, Watched
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class ExchangeWatch(Watchdog[Step]):
     def __init__(
         self,
         rank: int,
+        membership: Membership,
         device: Device,
         *,
         deadline_s: float,
@@ -109,7 +111,7 @@ class ExchangeWatch(Watchdog[Step]):
         name: str,
         say: Callable[[Sequence[int]], str],
     ) -> None:
-        super().__init__(rank, device, deadline_s=deadline_s, name=name)
+        super().__init__(rank, membership, device, deadline_s=deadline_s, name=name)
         self._abort = abort
         self._say = say
         self._ballot = ballot
@@ -156,7 +158,7 @@ class ExchangeWatch(Watchdog[Step]):
             if head.label is not None and head.exchanged is not None and head.exchanged.done():
                 self._read(head, head.label, now)
             elif waited_s >= self.deadline_s and not head.over():
-                who = " and ".join(f"rank {peer}" for peer in head.peers)
+                who = " and ".join(f"rank {self.called(peer)}" for peer in head.peers)
                 culprit = head.peers[0] if len(head.peers) == 1 else -1
                 self._late(culprit, f"{who}, to take the same step of an exchange", "one of them", head.where)
         if self.failure is None:
@@ -170,12 +172,13 @@ class ExchangeWatch(Watchdog[Step]):
         if checksum == as_int32(label.checksum):
             step.since = now  # the device is busy, nobody is late
             return
+        here, giver = self.called(self.rank), self.called(label.giver)
         self.fail(
             MismatchError,
             label.giver,
-            f"rank {self.rank} and rank {label.giver} call their layers in different orders, or run different programs "
-            f"({step.where}; transport {self._name}). What rank {label.giver} gave last: {self._say(came)}. What rank "
-            f"{self.rank} took it for: {self._say(label.expected)}. All ranks must run the same model in the same order; where "
+            f"rank {here} and rank {giver} call their layers in different orders, or run different programs "
+            f"({step.where}; transport {self._name}). What rank {giver} gave last: {self._say(came)}. What rank "
+            f"{here} took it for: {self._say(label.expected)}. All ranks must run the same model in the same order; where "
             "branches depend on data, use transport='tcp' on CPU or 'symmetric' on GPUs of one host.",
             step.where,
         )
@@ -193,7 +196,7 @@ class ExchangeWatch(Watchdog[Step]):
         except RuntimeError as error:
             text = str(error).splitlines()[0][:300]
             if not self._stopping:
-                self.fail(PeerLostError, -1, f"rank {self.rank} lost a peer (transport {self._name}): {text}")
+                self.fail(PeerLostError, -1, f"rank {self.called(self.rank)} lost a peer (transport {self._name}): {text}")
             return
         if rows is None:
             return
@@ -208,10 +211,10 @@ class ExchangeWatch(Watchdog[Step]):
                 self.fail(
                     MismatchError,
                     peer,
-                    f"rank {self.rank} and rank {peer} do not agree about what they exchanged up to the end of step {own[0]} "
-                    f"(transport {self._name}): they run different programs, or call their layers in another order. All ranks "
-                    "must run the same model in the same order; where branches depend on data, use transport='tcp' on CPU or "
-                    "'symmetric' on GPUs of one host.",
+                    f"rank {self.called(self.rank)} and rank {self.called(peer)} do not agree about what they exchanged up to "
+                    f"the end of step {own[0]} (transport {self._name}): they run different programs, or call their layers in "
+                    "another order. All ranks must run the same model in the same order; where branches depend on data, use "
+                    "transport='tcp' on CPU or 'symmetric' on GPUs of one host.",
                 )
                 return
 

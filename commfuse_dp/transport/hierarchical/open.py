@@ -85,7 +85,7 @@ def open_on_gpus(
     rail_group = _group_of([ranks[member] for member in rail])
     inside = exchange_of(host_group)
     verdict, cards = survey(device, ["here"] * len(siblings), inside)
-    raise_failures(exchange(None if verdict.possible else f"inside its host: {verdict.reason}"))
+    raise_failures(exchange, exchange(None if verdict.possible else f"inside its host: {verdict.reason}"))
     inner, error, how = None, None, ""
     try:
         inner, how = open_symmetric(
@@ -103,13 +103,13 @@ def open_on_gpus(
     except TransportError as failure:
         error = f"inside its host: {failure}"
     try:
-        raise_failures(exchange(error))
+        raise_failures(exchange, exchange(error))
         grouped, error = None, None
         try:
             grouped = open_grouped(rail_group, deadline_s=deadline_s, device=device)
         except TransportError as failure:
             error = f"between hosts: {failure}"
-        raise_failures(exchange(error))
+        raise_failures(exchange, exchange(error))
     except BaseException:
         if inner is not None:
             inner.close()

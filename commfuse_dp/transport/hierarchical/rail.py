@@ -84,7 +84,7 @@ class Rail:
     ) -> None:
         self._device, self._deadline_s = device, deadline_s
         self._ranks, self._hosts = hosts.rail(rank), hosts
-        name = f"hierarchical, between the hosts of ranks {', '.join(map(str, self._ranks))}"
+        name = f"hierarchical, between the hosts of ranks {', '.join(map(str, grouped.numbers or self._ranks))}"
         self._core = Core(grouped, device, name=name, deadline_s=deadline_s, ballot=ballot, probe=probe)
         self._core.layers = lambda: self.whole.layers
         self._relay, self._across = device.side_stream("relay"), device.side_stream("across")

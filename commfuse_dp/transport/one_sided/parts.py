@@ -13,6 +13,7 @@ from commfuse_dp.errors import MismatchError, TransportError
 from commfuse_dp.probe import Probe, now_ns
 from commfuse_dp.transport.base import ExchangeFn
 from commfuse_dp.transport.checks import NO_MEMORY, raise_failures
+from commfuse_dp.transport.membership import called_in
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.ring import align
 
@@ -142,20 +143,21 @@ def own_segments(
     except RuntimeError as error:  # of torch, or a TransportError
         failure = f"no memory{place} for {sum(mine)} published bytes ({error})"
     answers = exchange(([tuple(row) for row in sizes], failure))
-    check_same_sizes(sizes, [theirs for theirs, _ in answers])
-    raise_failures((text for _, text in answers), end=NO_MEMORY)
+    check_same_sizes(sizes, [theirs for theirs, _ in answers], exchange)
+    raise_failures(exchange, (text for _, text in answers), end=NO_MEMORY)
     return cut(block, mine)
 
 
-def check_same_sizes(sizes: Sequence[Sequence[int]], everyone: Sequence[Sequence[Sequence[int]]]) -> None:
-    """Raise MismatchError if some rank exposes other windows than this one. For `Memory.expose`."""
+def check_same_sizes(sizes: Sequence[Sequence[int]], everyone: Sequence[Sequence[Sequence[int]]], exchange: ExchangeFn) -> None:
+    """Raise MismatchError if some rank exposes other windows than this one. For `Memory.expose`. everyone: by `exchange`."""
     mine = [tuple(row) for row in sizes]
     for rank, theirs in enumerate(everyone):
         other = [tuple(row) for row in theirs]
         if other != mine:
             keys = [k for k in range(max(len(mine), len(other))) if mine[k : k + 1] != other[k : k + 1]]
             k = keys[0]
+            there = called_in(exchange, rank)
             raise MismatchError(
                 f"ranks expose different windows: key {k} has sizes {mine[k : k + 1]} here and {other[k : k + 1]} on rank "
-                f"{rank} ({len(mine)} and {len(other)} keys). All ranks must wrap the same model with the same configuration."
+                f"{there} ({len(mine)} and {len(other)} keys). All ranks must wrap the same model with the same configuration."
             )

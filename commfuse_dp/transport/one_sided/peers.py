@@ -101,13 +101,14 @@ class Peers(Transport, Receiver):
     def _error(self) -> TransportError:
         assert self._failure is not None
         culprit, reason = self._failure
-        called = self.whole.membership.called
-        here = called(self.rank)
+        here = self._called(self.rank)
         if culprit < 0:
             return TransportError(f"rank {here}, transport {self.name}: {reason}")
-        self._pass_on(called(culprit), reason)
-        who = self._describe(culprit) if culprit < self.world_size else f"rank {called(culprit)}"
-        return PeerLostError(f"rank {here} lost {who} (transport {self.name}): {reason}.", rank=here, peer=called(culprit))
+        self._pass_on(self._called(culprit), reason)
+        who = self._describe(culprit) if culprit < self.world_size else f"rank {self._called(culprit)}"
+        return PeerLostError(
+            f"rank {here} lost {who} (transport {self.name}): {reason}.", rank=here, peer=self._called(culprit)
+        )
 
     def _pass_on(self, member: int, reason: str) -> None:
         if not self._passed_on:
@@ -115,8 +116,11 @@ class Peers(Transport, Receiver):
             for tell in self.whole.membership.when_lost:
                 tell(member, reason)
 
+    def _called(self, rank: int) -> int:
+        return self.whole.membership.called(rank)
+
     def _describe(self, peer: int) -> str:
-        return self._channel.describe(peer, self.whole.membership.called(peer))
+        return self._channel.describe(peer, self._called(peer))
 
     def _gone(self, peer: int, what: str, where: Where | None = None) -> TransportError:
         """The error of a wait for a peer that has said goodbye. The program has failed: the other peers are told, too."""
@@ -130,7 +134,7 @@ class Peers(Transport, Receiver):
             heard = self._failure[0] >= 0 and self._failure[1] != self._early
         if heard:
             return self._error()  # the wait adds what it was for
-        here, member = self.whole.membership.called(self.rank), self.whole.membership.called(peer)
+        here, member = self._called(self.rank), self._called(peer)
         self._pass_on(member, text)
         return PeerLostError(f"rank {here}: {text}.", rank=here, peer=member, where=where)
 
@@ -142,4 +146,4 @@ class Peers(Transport, Receiver):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise is_closed(self.name, self.rank)
+            raise is_closed(self.name, self._called(self.rank))

@@ -143,7 +143,7 @@ class OneSidedTransport(Peers):
         published = self._published[self.rank]
         with self._lock:
             reading = [p for p in self._peers if self._finished[p] < epoch - 1 and p not in self._departed]
-            readers = f"ranks {reading}" if reading else ""
+            readers = f"ranks {[*map(self._called, reading)]}" if reading else ""
             check_publications(self, keys, epoch, published, readers)
             published.update(dict.fromkeys(keys, epoch))
             for key in keys if self._pulls_waiting else ():
@@ -382,9 +382,11 @@ class OneSidedTransport(Peers):
         elif kind == msg.ABORT:
             reason = bytes(message[msg.HEADER_BYTES :]).decode(errors="replace")
             culprit = a if a != self.rank else src
-            self._fail(culprit, reason if a == src else f"rank {self.whole.membership.called(src)} reports: {reason}")
+            self._fail(culprit, reason if a == src else f"rank {self._called(src)} reports: {reason}")
         else:
-            self._fail(-1, f"rank {src} sent a message of unknown kind {kind}: do all ranks run the same version?")
+            self._fail(
+                -1, f"rank {self._called(src)} sent a message of unknown kind {kind}: do all ranks run the same version?"
+            )
 
     def landing(self, src: int, header: bytes) -> torch.Tensor | None:
         kind, _, _, request, _, x, y = msg.HEADER.unpack_from(header)
@@ -401,7 +403,8 @@ class OneSidedTransport(Peers):
     def _on_deposit(self, src: int, channel: int, key: int, seq: int, part: int, offset: int, nbytes: int) -> None:
         name = (src, Tag(channel, key, seq, part))
         if name in self._inbox:
-            self._fail(-1, f"rank {src} sent two messages {name[1]}: tags must be unique among messages in flight")
+            who = self._called(src)
+            self._fail(-1, f"rank {who} sent two messages {name[1]}: tags must be unique among messages in flight")
             return
         if channel == self._rounds.discarded:
             self._channel.post(src, msg.pack(msg.CREDIT, self._rounds.round, x=offset))
@@ -416,7 +419,8 @@ class OneSidedTransport(Peers):
         try:
             self._outbox[src].free(offset)
         except KeyError:
-            self._fail(-1, f"rank {src} gave back offset {offset} of its inbox, where no message of rank {self.rank} is")
+            who, here = self._called(src), self._called(self.rank)
+            self._fail(-1, f"rank {who} gave back offset {offset} of its inbox, where no message of rank {here} is")
 
     def _on_pull(self, src: int, key: int, epoch: int, request: int, _d: int, start: int, nbytes: int) -> None:
         published = self._published[self.rank].get(key, 0)
@@ -425,7 +429,8 @@ class OneSidedTransport(Peers):
         elif published < epoch:
             self._pulls_waiting.setdefault((key, epoch), []).append((src, request, start, nbytes))
         else:
-            self._fail(-1, f"rank {src} pulled epoch {epoch} of key {key} after it was replaced by epoch {published}")
+            who = self._called(src)
+            self._fail(-1, f"rank {who} pulled epoch {epoch} of key {key} after it was replaced by epoch {published}")
 
     def _on_data(self, _src: int, _a: int, _b: int, request: int, *_: int) -> None:
         fetch = self._fetches.pop(request, None)

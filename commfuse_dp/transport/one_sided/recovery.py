@@ -58,7 +58,7 @@ class Rounds(Recovery):
     def check(self, peer: int, ready: Callable[[], bool], where: Where, doing: str) -> None:
         transport, left = self._transport, self._left.get(peer)
         if left is not None and left.final and self.all_sent(peer) and not ready():
-            here, member = transport.whole.membership.called(transport.rank), transport.whole.membership.called(peer)
+            here, member = transport._called(transport.rank), transport._called(peer)
             raise PeerLostError(
                 f"rank {here} waited for {transport._describe(peer)} {doing} ({where}; transport "
                 f"{transport.name}), which cannot go on: {left.reason}",

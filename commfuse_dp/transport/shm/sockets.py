@@ -23,7 +23,8 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -31,6 +32,7 @@ from commfuse_dp.errors import DeadlineError
 from commfuse_dp.interrupts import rests
 from commfuse_dp.transport.base import ExchangeFn
 from commfuse_dp.transport.checks import raise_failures
+from commfuse_dp.transport.membership import called_in
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.parts import Channel, Receiver
 
@@ -77,7 +79,7 @@ def connect_mesh(rank: int, members: Sequence[int], exchange: ExchangeFn, deadli
 
     Raises TransportError on all ranks if one of them cannot connect.
     """
-    mesh = Mesh()
+    mesh, called = Mesh(), partial(called_in, exchange)
     token = secrets.token_hex(16).encode()
     error: str | None = None
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -88,11 +90,11 @@ def connect_mesh(rank: int, members: Sequence[int], exchange: ExchangeFn, deadli
         except OSError as failure:
             error = f"cannot listen on an abstract UNIX-domain socket: {failure}"
         cards = exchange((address, token, error))
-        raise_failures(card[2] for card in cards)
+        raise_failures(exchange, (card[2] for card in cards))
         steps = (
             # A connection is complete once it stands in the listener's queue: no rank waits for another one's accept.
-            lambda: _connect_all(rank, members, [card[:2] for card in cards], mesh, deadline_s),
-            lambda: _accept_all(rank, members, listener, token, mesh, deadline_s),
+            lambda: _connect_all(rank, members, [card[:2] for card in cards], mesh, deadline_s, called),
+            lambda: _accept_all(rank, members, listener, token, mesh, deadline_s, called),
         )
         for step in steps:
             try:
@@ -100,7 +102,7 @@ def connect_mesh(rank: int, members: Sequence[int], exchange: ExchangeFn, deadli
             except (OSError, DeadlineError) as failure:
                 error = f"cannot connect to its peers on this host: {failure}"
             try:
-                raise_failures(exchange(error))
+                raise_failures(exchange, exchange(error))
             except BaseException:
                 mesh.close()
                 raise
@@ -108,9 +110,14 @@ def connect_mesh(rank: int, members: Sequence[int], exchange: ExchangeFn, deadli
 
 
 def _connect_all(
-    rank: int, members: Sequence[int], cards: Sequence[tuple[bytes, bytes]], mesh: Mesh, deadline_s: float
+    rank: int,
+    members: Sequence[int],
+    cards: Sequence[tuple[bytes, bytes]],
+    mesh: Mesh,
+    deadline_s: float,
+    called: Callable[[int], int],
 ) -> None:
-    """To all lower ranks. cards: address and token of every rank."""
+    """To all lower ranks. cards: address and token of every rank. called: what a rank is called in errors."""
     for peer in (other for other in members if other < rank):
         address, token = cards[peer]
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -119,12 +126,18 @@ def _connect_all(
         sock.connect(address)
         mesh.pids[peer], uid = _credentials(sock)
         if uid != os.getuid():
-            raise PermissionError(f"the listener of rank {peer} runs under user {uid}, this rank under {os.getuid()}")
+            raise PermissionError(f"the listener of rank {called(peer)} runs under user {uid}, this rank under {os.getuid()}")
         sock.sendall(_HELLO.pack(token, rank))
 
 
 def _accept_all(
-    rank: int, members: Sequence[int], listener: socket.socket, token: bytes, mesh: Mesh, deadline_s: float
+    rank: int,
+    members: Sequence[int],
+    listener: socket.socket,
+    token: bytes,
+    mesh: Mesh,
+    deadline_s: float,
+    called: Callable[[int], int],
 ) -> None:
     limit = time.monotonic() + deadline_s
     while missing := {peer for peer in members if peer > rank} - set(mesh.sockets):
@@ -133,10 +146,10 @@ def _accept_all(
             sock, _ = listener.accept()
         except TimeoutError:
             raise DeadlineError(
-                f"rank {rank} waited {deadline_s:g} s for ranks {sorted(missing)} to connect to it on this host; "
-                "look at their logs",
-                rank=rank,
-                peer=min(missing),
+                f"rank {called(rank)} waited {deadline_s:g} s for ranks {sorted(map(called, missing))} to connect to it on "
+                "this host; look at their logs",
+                rank=called(rank),
+                peer=min(map(called, missing)),
             ) from None
         try:
             pid, uid = _credentials(sock)
@@ -167,14 +180,16 @@ def pass_descriptor(rank: int, members: Sequence[int], exchange: ExchangeFn, fd:
         for peer, sock in mesh.sockets.items():
             _, fds, _, _ = socket.recv_fds(sock, 1, 1)
             if len(fds) != 1:
-                raise OSError(f"nothing came from rank {peer}; is the limit of open files (ulimit -n) reached?")
+                raise OSError(
+                    f"nothing came from rank {called_in(exchange, peer)}; is the limit of open files (ulimit -n) reached?"
+                )
             received[peer] = fds[0]
     except OSError as failure:
         error = f"cannot exchange shared memory with its peers: {failure}"
     finally:
         mesh.close()
     try:
-        raise_failures(exchange(error))
+        raise_failures(exchange, exchange(error))
     except BaseException:
         for got in received.values():
             os.close(got)

@@ -97,7 +97,7 @@ class _SharedBlocks:
                 "memory are available"
             )
         try:
-            raise_failures(self.exchange(error))
+            raise_failures(self.exchange, self.exchange(error))
             fds = pass_descriptor(self.rank, self.members, self.exchange, fd, self.deadline_s)
         except BaseException:
             if fd >= 0:
@@ -138,7 +138,7 @@ class SharedMemory(Memory):
 
     def expose(self, sizes: Sequence[Sequence[int]]) -> None:
         blocks = self._blocks
-        check_same_sizes(sizes, blocks.exchange(sizes))
+        check_same_sizes(sizes, blocks.exchange(sizes), blocks.exchange)
         totals = {owner: sum(align(row[owner]) for row in sizes) for owner in blocks.members}
         fds = blocks.make(totals[blocks.rank], f"the published shards ({len(sizes)} windows)")
         segments: dict[int, list[torch.Tensor]] = {}

@@ -10,6 +10,7 @@ from commfuse_dp.device.base import Device, Event, Stream, WordLike
 from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.checks import check_peer, is_closed
+from commfuse_dp.transport.membership import Membership
 from commfuse_dp.transport.streams.watch import Watchdog
 from commfuse_dp.transport.waiting import await_news
 
@@ -20,8 +21,9 @@ class StreamCore:
     no_graph: ClassVar[str]  # why it cannot be captured
     watch: Watchdog[Any]
 
-    def __init__(self, rank: int, world_size: int, *, name: str, device: Device, probe: Probe) -> None:
+    def __init__(self, rank: int, membership: Membership, world_size: int, *, name: str, device: Device, probe: Probe) -> None:
         self.rank, self.world_size, self.name = rank, world_size, name
+        self.membership = membership
         self.device, self.probe = device, probe
         self.peers = [(rank + step) % world_size for step in range(1, world_size)]  # not all ranks turn to rank 0 first
         self.closed = False
@@ -36,7 +38,7 @@ class StreamCore:
 
     def check(self) -> None:
         if self.closed:
-            raise is_closed(self.name, self.rank)
+            raise is_closed(self.name, self.membership.called(self.rank))
         if self.watch.failure is not None:
             self.watch.check()
 

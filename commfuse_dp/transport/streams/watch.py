@@ -34,13 +34,14 @@ import torch
 from commfuse_dp.device.base import Device, Event
 from commfuse_dp.errors import STEP_LOST, CommFuseError, DeadlineError, PeerLostError, TransportError, Where
 from commfuse_dp.transport.checks import too_late
+from commfuse_dp.transport.membership import Membership
 
 TICK_S = 0.25  # between two looks while nothing happens
 
 
 class Failure(NamedTuple):
     kind: type[CommFuseError]
-    culprit: int  # -1: nobody in particular
+    culprit: int  # a rank of the transport; -1: nobody in particular
     text: str
     where: Where | None = None
 
@@ -67,8 +68,9 @@ class Watchdog(ABC, Generic[Kind]):
 
     release_s = 0.01  # between two rounds of releasing
 
-    def __init__(self, rank: int, device: Device, *, deadline_s: float, name: str) -> None:
+    def __init__(self, rank: int, membership: Membership, device: Device, *, deadline_s: float, name: str) -> None:
         self.rank, self.deadline_s = rank, deadline_s
+        self.called = membership.called  # what a rank is called in errors
         self.failure: Failure | None = None
         self.news = threading.Event()  # of a failure, or whatever else the user's thread should look at
         self._name = name
@@ -92,7 +94,7 @@ class Watchdog(ABC, Generic[Kind]):
         kind, culprit, text, where = self.failure
         text = f"{text} {STEP_LOST}" if self._spoiled else text
         if kind is PeerLostError or kind is DeadlineError:
-            raise kind(text, rank=self.rank, peer=culprit, where=where)  # type: ignore[call-arg]
+            raise kind(text, rank=self.called(self.rank), peer=self.called(culprit), where=where)  # type: ignore[call-arg]
         raise kind(text)
 
     def fail(self, kind: type[CommFuseError], culprit: int, text: str, where: Where | None = None) -> None:
@@ -125,7 +127,7 @@ class Watchdog(ABC, Generic[Kind]):
                 elif self.failure is None:
                     self._look()
             except Exception as error:  # a device that failed, a channel that broke: whoever calls next is to know
-                text = f"rank {self.rank}, transport {self._name}: {type(error).__name__}: {error}"
+                text = f"rank {self.called(self.rank)}, transport {self._name}: {type(error).__name__}: {error}"
                 with contextlib.suppress(Exception):  # such a device cannot be spoiled, either
                     self.fail(TransportError, -1, text)
                 if self._stopping:
@@ -176,5 +178,5 @@ class Watchdog(ABC, Generic[Kind]):
 
     def _late(self, culprit: int, who: str, suspect: str, where: Where) -> None:
         """who, suspect: as of `too_late`."""
-        text = too_late(self.rank, self.deadline_s, who, suspect, where, self._name)
+        text = too_late(self.called(self.rank), self.deadline_s, who, suspect, where, self._name)
         self.fail(DeadlineError, culprit, text, where)

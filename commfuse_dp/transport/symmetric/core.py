@@ -9,6 +9,7 @@ import torch
 from commfuse_dp.device.base import Batch, Device, Event, Stream
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, CHANNEL_GRAD, CHANNEL_PARAM, ExchangeFn
+from commfuse_dp.transport.membership import Membership
 from commfuse_dp.transport.one_sided.ring import align
 from commfuse_dp.transport.streams.core import StreamCore
 from commfuse_dp.transport.symmetric.memory import SymmetricMemory
@@ -61,6 +62,7 @@ class Core(StreamCore):
     def __init__(
         self,
         rank: int,
+        membership: Membership,
         world_size: int,
         exchange: ExchangeFn,
         *,
@@ -72,7 +74,7 @@ class Core(StreamCore):
         watch: WordWatch,
         probe: Probe,
     ) -> None:
-        super().__init__(rank, world_size, name=name, device=device, probe=probe)
+        super().__init__(rank, membership, world_size, name=name, device=device, probe=probe)
         self.exchange, self.memory, self.watch = exchange, memory, watch
         self.blocks = [Block(block, layout) for block in blocks]
         self.own = self.blocks[rank]  # of this rank

@@ -70,7 +70,7 @@ class TorchSymmetricMemory(SymmetricMemory):
         self._group_name = process_group.group_name
         self._rank, self._world_size = process_group.rank(), process_group.size()
         self._blocks: list[torch.Tensor] = []
-        raise_failures(exchange(self._backend_problem()))
+        raise_failures(exchange, exchange(self._backend_problem()))
         with warnings.catch_warnings():  # needed before torch 2.12 or so, deprecated since
             warnings.simplefilter("ignore", FutureWarning)
             _symmetric_memory.enable_symm_mem_for_group(self._group_name)
@@ -97,7 +97,7 @@ class TorchSymmetricMemory(SymmetricMemory):
                 f"free on {self._device} ({str(failure).splitlines()[0][:200]}). Lower inbox_bytes or prefetch_bytes, use more "
                 "ranks, or free memory on the GPU (torch.cuda.empty_cache)"
             )
-        raise_failures(self._exchange(error))
+        raise_failures(self._exchange, self._exchange(error))
         assert block is not None
         block.zero_()
         torch.cuda.current_stream(self._device).synchronize()
@@ -107,7 +107,7 @@ class TorchSymmetricMemory(SymmetricMemory):
                 handle = self._native.rendezvous(block, self._group_name)
         except RuntimeError as failure:  # a peer that fails alone leaves the others waiting for the store's timeout
             error = f"cannot map its peers' memory for {purpose}: {str(failure).splitlines()[0][:300]}"
-        raise_failures(self._exchange(error))
+        raise_failures(self._exchange, self._exchange(error))
         assert handle is not None
         self._blocks.append(block)
         views = []

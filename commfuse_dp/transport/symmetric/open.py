@@ -13,6 +13,7 @@ from commfuse_dp.device.base import Word
 from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import ExchangeFn
+from commfuse_dp.transport.membership import called_in, numbers_of
 from commfuse_dp.transport.shm.sockets import SocketChannel, connect_mesh
 from commfuse_dp.transport.symmetric.memory import SymmetricMemory, TorchSymmetricMemory
 from commfuse_dp.transport.symmetric.transport import SymmetricTransport
@@ -30,8 +31,12 @@ class Verdict(NamedTuple):
     reason: str
 
 
-def judge(hosts: Sequence[str], cards: Sequence[Card], links: Sequence[Sequence[str | None]]) -> Verdict:
-    """cards: of all ranks; links[a][b]: how rank a reaches the memory of rank b (`device.cuda.link`). Pure."""
+def judge(
+    hosts: Sequence[str], cards: Sequence[Card], links: Sequence[Sequence[str | None]], numbers: Sequence[int] | None = None
+) -> Verdict:
+    """cards: of all ranks; links[a][b]: how rank a reaches the memory of rank b (`device.cuda.link`); numbers: of the ranks in
+    the default group, None: their own. Pure."""
+    called = range(len(cards)) if numbers is None else numbers
     count = len(hosts)
     if len(set(hosts)) > 1:
         return Verdict(
@@ -39,12 +44,16 @@ def judge(hosts: Sequence[str], cards: Sequence[Card], links: Sequence[Sequence[
             f"{count} ranks on {len(set(hosts))} hosts (counting network namespaces and users apart): symmetric memory ends at "
             "the host; use 'p2p' (NCCL)",
         )
-    broken = [f"rank {rank} ({facts.name}): {facts.problem}" for rank, facts in enumerate(cards) if facts.problem is not None]
+    broken = [
+        f"rank {rank} ({facts.name}): {facts.problem}"
+        for rank, facts in zip(called, cards, strict=True)
+        if facts.problem is not None
+    ]
     if broken:
         return Verdict(False, "; ".join(broken))
     kinds = {(facts.name, facts.capability) for facts in cards}
     if len(kinds) > 1:
-        names = ", ".join(f"rank {rank}: {facts.name}" for rank, facts in enumerate(cards))
+        names = ", ".join(f"rank {rank}: {facts.name}" for rank, facts in zip(called, cards, strict=True))
         return Verdict(
             False,
             f"mixed GPU types ({names}): all ranks must have the same, as kernels are chosen for one; choose equal GPUs by "
@@ -55,7 +64,7 @@ def judge(hosts: Sequence[str], cards: Sequence[Card], links: Sequence[Sequence[
         a, b = apart[0]
         return Verdict(
             False,
-            f"no peer access: the GPU of rank {a} cannot reach memory of the GPU of rank {b}"
+            f"no peer access: the GPU of rank {called[a]} cannot reach memory of the GPU of rank {called[b]}"
             + (f" (nor {len(apart) - 1} other pairs)" if len(apart) > 1 else "")
             + "; look at `nvidia-smi topo -p2p r` (IOMMU, PCIe switches, virtual machines), or use 'p2p' (NCCL)",
         )
@@ -78,11 +87,11 @@ def try_writes(device: CudaDevice, memory: SymmetricMemory, rank: int, world_siz
         try:
             device.write_values(device.side_stream("scatter"), [Word(pad, rank, value) for pad in pads])
         except TransportError as failure:
-            error = f"rank {rank}: {failure}"
+            error = f"rank {called_in(exchange, rank)}: {failure}"
         limit = time.monotonic() + TRIAL_S
         while error is None and device.peek(pads[rank]) != [value] * world_size:
             if time.monotonic() > limit:
-                error = f"rank {rank}: words are {device.peek(pads[rank])} instead of {value}"
+                error = f"rank {called_in(exchange, rank)}: words are {device.peek(pads[rank])} instead of {value}"
             time.sleep(0.001)
         errors = [text for text in exchange(error) if text is not None]
         if not errors:
@@ -103,7 +112,7 @@ def survey(device: torch.device, hosts: Sequence[str], exchange: ExchangeFn) -> 
             links.append(cuda.link(own, peer) if own.problem is None and len(set(hosts)) == 1 else "unknown")
         except TransportError:
             links.append("unknown")  # the driver does not say: the mapping itself will tell
-    return judge(hosts, cards, exchange(links)), cards
+    return judge(hosts, cards, exchange(links), numbers_of(exchange)), cards
 
 
 def open_symmetric(

@@ -66,6 +66,7 @@ from commfuse_dp.errors import CommFuseError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import WHOLE, ExchangeFn, Outcome, Transport
 from commfuse_dp.transport.closing import CLOSE_S, close_at_exit, done_within, never_free
+from commfuse_dp.transport.membership import numbers_of
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.parts import Channel
 from commfuse_dp.transport.symmetric.core import Core, Layout
@@ -104,6 +105,7 @@ class SymmetricTransport(Windows, Messages):
         kernels_may_wait: bool = True,
     ) -> None:
         Transport.__init__(self, rank, world_size, message_limit=inbox_bytes, deadline_s=deadline_s, probe=probe)
+        self.membership.numbers = numbers_of(exchange)  # the watchdog may speak before `open_transport` knows them
         self.device = device
         self.probe.measure_by(EventTimer(device, self.probe))
         self._channel = channel
@@ -115,9 +117,10 @@ class SymmetricTransport(Windows, Messages):
         except BaseException:
             channel.close()
             raise
-        self._watch = WordWatch(rank, world_size, device, channel, deadline_s=deadline_s, name=self.name)
+        self._watch = WordWatch(rank, self.membership, world_size, device, channel, deadline_s=deadline_s, name=self.name)
         self._core = Core(
             rank,
+            self.membership,
             world_size,
             exchange,
             name=self.name,

@@ -21,6 +21,7 @@ import torch
 
 from commfuse_dp.device.base import Device, Word, reached
 from commfuse_dp.errors import MismatchError, PeerLostError, TransportError, Where
+from commfuse_dp.transport.membership import Membership
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.parts import Channel, Receiver
 from commfuse_dp.transport.streams.watch import Failure, Watchdog, Watched
@@ -75,8 +76,18 @@ class Wait(Watched):
 class WordWatch(Watchdog[Wait], Receiver):
     """Owns the control channel: its thread is the only one that uses it, until `stop`."""
 
-    def __init__(self, rank: int, world_size: int, device: Device, channel: Channel, *, deadline_s: float, name: str) -> None:
-        super().__init__(rank, device, deadline_s=deadline_s, name=name)
+    def __init__(
+        self,
+        rank: int,
+        membership: Membership,
+        world_size: int,
+        device: Device,
+        channel: Channel,
+        *,
+        deadline_s: float,
+        name: str,
+    ) -> None:
+        super().__init__(rank, membership, device, deadline_s=deadline_s, name=name)
         self.departed: set[int] = set()  # is news, too
         self.own_memory: Callable[[], Sequence[torch.Tensor]] = tuple  # that released work reads
         self.memory_of: Callable[[int], Sequence[torch.Tensor]] = lambda peer: ()  # the same, of a peer that is gone
@@ -150,12 +161,12 @@ class WordWatch(Watchdog[Wait], Receiver):
             if reached(word, condition.value, exact=condition.exact):
                 continue
             if condition.exact and word != condition.before and not wait.over():
-                where = wait.where(condition)
+                where, here = wait.where(condition), self.called(self.rank)
                 self.fail(
                     MismatchError,
                     condition.peer,
-                    f"rank {self.rank}: another message than expected came from rank {condition.peer} where rank {self.rank} "
-                    f"waits for it {wait.doing} ({where}; transport {self._name}): the ranks run different programs, or "
+                    f"rank {here}: another message than expected came from rank {self.called(condition.peer)} where rank "
+                    f"{here} waits for it {wait.doing} ({where}; transport {self._name}): the ranks run different programs, or "
                     "call their layers in another order. All ranks must run the same model in the same order.",
                     where,
                 )
@@ -164,13 +175,13 @@ class WordWatch(Watchdog[Wait], Receiver):
         if missing is None:
             wait.since = now  # the device is busy, nobody is late: see [Note: Whose time is it] in streams/watch.py
         elif waited_s >= self.deadline_s and not wait.over():
-            who = f"{self._channel.describe(missing.peer, missing.peer)}: {wait.doing}"
-            self._late(missing.peer, who, f"rank {missing.peer}", wait.where(missing))
+            who = f"{self._describe(missing.peer)}: {wait.doing}"
+            self._late(missing.peer, who, f"rank {self.called(missing.peer)}", wait.where(missing))
 
     def _report_departed(self, wait: Wait, missing: Condition) -> None:
-        who, where = self._channel.describe(missing.peer, missing.peer), wait.where(missing)
+        who, where = self._describe(missing.peer), wait.where(missing)
         text = (
-            f"rank {self.rank}: {who} has closed its transport {self._name}, but it was waited for {wait.doing} "
+            f"rank {self.called(self.rank)}: {who} has closed its transport {self._name}, but it was waited for {wait.doing} "
             f"({where}). It ended early: look at its log."
         )
         self.fail(PeerLostError, missing.peer, text, where)
@@ -188,9 +199,13 @@ class WordWatch(Watchdog[Wait], Receiver):
         elif kind == msg.ABORT:
             reason = bytes(message[msg.HEADER_BYTES :]).decode(errors="replace")
             culprit = culprit if culprit != self.rank else src
-            self._lost(culprit, reason if culprit == src else f"rank {src} reports: {reason}")
+            self._lost(culprit, reason if culprit == src else f"rank {self.called(src)} reports: {reason}")
         else:
-            self.fail(TransportError, -1, f"rank {src} sent a message of kind {kind}: do all ranks run the same version?")
+            who = self.called(src)
+            self.fail(TransportError, -1, f"rank {who} sent a message of kind {kind}: do all ranks run the same version?")
+
+    def _describe(self, peer: int) -> str:
+        return self._channel.describe(peer, self.called(peer))
 
     def landing(self, src: int, header: bytes) -> torch.Tensor | None:
         return None
@@ -203,7 +218,8 @@ class WordWatch(Watchdog[Wait], Receiver):
     def _lost(self, culprit: int, reason: str) -> None:
         """Also names what this rank was waiting for: for the culprit if it was, else for whom it was."""
         waits = self._standing()
-        text = f"rank {self.rank} lost {self._channel.describe(culprit, culprit)} (transport {self._name}): {reason}."
+        here = self.called(self.rank)
+        text = f"rank {here} lost {self._describe(culprit)} (transport {self._name}): {reason}."
         where = None
         if waits:
             waiting = next((wait for wait in waits if any(c.peer == culprit for c in wait.conditions)), waits[0])
@@ -211,7 +227,7 @@ class WordWatch(Watchdog[Wait], Receiver):
                 (c for c in waiting.conditions if c.peer == culprit), min(waiting.conditions, key=lambda c: c.peer)
             )
             peer, where = condition.peer, waiting.where(condition)
-            text += f" Rank {self.rank} was waiting for rank {peer}: {waiting.doing} ({where})."
+            text += f" Rank {here} was waiting for rank {self.called(peer)}: {waiting.doing} ({where})."
         self.fail(PeerLostError, culprit, text, where)
 
 

@@ -103,7 +103,7 @@ class Windows(Transport):
         core = self._core
         core.enter()
         table = check_sizes(sizes, self.sizes, core.world_size)
-        check_same_sizes(table, core.exchange(table))
+        check_same_sizes(table, core.exchange(table), core.exchange)
         words = align(4 * core.world_size * (len(table) + 1))
         totals = [sum(align(row[owner]) for row in table) for owner in range(core.world_size)]
         blocks = core.memory.allocate(words + totals[core.rank], f"the published shards ({len(table)} windows)")
@@ -117,7 +117,9 @@ class Windows(Transport):
         """last: one word more, for all of this rank's keys that are published in `epoch`."""
         core = self._core
         stream = core.enter(flush=False)
-        readers = f"ranks {sorted(core.peers)}" if core.peers and self._free_to_write < epoch - 1 else ""
+        readers = (
+            f"ranks {sorted(map(self.membership.called, core.peers))}" if core.peers and self._free_to_write < epoch - 1 else ""
+        )
         check_publications(self, keys, epoch, self._published, readers)
         self._published.update(dict.fromkeys(keys, epoch))
         if last:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from commfuse_dp.errors import MismatchError, TransportError
 from commfuse_dp.transport.base import ExchangeFn
 from commfuse_dp.transport.checks import raise_failures
+from commfuse_dp.transport.membership import called_in
 from commfuse_dp.transport.shm.sockets import receive_exactly
 from commfuse_dp.transport.tcp.links import CONTROL_ROLE, DATA_ROLE
 
@@ -50,6 +51,7 @@ class _Card(NamedTuple):
     token: bytes
     place: str  # host and network namespace: loopback addresses are good only within one
     inbox_bytes: int
+    number: int  # of the rank, for errors
     error: str | None
 
 
@@ -67,13 +69,14 @@ def connect_all(rank: int, exchange: ExchangeFn, *, deadline_s: float, inbox_byt
     Raises:
         MismatchError, TransportError: on every rank, naming the address or the ranks that cannot be reached and the fix.
     """
-    listener, card = _listen(address, inbox_bytes)
+    listener, card = _listen(address, inbox_bytes, called_in(exchange, rank))
     try:
         cards: list[_Card] = exchange(card)
-        raise_failures((card.error for card in cards), _NO_SET_UP)
+        raise_failures(exchange, (card.error for card in cards), _NO_SET_UP)
         _check_loopback(cards)
         if len({c.inbox_bytes for c in cards}) > 1:
-            raise MismatchError(f"inbox_bytes must be the same on all ranks; by rank: {[c.inbox_bytes for c in cards]}")
+            given = ", ".join(f"{c.inbox_bytes} on rank {c.number}" for c in cards)
+            raise MismatchError(f"inbox_bytes must be the same on all ranks; it is {given}")
         assert listener is not None
         sockets: dict[tuple[int, int], socket.socket] = {}
         limit = time.monotonic() + deadline_s
@@ -86,7 +89,7 @@ def connect_all(rank: int, exchange: ExchangeFn, *, deadline_s: float, inbox_byt
                 except (OSError, TransportError) as error:
                     failure = str(error) or type(error).__name__
                 # Everybody hears of every failure: without this the others would meet it later, as a peer lost for no reason.
-                raise_failures(exchange(failure), _NO_SET_UP)
+                raise_failures(exchange, exchange(failure), _NO_SET_UP)
         except BaseException:
             for sock in sockets.values():
                 sock.close()
@@ -137,9 +140,9 @@ def _route_to(host: str) -> str:
         ) from None
 
 
-def _listen(address: str | None, inbox_bytes: int) -> tuple[socket.socket | None, _Card]:
+def _listen(address: str | None, inbox_bytes: int, number: int) -> tuple[socket.socket | None, _Card]:
     """Never raises for a bad address: the other ranks are waiting for this rank's card."""
-    card = _Card("", 0, os.getpid(), secrets.token_bytes(_TOKEN_BYTES), _place(), inbox_bytes, None)
+    card = _Card("", 0, os.getpid(), secrets.token_bytes(_TOKEN_BYTES), _place(), inbox_bytes, number, None)
     listener = None
     try:
         address = address or choose_address()
@@ -173,7 +176,7 @@ def _place() -> str:
 def _check_loopback(cards: list[_Card]) -> None:
     if len({card.place for card in cards}) == 1:
         return
-    local = [rank for rank, card in enumerate(cards) if card.host.startswith("127.") or card.host == "::1"]
+    local = [card.number for card in cards if card.host.startswith("127.") or card.host == "::1"]
     if local:
         raise TransportError(
             f"ranks {local} listen on a loopback address, but the ranks are on several hosts (or network namespaces), where "
@@ -206,7 +209,7 @@ def _connect(rank: int, peer: int, role: int, cards: list[_Card], limit: float) 
         if sock is not None:
             sock.close()
         time.sleep(min(_RETRY_S, max(0.0, limit - time.monotonic())))
-    raise _unreachable(peer, card, last)
+    raise _unreachable(card, last)
 
 
 def _await_answers(rank: int, cards: list[_Card], sockets: dict[tuple[int, int], socket.socket], limit: float) -> None:
@@ -218,16 +221,16 @@ def _await_answers(rank: int, cards: list[_Card], sockets: dict[tuple[int, int],
         try:
             answer = receive_exactly(sock, _HELLO.size)
         except OSError as error:
-            raise _unreachable(peer, cards[peer], str(error)) from None
+            raise _unreachable(cards[peer], str(error)) from None
         if _valid(answer, cards[rank].token) != (peer, role):
-            raise _unreachable(peer, cards[peer], "something else answered there")
+            raise _unreachable(cards[peer], "something else answered there")
         sock.settimeout(None)
 
 
-def _unreachable(peer: int, card: _Card, last: str) -> TransportError:
+def _unreachable(card: _Card, last: str) -> TransportError:
     return TransportError(
-        f"cannot reach rank {peer} at {card.host} port {card.port} ({last}). Is there a route or a firewall between the "
-        f"hosts? Set {ADDRESS_VARIABLE} on rank {peer} to an address that all ranks reach."
+        f"cannot reach rank {card.number} at {card.host} port {card.port} ({last}). Is there a route or a firewall between the "
+        f"hosts? Set {ADDRESS_VARIABLE} on rank {card.number} to an address that all ranks reach."
     )
 
 
@@ -246,10 +249,11 @@ def _accept(
             while missing:
                 left = limit - time.monotonic()
                 if left <= 0:
-                    absent = sorted({peer for peer, _ in missing})
+                    absent = sorted({cards[peer].number for peer, _ in missing})
                     raise TransportError(
                         f"ranks {absent} did not connect to {cards[rank].host} port {cards[rank].port} in time. Did they die? "
-                        f"Is there a firewall? Set {ADDRESS_VARIABLE} on rank {rank} to an address that all ranks reach."
+                        f"Is there a firewall? Set {ADDRESS_VARIABLE} on rank {cards[rank].number} to an address that all "
+                        "ranks reach."
                     )
                 for key, _ in selector.select(left):
                     sock = key.fileobj

@@ -24,6 +24,7 @@ from typing import ClassVar, NamedTuple
 from commfuse_dp import mpi_launch
 from commfuse_dp.errors import TransportError
 from commfuse_dp.transport.base import ExchangeFn
+from commfuse_dp.transport.membership import called_in
 from commfuse_dp.transport.one_sided.memory import FetchedMemory
 from commfuse_dp.transport.one_sided.protocol import OneSidedTransport
 from commfuse_dp.transport.two_sided.mpi_channel import Lanes, MpiChannel
@@ -69,7 +70,7 @@ def open_lanes(exchange: ExchangeFn) -> Lanes:
         error = str(failure)
     kept = {key: set(lanes) for key, lanes in _idle.items()}
     cards: list[_Card] = exchange(_Card(world_rank, world_size, socket.gethostname(), os.getpid(), kept, error))
-    failures = [f"rank {rank}: {card.error}" for rank, card in enumerate(cards) if card.error]
+    failures = [f"rank {called_in(exchange, rank)}: {card.error}" for rank, card in enumerate(cards) if card.error]
     if failures:
         raise TransportError(f"transport 'mpi' cannot be used ({len(failures)} of {len(cards)} ranks); {failures[0]}")
     ranks = tuple(card.world_rank for card in cards)

@@ -83,7 +83,7 @@ def open_lanes(group: dist.ProcessGroup | None, *, setup_s: float, device: torch
             except (RuntimeError, ValueError) as failure:
                 error = f"cannot make a {backend} communicator of ranks {ranks}, lane {lane}: {failure}"
                 break
-        raise_failures(exchange(error))
+        raise_failures(exchange, exchange(error))
         return groups
 
     return take(group, (tuple(ranks), own), make)

@@ -6,15 +6,13 @@ forward and backward) without the time that code generation takes; one small cas
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 import commfuse_dp
 from tests.parity.fsdp2 import pair
-from tests.support.cells import slow
+from tests.support.cells import INDUCTOR, slow
 
 BLOCKS = 11  # more than dynamo recompiles a function (8): a graph per block would fall back to eager, with a break counted
 
@@ -61,7 +59,7 @@ def test_blocks_compile_without_a_graph_break_to_two_graphs(workers, how, blocks
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler for CPU code")
+@INDUCTOR
 def test_inductor(workers):
     for found in workers(2).run(compiled_blocks, "function", "inductor", 2, timeout=240):
         assert found["breaks"] == 0

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import shutil
 import traceback
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.parity.fsdp2 import pair
+from tests.support.cells import INDUCTOR
 
 WIDTH, HEADS, HIDDEN, TOKENS = 24, 2, 37, 11
 
@@ -140,7 +140,7 @@ def test_all_other_combinations(workers):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler for CPU code")
+@INDUCTOR
 def test_inductor(workers):
     for failed in workers(2).run(combinations, "inductor", [("block", "inner", True)], timeout=400):
         assert not failed, "\n\n".join(failed)

@@ -5,7 +5,6 @@ block whose input is the embedding's result as DTensor returns it (an AsyncColle
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -23,6 +22,7 @@ import commfuse_dp
 from tests.parity.tensor_parallel.block import Llama, batch, parallelize, whole
 from tests.parity.tensor_parallel.test_tensor_layers import alike, gradients, mesh_of
 from tests.parity.tensor_parallel.test_tensor_parallel import close, train
+from tests.support.cells import INDUCTOR
 from tests.support.serving import applied
 
 
@@ -118,7 +118,7 @@ def test_more_blocks_than_dynamo_recompiles_share_a_graph(workers: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler for CPU code")
+@INDUCTOR
 def test_inductor(workers: Any) -> None:
     workers(2).run(_trained, 2, "inductor", {}, timeout=400)
 
