@@ -78,6 +78,9 @@ UNMADE: dict[str, str] = {
         base: csm dbrx esmfold2 fastspeech2_conformer fastspeech2_conformer_with_hifigan gemma4_assistant glmga
             longcat_flash moshi nemotron_h_omni vitpose vitpose_backbone voxtral_realtime_text
     """,
+    "stock cannot shard it, or train it sharded: a parameter without elements": """
+        base: dinov3_vit
+    """,
     "a forward takes a session over a video, which is built with gradients switched off": """
         base: edgetam_video sam2_video sam3_tracker_video sam3_video
     """,
