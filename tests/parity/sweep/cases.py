@@ -5,6 +5,7 @@ model, batch, loss = prepare(case)               # batch(step) -> keyword argume
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.parity.sweep import tiny
+from tests.parity.sweep import bases, inputs, tiny
 
 TASKS = {
     "causal": "MODEL_FOR_CAUSAL_LM",
@@ -25,13 +26,14 @@ TASKS = {
 
 class Case(NamedTuple):
     task: str
-    """a key of TASKS, or "timm" """
+    """a key of TASKS or of bases.HEADS, bases.BASE, or "timm" """
     model: str
     """model type of transformers, or a name of timm"""
     adapter: str = ""
     """a key of adapters.ADAPTERS: PEFT over the model"""
     checkpointing: bool = False
     dtypes: tuple[str, ...] = ("fp32", "bf16")
+    steps: int = 3
 
     def __str__(self) -> str:
         extra = [self.adapter, "checkpointing" if self.checkpointing else ""]
@@ -42,6 +44,12 @@ def architectures(task: str) -> list[str]:
     from transformers.models.auto import modeling_auto
 
     return list(getattr(modeling_auto, f"{TASKS[task]}_MAPPING_NAMES"))
+
+
+def further(model_type: str) -> Case:
+    """What no task trains: with a loss made up from all that comes out, in one dtype and in two steps."""
+    dtype = ("fp32", "bf16")[zlib.crc32(model_type.encode()) % 2]
+    return Case(bases.task(model_type), model_type, dtypes=(dtype,), steps=2)
 
 
 def prepare(
@@ -62,26 +70,35 @@ def prepare(
         if case.adapter:
             model.enable_input_require_grads()
     _no_dropout(model)
+    _no_scalars(model)
     model.train()
-    _trial(model, _batch(case, config, 0))
-    return model, lambda step: _batch(case, config, step), lambda output: output.loss
+    loss = _own_loss if case.task in TASKS else inputs.loss
+    _trial(model, _batch(case, model, config, 0), loss)
+    return model, lambda step: _batch(case, model, config, step), loss
+
+
+def _own_loss(output: Any) -> Any:
+    return output.loss
 
 
 def _transformer(case: Case) -> tuple[nn.Module, Any]:
     config = tiny.config(case.model)
-    cls = tiny.model_class(TASKS[case.task], case.model)
+    own = case.task in TASKS
+    cls = tiny.model_class(TASKS[case.task], case.model) if own else bases.model_class(case.task, case.model)
     if cls.config_class is not None and not isinstance(config, cls.config_class):
         config = config.get_text_config()
     with torch.device("meta"):
         size = sum(param.numel() for param in cls(config).parameters())
-    if size > 4_000_000:
+    if size > 8_000_000:
         raise ValueError(f"{size:,} parameters: not tiny")
     torch.manual_seed(0)
     return cls(config), config
 
 
-def _batch(case: Case, config: Any, step: int) -> dict[str, Any]:
+def _batch(case: Case, model: nn.Module, config: Any, step: int) -> dict[str, Any]:
     """Another batch for every rank and step."""
+    if case.task not in TASKS:
+        return inputs.arguments(model, config, step, dist.get_rank())
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     if case.task == "image":
         size = getattr(config, "image_size", 32)
@@ -101,9 +118,17 @@ def _no_dropout(model: nn.Module) -> None:
             module.p = 0.0
 
 
-def _trial(model: nn.Module, batch: dict[str, Any]) -> None:
+def _no_scalars(model: nn.Module) -> None:
+    """Of shape [1] instead, as `fully_shard` tells whoever gives it one."""
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            if param.ndim == 0:
+                setattr(module, name, nn.Parameter(param.detach().reshape(1), requires_grad=param.requires_grad))
+
+
+def _trial(model: nn.Module, batch: dict[str, Any], loss_of: Callable[[Any], Any]) -> None:
     """Without any sharding: what fails here has nothing to do with FSDP2."""
-    loss = model(**batch).loss
+    loss = loss_of(model(**batch))
     if loss is None or not bool(torch.isfinite(loss)):
         raise ValueError(f"the loss is {loss}")
     loss.backward()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.parity.sweep import unmade
 from tests.parity.sweep.__main__ import as_expected, line, sweep_one
-from tests.parity.sweep.groups import COMPARED, FLOORS, everything
-from tests.parity.sweep.train import Row
+from tests.parity.sweep.cases import TASKS
+from tests.parity.sweep.groups import COMPARED, FLOORS, everything, model_types, plain
+from tests.parity.sweep.train import WITHOUT, Row
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -17,7 +19,7 @@ def test_models_train_as_with_stock(task, workers):
     print(*map(line, rows), sep="\n")
     bad = [f"{line(row)}\n{row.text}" for row in rows if not as_expected(row)]
     assert not bad, "\n\n".join(bad)
-    compared = [row for row in rows if row.verdict not in ("no model", "stock cannot")]
+    compared = [row for row in rows if row.verdict not in WITHOUT]
     assert len(compared) >= FLOORS[task], "\n".join(line(row) for row in rows if row not in compared)
 
 
@@ -32,3 +34,21 @@ def test_what_must_be_compared_may_fall_out_in_no_dtype(case):
 
 def test_every_task_has_a_floor():
     assert {case.task for case in everything()} == set(FLOORS)
+
+
+def test_every_model_type_is_trained_or_listed_with_its_reason():
+    cases = [case for case in everything() if plain(case)]
+    assert {case.model for case in cases} == set(model_types())
+    trained = {case.model for case in cases if unmade.reason(case) is None}
+    last = {case.model: case for case in cases}
+    assert all(unmade.reason(last[model]) for model in set(model_types()) - trained)
+    assert not unmade.listed() - {str(case) for case in cases}, "listed, and not a case"
+
+
+@pytest.mark.parametrize(("verdict", "listed"), [("equal", True), ("no model", False), ("stock cannot", False)])
+def test_what_is_listed_and_compared_fails_as_does_what_is_neither(verdict, listed):
+    cases = [case for case in everything() if plain(case) and case.task not in TASKS]
+    case = next(case for case in cases if (unmade.reason(case) is not None) == listed)
+    assert not as_expected(Row(case, verdict, "", "", {}, {}, {}, 0.0))
+    other = "no model" if listed else "equal"
+    assert as_expected(Row(case, other, "", "", {}, {}, {}, 0.0))

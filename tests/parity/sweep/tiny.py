@@ -2,14 +2,15 @@
 
 Sizes are found by the names that configurations give them (SIZES); token ids that mean something move below WORDS; dropout is
 switched off. What a configuration derives from its sizes (layer_types, head_dim, ...) it derives itself, since it is built by
-its own constructor. FIXES has what single architectures need besides.
+its own constructor. fixes.py has what single architectures need besides.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-VOCABULARY = 96
+from tests.parity.sweep.fixes import FIXES, VOCABULARY
+
 WORDS = 40  # ids below mean something special, to one architecture or another
 BATCH, LENGTH = 2, 16
 
@@ -53,6 +54,22 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("sliding_window", "attention_window_size", "window_size_attention"), 8),
     **dict.fromkeys(("image_size",), 32),
     **dict.fromkeys(("patch_size",), 8),
+    # what other modalities have besides
+    **dict.fromkeys(("out_hidden_size", "output_dim", "projector_input_dim", "projector_output_dim", "vision_output_dim"), 32),
+    **dict.fromkeys(("classifier_proj_size", "codevector_dim", "proj_codevector_dim", "xvector_output_dim"), 32),
+    **dict.fromkeys(("fpn_hidden_size", "fusion_hidden_size", "fpn_feature_size", "mask_feature_size"), 32),
+    **dict.fromkeys(("encoder_hidden_dim", "iou_head_hidden_dim", "output_channels", "head_hidden_size"), 32),
+    **dict.fromkeys(("memory_attention_hidden_size", "memory_encoder_hidden_size", "memory_fuser_embed_dim"), 32),
+    **dict.fromkeys(("mask_downsampler_embed_dim", "memory_encoder_output_channels", "cross_hidden_size"), 32),
+    **dict.fromkeys(("backbone_hidden_size", "d_latents", "bottleneck_features", "bin_embedding_dim"), 32),
+    **dict.fromkeys(("mlp_dim", "memory_fuser_intermediate_dim", "projection_intermediate_size"), 48),
+    **dict.fromkeys(("memory_attention_feed_forward_hidden_size", "memory_attention_mlp_hidden_size"), 48),
+    **dict.fromkeys(("alignment_intermediate_size", "encoder_linear_units", "decoder_linear_units"), 48),
+    **dict.fromkeys(("upsample_initial_channel", "codebook_size", "num_codevectors_per_group"), 64),
+    **dict.fromkeys(("num_conv_pos_embeddings", "num_conv_pos_embedding_groups"), 4),
+    **dict.fromkeys(("num_queries", "num_negatives", "num_latents"), 20),
+    "downsample_hidden_size": 16,
+    "cross_head_dim": 8,
     "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 8,
     "laurel_rank": 4,
@@ -65,45 +82,12 @@ STAGES: dict[str, Any] = {
     **dict.fromkeys(("hidden_sizes", "embed_dims", "embed_dim", "encoder_hidden_size"), 16),
     **dict.fromkeys(("num_heads", "num_attention_heads"), 2),
     **dict.fromkeys(("key_dim",), 8),
+    **dict.fromkeys(("conv_dim", "tdnn_dim", "neck_hidden_sizes", "encoder_in_channels"), 16),
+    **dict.fromkeys(("decoder_in_channels", "embed_dim_per_stage", "backbone_channel_list"), 32),
 }
 """Entries of lists, one for each stage of a vision model."""
 
-DROPPED = ("dropout", "drop_path", "layerdrop", "drop_rate", "pdrop")
-
-_LATENT = {"num_key_value_heads": 4}  # every head has keys of its own, in latent attention
-FIXES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), _LATENT),
-    **dict.fromkeys(("minicpm3", "youtu", "dots3_note", "dots3_note_text", "esmc", "longcat_flash"), _LATENT),
-    **{name: {"rotary_dim": 4} for name in ("codegen", "gptj")},
-    **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "ministral3")},
-    **{name: {"decoder_start_token_id": 0} for name in ("t5", "longt5", "switch_transformers")},
-    **{name: {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0} for name in ("gemma3n_text", "gemma4_assistant")},
-    **{name: {"mlp_ratios": [2, 2, 2, 2]} for name in ("pvt", "pvt_v2", "segformer")},
-    "blt": {"encoder_hash_byte_group_vocab": 50},
-    "esm": {"vocab_size": VOCABULARY, "mask_token_id": 3, "pad_token_id": 0, "token_dropout": False},
-    "convnext": {"image_size": 64},
-    "convnextv2": {"image_size": 64},
-    "falcon_h1": {"mamba_d_ssm": 64, "mamba_expand": 2},
-    "fsmt": {"src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY},
-    "funnel": {"d_inner": 48, "d_head": 8, "block_sizes": [1, 1]},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
-    "hgnet_v2": {"stage_in_channels": [16] * 4, "stage_mid_channels": [8] * 4, "stage_out_channels": [16] * 4},
-    "kimi_linear": {"linear_attn_config": None},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "luke": {"entity_vocab_size": 20, "entity_emb_size": 8},
-    "mamba2": {"num_heads": 4, "head_dim": 16},
-    "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
-    "regnet": {"groups_width": 8},
-    "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "local"], "local_attn_chunk_length": 8},
-    "roc_bert": {"shape_embed_dim": 8, "pronunciation_embed_dim": 8, "shape_vocab_size": 96, "pronunciation_vocab_size": 96},
-    "swin": {"window_size": 4},
-    "donut-swin": {"window_size": 4},
-    "swinv2": {"window_size": 4, "num_heads": [2, 2, 2, 2], "depths": [1, 1, 1, 1], "image_size": 64},
-    "xmod": {"default_language": "en_XX"},
-    "zamba2": {"num_hidden_layers": 2, "layers_block_type": ["mamba", "hybrid"]},
-    "zaya": {"num_experts_per_tok": 1},
-}
-"""Per model type, over everything else; dotted names reach into inner configurations."""
+DROPPED = ("dropout", "drop_path", "layerdrop", "drop_rate", "pdrop", "mask_time_prob", "mask_feature_prob")
 
 
 def config_class(model_type: str) -> Any:
@@ -133,10 +117,15 @@ def _shrunk(cls: Any, default: Any, fixes: dict[str, Any]) -> Any:
             words[name] = 0.0
         elif name in STAGES and isinstance(value, (list, tuple)) and all(isinstance(entry, int) for entry in value):
             words[name] = [STAGES[name]] * len(value)
+        elif name in ("rope_parameters", "rope_scaling") and isinstance(value, dict) and "mrope_section" in value:
+            pairs = int(8 * value.get("partial_rotary_factor", 1.0)) // 2
+            words[name] = {**value, "mrope_section": [pairs - 2 * (pairs // 3 or 1), pairs // 3 or 1, pairs // 3 or 1]}
         elif name in SIZES and value is not None and not isinstance(value, (list, tuple, dict)):
             words[name] = SIZES[name]
     for name, value in inner.items():
-        nested = {key.partition(".")[2]: fix for key, fix in fixes.items() if key.startswith(f"{name}.")}
+        nested = FIXES.get(value.model_type, {}) | {
+            key.partition(".")[2]: fix for key, fix in fixes.items() if key.startswith(f"{name}.")
+        }
         words[name] = _shrunk(type(value), value, nested)
     words |= {key: fix for key, fix in fixes.items() if "." not in key}
     return _built(cls, words)

@@ -1,0 +1,115 @@
+"""Cases that cannot be compared, by reason. What stands here and is compared fails the sweep; so does what is missing here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+UNMADE: dict[str, str] = {
+    "not made with this head from token ids or pictures alone; its base may be": """
+        causal: bailing_hybrid blt dbrx gemma4_assistant gemma4_unified_assistant git longcat_flash moshi musicgen
+            musicgen_melody reformer zamba
+        masked: perceiver
+        seq2seq: encoder-decoder voxtral_realtime
+        image: imagegpt levit mobilevitv2 pp_lcnet shieldgemma2 siglip2 textnet
+        text-of-multimodal: blip blip-2 chameleon diffusion_gemma emu3 ernie4_5_vl_moe git glmga granite4_vision
+            hunyuan_vl idefics instructblip instructblipvideo kosmos-2 mistral4 molmo2 nemotron_h_omni pi0 pix2struct
+            pp_chart2table pp_formulanet shieldgemma2 udop vision-encoder-decoder
+    """,
+    "needs timm, which is not installed (transformers' way to timm needs torchvision, too)": """
+        causal: gemma3n
+        image: timm_wrapper
+        text-of-multimodal: fast_vlm gemma3n perception_lm
+        base: edgetam edgetam_vision_model fast_vlm gemma3n gemma3n_vision pe_audio_video pe_audio_video_encoder
+            pe_video pe_video_encoder perception_lm timm_backbone timm_wrapper
+        detection: omdet-turbo
+    """,
+    "needs natten, which is not installed": """
+        image: dinat
+        base: dinat
+    """,
+    "needs scipy, which is not installed": """
+        text-of-multimodal: inkling_mm_model
+        segmentation: eomt eomt_dinov3 mask2former oneformer videomt
+        heads: inkling_mm_model
+        base: inkling_vision
+    """,
+    "no tiny configuration and inputs found yet: shapes inside do not fit together": """
+        base: autoformer bailing_hybrid blt clvp clvp_encoder deepseek_ocr2_vision efficientloftr ernie4_5_vl_moe
+            ernie4_5_vl_moe_text flava_image_codebook florence_vision fun_asr_nano_encoder gemma4_audio
+            gemma4_unified_assistant granite_speech5_encoder hunyuan_vl inkling2_vision janus_vqgan
+            kosmos_2_5_vision_model levit mllama_vision_model molmo2 moshi_depth muse_glimmer_assistant
+            paddleocr_vl_vision phi4_multimodal_audio pix2struct pix2struct_vision_model sam2 sam2_hiera_det_model
+            sam2_vision_model sam3_tracker sam_hq slanet slanext superglue textnet tvp unlimited_ocr_vision uvdoc
+            vitmatte xclip xcodec zamba
+        heads: bros colmodernvbert idefics mistral4
+        detection: d_fine deimv2 grounding-dino lw_detr mm-grounding-dino pp_doclayout_v2 pp_doclayout_v3
+            pp_doclayout_v4 pp_ocrv5_mobile_det pp_ocrv6_small_det rt_detr rt_detr_v2
+        pictures: depth_anything prompt_depth_anything zoedepth
+        speech: fun_asr_nano granite_speech5_ctc vibevoice voxtral_realtime
+        segmentation: mobilevitv2 tipsv2_dpt
+        documents: pp_ocrv5_mobile_rec pp_ocrv5_server_rec
+    """,
+    "transformers has no model with a forward for this configuration alone: it is a part of another one, or a name for it": """
+        base: bark chameleon_vqgan edgetam_mask_decoder edgetam_prompt_encoder edgetam_video_mask_decoder
+            edgetam_video_prompt_encoder emu3_vqgan gemma4_unified_audio gemma4_unified_vision glm_image_vqmodel
+            idefics_perciever idefics_vision layoutxlm nougat pp_chart2table pp_chart2table_vision qwen2_5_omni
+            qwen3_omni_moe sam2_mask_decoder sam2_prompt_encoder sam2_video_mask_decoder sam2_video_prompt_encoder
+            sam3_geometry_encoder sam3_lite_text_geometry_encoder sam3_tracker_mask_decoder
+            sam3_tracker_prompt_encoder sam3_tracker_video_mask_decoder sam3_tracker_video_prompt_encoder
+            sam_hq_mask_decoder sam_hq_prompt_encoder sam_mask_decoder sam_prompt_encoder sapiens2_head
+            t5_gemma_module vibevoice_diffusion
+    """,
+    "no inputs found yet: a forward wants arguments of a form of its own": """
+        documents: blip-2
+        base: blt_local_decoder blt_local_encoder chameleon deepseek_ocr2_encoder dots3_note_audio_encoder
+            gemma4_vision glm_image granite4_vision hunyuan_vl_text inkling_audio instructblip instructblipvideo jev
+            kosmos-2 minicpm_ocr_vision minicpmv4_6_vision minicpmv4_7_vision molmo2_adapter pi0
+            qwen2_5_omni_audio_encoder qwen2_5_omni_dit qwen2_5_omni_token2wav qwen3_omni_moe_audio_encoder
+            qwen3_omni_moe_talker_text rag sam3_detr_encoder sam3_lite_text_detr_encoder sam3_lite_text_mask_decoder
+            sam3_mask_decoder shieldgemma2
+        heads: colpali
+        detection: pp_ocrv5_server_det pp_ocrv6_medium_det
+    """,
+    "more than 8,000,000 parameters in what no configuration makes smaller": """
+        pictures: chmv2 depth_pro
+        base: neucodec xcodec2
+    """,
+    "no tiny configuration found yet: sizes depend on each other in a way of their own": """
+        base: csm dbrx esmfold2 fastspeech2_conformer fastspeech2_conformer_with_hifigan gemma4_assistant glmga
+            longcat_flash moshi nemotron_h_omni vitpose vitpose_backbone voxtral_realtime_text
+    """,
+    "stock cannot shard it, or train it sharded: a parameter without elements": """
+        base: dinov3_vit
+    """,
+    "a forward takes a session over a video, which is built with gradients switched off": """
+        base: edgetam_video sam2_video sam3_tracker_video sam3_video
+    """,
+    "needs torchaudio, which is not installed": """
+        base: higgs_audio_v2_tokenizer
+    """,
+    "needs detectron2, which is not installed": """
+        documents: layoutlmv2
+    """,
+}
+"""Reason -> lines of a task with its model types."""
+
+
+def _cases(lines: str) -> Iterator[str]:
+    task = ""
+    for word in lines.split():
+        if word.endswith(":"):
+            task = word
+        else:
+            yield task + word
+
+
+_REASONS = {case: why for why, lines in UNMADE.items() for case in _cases(lines)}
+
+
+def reason(case: object) -> str | None:
+    return _REASONS.get(str(case))
+
+
+def listed() -> set[str]:
+    """The names of all of them."""
+    return set(_REASONS)
