@@ -114,7 +114,6 @@ class BoundProgram:
             self._number(moved.piece)
 
         self.pieces = tuple(self._numbers)
-        self.names = tuple(map(str, self.pieces))
         self.uses = tuple(uses[number] for number in range(len(self.pieces)))
         tensors = [entry.tensor for entry in rows]
         self.tensor = tuple(tensors.index(piece.slice.tensor) for piece in self.pieces)  # number of a piece's tensor

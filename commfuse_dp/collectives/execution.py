@@ -280,7 +280,7 @@ class Execution:
             if message.numel() != sizes[part]:
                 here, there = map(transport.membership.called, (self._bound.rank, source))
                 raise MismatchError(
-                    f"rank {here}, {self._name}: {self._bound.names[piece]} came from rank {there} in a message "
+                    f"rank {here}, {self._name}: {self._where(piece).slice} came from rank {there} in a message "
                     f"of {message.numel()} bytes instead of {sizes[part]}. All ranks must call the same collective "
                     "with the same sizes, row shape, dtypes, order and slices_per_rank."
                 )
@@ -358,8 +358,7 @@ class Execution:
             while self._tensors[piece] is None and self._take(lane):
                 pass
         if self._tensors[piece] is None:
-            source, name = self._bound.source[piece], self._bound.names[piece]
-            self._wait(lambda: self._tensors[piece] is not None, source, piece, f"to send {name}")
+            self._wait(lambda: self._tensors[piece] is not None, self._bound.source[piece], piece)
         return self._here(piece)
 
     def _here(self, piece: int) -> torch.Tensor:
@@ -384,7 +383,7 @@ class Execution:
                 def made(number: int = number, at: int = at) -> bool:
                     return self._summed[number] > at
 
-                self._wait(made, self._bound.source.get(missing[0], -1), missing[0], f"to send {self._bound.names[missing[0]]}")
+                self._wait(made, self._bound.source.get(missing[0], -1), missing[0])
         for number, (peer, passages) in enumerate(self._bound.outgoing):
             if self._sent[number] < len(passages):
 
@@ -393,9 +392,11 @@ class Execution:
 
                 self._wait(left, peer, self._next_to(number), _NO_CREDIT)
 
-    def _wait(self, ready: Callable[[], bool], peer: int, piece: int, doing: str) -> None:
-        transport = self._transport
+    def _wait(self, ready: Callable[[], bool], peer: int, piece: int, doing: str = "") -> None:
+        """doing: what the peer has to do; "": to send the piece."""
+        transport, where = self._transport, self._where(piece)
         assert transport is not None
+        doing = doing or f"to send {where.slice}"
         others, steps = progress.callbacks(), steps_of(transport)
 
         def pumped() -> bool:
@@ -405,7 +406,7 @@ class Execution:
             if ready():
                 return True
             if steps is not None:
-                steps.heed(peer, self._where(piece), doing, come)
+                steps.heed(peer, where, doing, come)
             for make_progress in others:
                 make_progress()
             return False
@@ -417,8 +418,10 @@ class Execution:
 
         start = now_ns()
         with progress.looking_often(transport, others):
-            wait_until(transport, pumped, peer=peer, where=self._where(piece), doing=doing)
+            wait_until(transport, pumped, peer=peer, where=where, doing=doing)
         transport.probe.exposed(self._name, start, now_ns())
 
     def _where(self, piece: int) -> Where:
-        return Where(self._name, self._call, self._bound.names[piece], self._bound.nbytes[piece])
+        assert self._transport is not None
+        name = self._bound.pieces[piece].told(self._transport.membership.called)
+        return Where(self._name, self._call, name, self._bound.nbytes[piece])

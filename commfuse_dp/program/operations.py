@@ -25,7 +25,7 @@ rank's pace.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
@@ -60,12 +60,16 @@ class Piece(NamedTuple):
     slice: Slice
 
     def __str__(self) -> str:
+        return self.told(int)
+
+    def told(self, called: Callable[[int], int]) -> str:
+        """called: what a rank is called."""
         if self.origin >= 0:
-            whose = f"rank {self.origin}"
+            whose = f"rank {called(self.origin)}"
         else:
-            whose = "total" if self.origin == TOTAL else f"sum by rank {partial_sum(self.origin)}"
+            whose = "total" if self.origin == TOTAL else f"sum by rank {called(partial_sum(self.origin))}"
         of = f" of {self.slice.tensor.name}" if self.slice.tensor.name else ""
-        return f"slice {self.slice.index} of owner {self.slice.owner}{of} ({whose})"
+        return f"slice {self.slice.index} of owner {called(self.slice.owner)}{of} ({whose})"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.probe import Counters
 from commfuse_dp.transport.base import CHANNEL_PARAM, ExchangeFn, Part, PullRequest, Tag, Transport
-from commfuse_dp.transport.membership import called_in
+from commfuse_dp.transport.membership import Membership, called_in
 
 _FIELD_LIMIT = 1 << 31
 
@@ -112,8 +112,11 @@ def not_here(src: int, tag: Tag) -> ValueError:
     return ValueError(f"release: no message {tag} of rank {src} is here (released twice, or not yet received)")
 
 
-def expected_twice(rank: int, src: int, tag: Tag) -> TransportError:
-    return TransportError(f"rank {rank} expects two messages {tag} of rank {src}: tags must be unique among messages in flight")
+def expected_twice(who: Membership, rank: int, src: int, tag: Tag) -> TransportError:
+    here, there = who.called(rank), who.called(src)
+    return TransportError(
+        f"rank {here} expects two messages {tag} of rank {there}: tags must be unique among messages in flight"
+    )
 
 
 def is_closed(name: str, rank: int) -> TransportError:

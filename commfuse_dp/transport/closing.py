@@ -44,13 +44,14 @@ def _close_all() -> None:
         try:
             close(transport)
         except Exception as error:  # the process ends, and others are still to be closed
-            _log.debug("transport %s of rank %d at exit: %s", transport.name, transport.rank, error)
+            rank = transport.membership.called(transport.rank)
+            _log.debug("transport %s of rank %d at exit: %s", transport.name, rank, error)
 
 
 def never_free(transport: Transport, why: str, *memory: object) -> None:
     """The end of a transport whose streams cannot be freed: what they may still touch is kept until the process ends."""
     never_freed.append(memory)
-    _log.warning("rank %d: transport %s: %s", transport.rank, transport.name, why)
+    _log.warning("rank %d: transport %s: %s", transport.membership.called(transport.rank), transport.name, why)
 
 
 def done_within(events: Sequence[Event], seconds: float, meanwhile: Callable[[], object] = lambda: None) -> bool:

@@ -14,7 +14,7 @@ from commfuse_dp.integrations.attach.forwards import TENSOR_ATTACHMENT
 from torch.distributed.device_mesh import init_device_mesh
 
 import commfuse_dp
-from commfuse_dp import CommFuseError, MismatchError, TransportError
+from commfuse_dp import CommFuseError, MismatchError, PeerLostError, TransportError
 from commfuse_dp.collectives.functions import all_gather
 from commfuse_dp.transport.select import open_transport
 from commfuse_dp.transport.tcp.connect import ADDRESS_VARIABLE
@@ -26,7 +26,8 @@ ODD = 3  # the rank that differs: the second of its group, of which rank 2 is th
 
 
 def said(text: str) -> set[int]:
-    return {int(number) for number in re.findall(r"\brank (\d+)", text)}
+    lists = " ".join(re.findall(r"\branks \[([\d, ]+)\]", text))
+    return {int(number) for number in [*re.findall(r"\b(?:rank|owner) (\d+)", text), *re.findall(r"\d+", lists)]}
 
 
 def heard(rank: int, kind: type[CommFuseError], call: Callable[[], Any]) -> None:
@@ -72,11 +73,25 @@ def transports(rank: int, world_size: int) -> None:
         heard(rank, TransportError, opened)
 
 
+def waited_in_vain(rank: int, group: Any) -> None:
+    """The second rank of the group calls no collective, and leaves."""
+    transport, _ = open_transport("shm", group=group, inbox_bytes=4096, deadline_s=20.0, probe=None, device=torch.device("cpu"))
+    if rank == ODD:
+        transport.close()
+        return
+    with pytest.raises(PeerLostError) as caught:
+        all_gather(torch.zeros(2, 2), sizes=(2, 2), transport=transport)
+    text = str(caught.value)
+    assert "slice 0 of owner 3 (rank 3)" in text and said(text) == {2, 3}, text
+    transport.close()
+
+
 def calls(rank: int, world_size: int) -> None:
     """What is compared in a step: rows of a collective, inputs of tensor-parallel layers."""
     group, _ = dist.new_subgroups(2)
     if rank >= 2:
         heard(rank, MismatchError, lambda: all_gather(torch.zeros(2, 2 + rank), group=group))
+        waited_in_vain(rank, group)
     mesh = slices.grid(world_size)
     net = slices.build(mesh)
     commfuse_dp.apply(net, config())

@@ -104,6 +104,7 @@ def test_a_peer_that_is_late() -> None:
             assert (caught.value.rank, caught.value.peer) == (3, 6) and said(str(caught.value)) == {3, 6}
             exchange("has failed")
         else:
+            transport.deadline_s = 20.0
             exchange("has failed")
             with pytest.raises(PeerLostError) as caught:
                 wait_until(transport, lambda: False, peer=0, where=WHERE, doing="to hear of it")

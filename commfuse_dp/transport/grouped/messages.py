@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -49,10 +49,11 @@ class _Ring:
 
 
 class Inboxes:
-    """A ring for each peer and channel. first: memory of those for gradients, by peer; that of others is taken when needed."""
+    """A ring for each peer and channel. first: memory of those for gradients, by peer; that of others is taken when needed.
+    called: what a rank is called in errors."""
 
-    def __init__(self, device: Device, capacity: int, first: dict[int, torch.Tensor]) -> None:
-        self._device, self._capacity = device, capacity
+    def __init__(self, device: Device, capacity: int, first: dict[int, torch.Tensor], called: Callable[[int], int]) -> None:
+        self._device, self._capacity, self._called = device, capacity, called
         self._rings = {(peer, CHANNEL_GRAD): _Ring(data) for peer, data in first.items()}
 
     def land(self, src: int, tag: Tag, nbytes: int) -> Landing:
@@ -68,9 +69,9 @@ class Inboxes:
             earlier = ring.live.popleft()
             if earlier.released is None:
                 raise TransportError(
-                    f"{self._capacity} bytes are too few for what has come from rank {src} and was not released: the place of "
-                    f"{nbytes} bytes ({tag}) would overwrite {earlier.data.numel()} of them. Release before sending more, or "
-                    "raise inbox_bytes."
+                    f"{self._capacity} bytes are too few for what has come from rank {self._called(src)} and was not released: "
+                    f"the place of {nbytes} bytes ({tag}) would overwrite {earlier.data.numel()} of them. Release before sending "
+                    "more, or raise inbox_bytes."
                 )
             behind.append(earlier.released)
         landing = Landing(ring.data.narrow(0, place.offset, nbytes), place.number, behind)
@@ -109,7 +110,8 @@ class Messages(Transport):
             failure = f"no memory on {device.torch_device} for inbox_bytes = {limit}, twice for each peer ({error})"
         raise_failures(exchange, exchange(failure), end=NO_MEMORY)
         self._staging = Staging(core, {peer: both[0] for peer, both in rings.items()}, limit)
-        self._inboxes = Inboxes(device, ring, {peer: both[1] for peer, both in rings.items()})
+        first = {peer: both[1] for peer, both in rings.items()}
+        self._inboxes = Inboxes(device, ring, first, core.membership.called)
         # Announced, not yet paired with a send of ours: bytes. Steps that were broken off leave theirs.
         self._expected: dict[tuple[int, Tag], int] = {}
         self._landed: dict[tuple[int, Tag], Landing] = {}
@@ -168,7 +170,7 @@ class Messages(Transport):
             core.check_peer(src)
             check_message(nbytes, self.message_limit, f"from rank {src}")
             if (src, tag) in self._expected or (src, tag) in self._landed:
-                raise expected_twice(core.rank, src, tag)
+                raise expected_twice(core.membership, core.rank, src, tag)
             self._expected[src, tag] = nbytes
 
     def receive(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE, *, wait: bool = True) -> list[torch.Tensor]:

@@ -50,6 +50,7 @@ from commfuse_dp.transport.checks import (
     not_reserved,
 )
 from commfuse_dp.transport.closing import close_at_exit
+from commfuse_dp.transport.membership import numbers_of
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.parts import Channel, Closed, Memory
 from commfuse_dp.transport.one_sided.peers import Peers
@@ -60,7 +61,7 @@ from commfuse_dp.transport.views import MOST_VIEWS, Shaped
 from commfuse_dp.transport.waiting import wait_until
 
 Slot = tuple[int, int, int]  # peer, offset, bytes
-OWED_PART = 4  # a credit is kept back for company (`more`) only while less than this part of the peer's ring is owed to it
+OWED_PART = 4  # a credit is kept back for company (`more`) only while at most this part of the peer's ring is owed to it
 CLOSE_FLUSH_S = 5.0  # longest time that close() serves late readers, and then hands over what is queued
 
 
@@ -94,6 +95,7 @@ class OneSidedTransport(Peers):
         **how: Any,
     ) -> None:
         super().__init__(rank, world_size, message_limit=inbox_bytes, deadline_s=deadline_s, probe=probe)
+        self.membership.numbers = numbers_of(exchange)
         members = tuple(range(world_size) if members is None else members)
         channel, memory = self._connect(exchange, members, **how)
         self._meet(channel, members)

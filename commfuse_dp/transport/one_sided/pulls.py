@@ -56,8 +56,9 @@ class _Pull(Transfer):
         with self._transport._lock:
             epoch = self._transport._published[self._owner].get(self._key, 0)
         if epoch > self._epoch:
+            owner = self._transport._called(self._owner)
             raise TransportError(
-                f"pull of key {self._key} of rank {self._owner}, epoch {self._epoch}: it was replaced by epoch {epoch} "
+                f"pull of key {self._key} of rank {owner}, epoch {self._epoch}: it was replaced by epoch {epoch} "
                 "meanwhile; a rank must wait for its pulls before it calls finish(epoch)"
             )
         return epoch == self._epoch

@@ -165,15 +165,16 @@ class Lanes(dict[Name, Kind]):
 class StagingRing(Lane):
     """Where a rank computes what it sends to one peer. Places are used again in the order in which they were given out."""
 
-    def __init__(self, capacity: int) -> None:
-        self._places = PlaceRing(capacity)
+    def __init__(self, capacity: int, called: Callable[[int], int] = int) -> None:
+        """called: what a rank is called in errors."""
+        self._places, self._called = PlaceRing(capacity), called
         self._live: dict[int, Reservation] = {}  # number -> reservation, oldest first
         self._open: dict[int, Reservation] = {}  # offset -> reserved, not sent
         self._number = 0
         self._sends = 0
 
     def clone(self) -> StagingRing:
-        other = StagingRing(self._places.capacity)
+        other = StagingRing(self._places.capacity, self._called)
         other._places, other._number, other._sends = self._places.clone(), self._number, self._sends
         for number, reservation in self._live.items():
             kept = other._live[number] = Reservation(reservation.offset, reservation.nbytes)
@@ -189,7 +190,7 @@ class StagingRing(Lane):
         while self._live and (number := next(iter(self._live))) <= behind:  # they are in order
             earlier = self._live.pop(number)
             if earlier.left is None:
-                who = " and ".join(f"rank {dst}" for dst in dsts)
+                who = " and ".join(f"rank {self._called(dst)}" for dst in dsts)
                 raise TransportError(
                     f"{self._places.capacity} bytes are too few for what is reserved for {who} and not sent: the "
                     f"place of {nbytes} bytes would overwrite {earlier.nbytes} of them. Send before reserving more, or raise "
@@ -228,7 +229,7 @@ class Staging:
         self.memory = dict(memory)
         device = core.device
         device.wait_event(device.side_stream("scatter"), device.record(device.current_stream()))
-        self.rings = Lanes([core.peers], lambda: StagingRing(align(limit)))
+        self.rings = Lanes([core.peers], lambda: StagingRing(align(limit), core.membership.called))
         self._views: dict[tuple[int, int, int], torch.Tensor] = {}  # (peer, offset, bytes): places come again
         self._behind: tuple[Stream, Event] | None = None  # the last wait for something to leave
 

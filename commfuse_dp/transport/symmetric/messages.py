@@ -191,7 +191,7 @@ class Messages(Transport):
                 core.check_peer(name[0])
         for box, members in self._inboxes.together(names):
             if tag in box.expected:
-                raise expected_twice(core.rank, members[0][0], tag)
+                raise expected_twice(core.membership, core.rank, members[0][0], tag)
             if not 0 <= nbytes <= room <= self.message_limit:
                 check_message(max(nbytes, room) if nbytes >= 0 else nbytes, self.message_limit, f"from rank {members[0][0]}")
             box.expect(tag, nbytes, room)

@@ -43,7 +43,6 @@ import torch.distributed as dist
 from commfuse_dp.errors import TransportError
 from commfuse_dp.probe import RECEIVE, SEND, Probe, now_ns
 from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, PARAM_LANE, ExchangeFn
-from commfuse_dp.transport.checks import is_closed
 from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.memory import FetchedMemory
@@ -235,7 +234,7 @@ class TwoSidedChannel(Channel):
     # ---- transfers ---------------------------------------------------------------------------------------------------
     def _begin(self, way: str, buffer: torch.Tensor, peer: int, lane: int, tag: int, message: bytes | None = None) -> _Transfer:
         if not self._lanes:
-            raise is_closed("p2p", self._rank)
+            raise TransportError("transport p2p is closed")
         work = getattr(self._lanes[lane], way)([buffer], peer, tag)
         with self._counting:
             self._under_way += 1

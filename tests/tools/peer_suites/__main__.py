@@ -116,9 +116,10 @@ def main(
 
 def _prepare(suite: Suite, cache: Path) -> None:
     os.environ["TORCH_EXTENSIONS_DIR"] = str(cache.resolve() / "extensions")
+    path = os.pathsep.join(filter(None, (str(HERE / "site"), os.environ.get("PYTHONPATH"))))
     subprocess.run(
         [sys.executable, "-c", suite.before],
-        env={**os.environ, **suite.environment, "COMMFUSE": "0", "PYTHONPATH": str(HERE / "site")},
+        env={**os.environ, **suite.environment, "COMMFUSE": "0", "PYTHONPATH": path},
         stdout=subprocess.DEVNULL,
         timeout=1200,
         check=True,
