@@ -70,8 +70,8 @@ class Inboxes:
             if earlier.released is None:
                 raise TransportError(
                     f"{self._capacity} bytes are too few for what has come from rank {self._called(src)} and was not released: "
-                    f"the place of {nbytes} bytes ({tag}) would overwrite {earlier.data.numel()} of them. Release before sending "
-                    "more, or raise inbox_bytes."
+                    f"the place of {nbytes} bytes ({tag}) would overwrite {earlier.data.numel()} of them. Release before "
+                    "sending more, or raise inbox_bytes."
                 )
             behind.append(earlier.released)
         landing = Landing(ring.data.narrow(0, place.offset, nbytes), place.number, behind)
