@@ -9,18 +9,10 @@ in the transport while it waits, and what it computes (sums) releases the GIL.
 At construction of the state, which is therefore a collective: settings that differ, a transport that cannot be had or a
 missing peer are reported at that line, on all ranks, and not out of the middle of a backward pass; and setting up needs
 collectives of the framework's own group, which must not be called from a thread while the framework may call others.
-
-[Note: Backwards that are not run]
-A rank that catches an exception out of a forward, or out of a backward before its first bucket, sends nothing, and its next
-backward would meet the peers' last one: gradients of different steps. Or it was agreed among the ranks that all leave that
-step out, and all is well. So forwards that a backward is to follow are counted. Whoever breaks one off tells its number, which
-ends a peer's wait in the backward of that number, at once; and ranks compare their numbers before the first bucket, where they
-must be equal if any of them has broken one off. (Else they may differ: of a forward without a backward nobody needs to know.)
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
@@ -33,17 +25,12 @@ import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.attach.fingerprint import check_equal
 from commfuse_dp.integrations.attach.ranks import Ranks
-from commfuse_dp.integrations.attach.root import follow_forward, tensors_in
-from commfuse_dp.integrations.attach.transaction import Transaction
 from torch import nn
 
 from commfuse_dp.collectives.arguments import SUMMABLE
 from commfuse_dp.collectives.end_of_backward import EndOfBackward, at_end_of_backward
-from commfuse_dp.collectives.functions import gather_integers
-from commfuse_dp.collectives.sessions import Session
-from commfuse_dp.collectives.steps import follow_steps
 from commfuse_dp.config import CommFuseConfig
-from commfuse_dp.errors import CommFuseError, ConfigError, TransportError, in_a_line
+from commfuse_dp.errors import CommFuseError, ConfigError, TransportError
 from commfuse_dp.probe import WAIT, Probe
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.budget import Footprint
@@ -164,6 +151,8 @@ class CollectiveThread:
 
 
 Path = Literal["hooks", "stock"]
+
+
 FROZEN = "frozen: it has no gradient"
 
 
@@ -230,11 +219,8 @@ class HookState:
         device: torch.device,
         facts: list[tuple[str, str]],
         rows: Callable[[], Sequence[HookRow]],
-        model: nn.Module | None,
-        synced: Callable[[Any], bool],
     ) -> None:
-        """Collective over `group`. facts: what else must be equal on all ranks, as (what, value). rows: of the report.
-        model: whose forwards are followed, if it is known; synced(model): its next backward would reduce."""
+        """Collective over `group`. facts: what else must be equal on all ranks, as (what, value). rows: of the report."""
         self.ranks = Ranks([group if group is not None else _default_group()])
         self.config = self.ranks.together(lambda: checked_config(config))
         self.group = group
@@ -244,16 +230,11 @@ class HookState:
         self.thread: CollectiveThread | None = None
         self.transport_name, self.transport_reason = "none", "one rank"
         self._armed: weakref.ref[EndOfBackward] | None = None
-        self._forwards = 0  # that a backward is to follow; see [Note: Backwards that are not run]
-        self._counted = False  # the forward under way, or the last one, is one of them
-        self._broken = 0  # of them since the last backward
-        self.reduces = False  # the backward under way has handed something over
-        self._following = Transaction()
         if self.world_size > 1:
             settings = [(f"setting {key}", repr(value)) for key, value in self.config.model_dump().items()]
             check_equal([*settings, *facts], group if group is not None else _default_group())
         try:
-            self.ranks.together(lambda: self._set_up(rows, model, synced))
+            self.ranks.together(lambda: self._set_up(rows))
         except BaseException:
             self.close()
             raise
@@ -264,11 +245,9 @@ class HookState:
                 self.config.exclude,
             )
 
-    def _set_up(self, rows: Callable[[], Sequence[HookRow]], model: nn.Module | None, synced: Callable[[Any], bool]) -> None:
+    def _set_up(self, rows: Callable[[], Sequence[HookRow]]) -> None:
         if self.world_size > 1:
             self._open()
-        if self.thread is not None and model is not None:
-            self._follow(model, synced)
         self.report = HookReport(
             self.framework,
             rows(),
@@ -326,7 +305,6 @@ class HookState:
 
     def close(self) -> None:
         """End the thread and the transport; the hook cannot be used after it. Happens by itself at exit."""
-        self._following.roll_back()
         if self.thread is not None:
             self.thread.close()
 
@@ -346,86 +324,16 @@ class HookState:
             undo()
             raise
 
-    # ---- what breaks off: see [Note: Backwards that are not run] -------------------------------------------------------
-    def _follow(self, model: nn.Module, synced: Callable[[Any], bool]) -> None:
-        me, wrapped = weakref.ref(self), weakref.ref(model)  # the model keeps its hooks
-
-        def begin() -> None:
-            state = me()
-            if state is not None:
-                state._counted = torch.is_grad_enabled() and synced(wrapped())
-                state._forwards += state._counted
-
-        def returned(output: Any) -> None:
-            for leaf in tensors_in(output):
-                if leaf.requires_grad:
-                    leaf.register_hook(arm)
-
-        def arm(grad: torch.Tensor) -> torch.Tensor:
-            state = me()
-            if state is not None and state._counted:
-                state._arm()
-            return grad
-
-        def raised(error: BaseException) -> None:
-            state = me()
-            if state is not None and state._counted:
-                state._break_off(in_a_line(error, "its forward"))
-
-        follow_forward(self._following, model, begin=begin, returned=returned, raised=raised)
-
-    def _break_off(self, cause: str) -> None:
-        """There will be no backward to the last forward."""
-        thread, number = self.thread, self._forwards
-        self._broken += 1
-
-        def tell() -> None:
-            transport = self.options["transport"]
-            if transport.recovery is not None:
-                transport.recovery.tell_broken(number, f"rank {transport.membership.called(transport.rank)}: {cause}")
-
-        if thread is not None:
-            with contextlib.suppress(CommFuseError):  # it was closed
-                thread.submit(tell)
-
-    def begin_to_reduce(self) -> Callable[[], None]:
-        """What the thread is to do before the first bucket."""
-        number, broken, transport = self._forwards, self._broken, self.options["transport"]
-        self._broken = 0
-
-        def compare() -> None:
-            steps = follow_steps(transport)
-            if steps is not None:
-                steps.begin(number)
-            rows = gather_integers(Session(transport, transport.rank, transport.world_size, 0), [number, broken])
-            if len({numbers for numbers, _ in rows}) > 1 and any(lost for _, lost in rows):
-                who = [transport.membership.called(rank) for rank, (_, lost) in enumerate(rows) if lost]
-                raise CommFuseError(
-                    f"the ranks {who} have broken off a forward or a backward and go on with another step than their peers: "
-                    "gradients of different steps would be averaged. All ranks must leave out the same steps"
-                )
-
-        return compare
-
     def follow_backward(self) -> None:
         """The backward that is under way reduces something: if it is broken off, peers that wait for the rest are told."""
-        self.reduces = True
-        self._arm()
-
-    def _arm(self) -> None:
         if torch._C._current_graph_task_id() == -1:
             return  # the zeros of a rank that has run out of batches (DDP's join)
         if self._armed is None or self._armed() is None:
             self._armed = at_end_of_backward(self._end_backward)
 
     def _end_backward(self, complete: bool) -> None:
-        reduces, self.reduces = self.reduces, False
-        if complete or self.thread is None:
-            return
-        if reduces:
+        if not complete and self.thread is not None:
             self.thread.break_off("an exception in its backward")
-        else:
-            self._break_off("an exception in its backward, before the first bucket")
 
     def __reduce__(self) -> Any:
         """Copies and pickles of a model go without: connections cannot be copied, and DDP registers no hook for a copy."""

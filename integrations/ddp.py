@@ -58,7 +58,7 @@ class DDPState(HookState):
         require_distributed("DDPState")
         model, group = _model_and_group(model_or_group)
         facts = [] if model is None else [(f"parameter {name}", _describe(p)) for name, p in model.named_parameters()]
-        super().__init__(group, config, _device(model, group), facts, lambda: self._rows(model), model, _synced)
+        super().__init__(group, config, _device(model, group), facts, lambda: self._rows(model))
 
     def _rows(self, model: DistributedDataParallel | None) -> list[HookRow]:
         if model is None:
@@ -78,10 +78,8 @@ class DDPState(HookState):
             rows.append(HookRow(name, "hooks" if reason == "in a DDP bucket" else "stock", reason, param.numel()))
         return rows
 
-    def reduce(self, buffer: torch.Tensor, last: bool, first: bool = False) -> Future[torch.Tensor]:
-        """buffer [n] <- mean of all ranks' buffers, in place. Returns at once; the future holds `buffer`.
-
-        last, first: bucket of its backward."""
+    def reduce(self, buffer: torch.Tensor, last: bool) -> Future[torch.Tensor]:
+        """buffer [n] <- mean of all ranks' buffers, in place. Returns at once; the future holds `buffer`."""
         thread = self.thread
         if thread is None or buffer.layout != torch.strided or buffer.dtype not in SUMMABLE:
             return _stock_mean(buffer, self.group)
@@ -89,11 +87,7 @@ class DDPState(HookState):
         future: Future[torch.Tensor] = Future()
         handed_over = now_ns()
 
-        before = self.begin_to_reduce() if first else None
-
         def work() -> None:
-            if before is not None:
-                before()
             collectives.all_reduce(buffer, buffer, op="mean", **self.options)
 
         def complete(job: Job) -> None:
@@ -111,7 +105,7 @@ class DDPState(HookState):
 def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> Future[torch.Tensor]:
     """For `DistributedDataParallel.register_comm_hook`: the mean of a bucket, over CommFuse's collectives."""
     check_state(state, DDPState, "ddp_hook", "model.register_comm_hook(DDPState(model), ddp_hook)")
-    return state.reduce(bucket.buffer(), bucket.is_last(), bucket.index() == 0)
+    return state.reduce(bucket.buffer(), bucket.is_last())
 
 
 # DDP compares the annotations with these classes; postponed ones are strings.
@@ -143,10 +137,6 @@ def _stock_mean(buffer: torch.Tensor, group: dist.ProcessGroup | None) -> Future
     buffer.div_(size)
     work = dist.all_reduce(buffer, group=group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
-
-
-def _synced(model: DistributedDataParallel) -> bool:
-    return model.require_backward_grad_sync
 
 
 def _model_and_group(given: object) -> tuple[DistributedDataParallel | None, dist.ProcessGroup | None]:

@@ -22,7 +22,6 @@ an optimizer inside backward, kept low-precision gradients, NO_SHARD), and witho
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import deque
 from typing import Any
@@ -80,8 +79,7 @@ class FSDP1State(HookState):
         if self.blocking is not None:
             log.warning("CommFuse for FSDP1: reductions do not overlap with backward: %s", self.blocking)
         facts = [(f"parameter {name}", n) for name, n in sizes]
-        rows = functools.partial(self._rows, model)
-        super().__init__(model.process_group, config, model.compute_device, facts, rows, model, compat.synced)
+        super().__init__(model.process_group, config, model.compute_device, facts, lambda: self._rows(model))
 
     def _rows(self, model: FullyShardedDataParallel) -> list[HookRow]:
         rows = []
@@ -151,20 +149,13 @@ class FSDP1State(HookState):
 
     def _submit(self, work: Any, nbytes: int, later: bool) -> None:
         assert self.thread is not None
-        first = None if self.reduces else self.begin_to_reduce()
         self.follow_backward()
         limit = self.config.prefetch_bytes
         while self._pending and (self._pending[0].done() or self._pending_bytes + nbytes > limit):
             job = self._pending.popleft()
             self._pending_bytes -= job.nbytes
             job.wait()
-
-        def collective() -> None:
-            if first is not None:
-                first()
-            work()
-
-        self._pending.append(self.thread.submit(collective, nbytes=nbytes))
+        self._pending.append(self.thread.submit(work, nbytes=nbytes))
         self._pending_bytes += nbytes
         if not later:
             self.drain()

@@ -91,11 +91,6 @@ def may_finish_later(module: FullyShardedDataParallel) -> bool:
     )
 
 
-def synced(model: FullyShardedDataParallel) -> bool:
-    """The next backward would reduce: it is not under `no_sync`."""
-    return getattr(model, "_sync_gradients", True)
-
-
 def set_hook_state(module: FullyShardedDataParallel, state: object) -> None:
     module._comm_hook_state = state
 

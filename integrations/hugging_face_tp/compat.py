@@ -84,5 +84,10 @@ def wants_hidden_states(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 
 def holds_compiled(module: nn.Module) -> bool:
-    """Whether a module in it is compiled, in place (`compile()`) or wrapped (`torch.compile`)."""
-    return any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in module.modules())
+    """Whether a module in it is compiled, in place (`compile()`), wrapped, or in its forward (`torch.compile` of either)."""
+    return any(
+        part._compiled_call_impl is not None
+        or "_orig_mod" in part._modules
+        or hasattr(vars(part).get("forward"), "_torchdynamo_orig_callable")
+        for part in module.modules()
+    )

@@ -32,29 +32,14 @@ from commfuse_dp.integrations.ulysses.settings import current
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.ops import ulysses_attention
 from commfuse_dp.probe import Probe
+from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.select import open_transport
 
 Forward = Callable[..., Any]
 
 
-class _Opened:
-    """A transport as a configuration wishes it. It is closed when no group and no graph of a call over it holds this object."""
-
-    def __init__(self, group: Any, config: CommFuseConfig, device: torch.device) -> None:
-        self.wish = _wish_of(config)
-        self.transport, self.why = open_transport(
-            config.transport,
-            group=group,
-            inbox_bytes=config.inbox_bytes,
-            deadline_s=config.deadline_s,
-            probe=Probe(),
-            device=device,
-        )
-        self.close = weakref.finalize(self, self.transport.close)
-
-
-# By group and type of device: as the configuration of the last call wished it.
-_opened: weakref.WeakKeyDictionary[Any, dict[str, _Opened]] = weakref.WeakKeyDictionary()
+# By group, type of device, and what a configuration wishes: configurations may alternate, and graphs outlive them.
+_transports: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], tuple[Transport, str]]] = weakref.WeakKeyDictionary()
 
 
 def install(module: ModuleType) -> None:
@@ -225,13 +210,12 @@ def _attend(
     scale: float | None,
     layout: str,
 ) -> torch.Tensor:
-    opened = _opened_for(group, config, q.device)
-    transport = opened.transport
+    transport, why = _transport_of(group, config, q.device)
     note(
         attention,
         name,
         "ulysses",
-        f"blocks of attention hide both all-to-alls; transport {transport.name} ({opened.why})",
+        f"blocks of attention hide both all-to-alls; transport {transport.name} ({why})",
         transport.rank,
     )
     _settle()
@@ -247,23 +231,21 @@ def _attend(
         order=order,
         transport=transport,
     )
-    settled: torch.Tensor = _SettledBackward.apply(o, opened)
+    settled: torch.Tensor = _SettledBackward.apply(o)
     return settled
 
 
 class _SettledBackward(torch.autograd.Function):
-    """Nothing, except that its backward, which comes right before that of attention, lets gradients settle; it holds what the
-    latter communicates over."""
+    """Nothing, except that its backward, which comes right before that of attention, lets gradients settle."""
 
     @staticmethod
-    def forward(ctx: Any, o: torch.Tensor, opened: _Opened) -> torch.Tensor:
-        ctx.opened = opened
+    def forward(ctx: Any, o: torch.Tensor) -> torch.Tensor:
         return o.view_as(o)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         _settle()
-        return grad, None
+        return grad
 
 
 def _settle() -> None:
@@ -272,25 +254,28 @@ def _settle() -> None:
         backend.settle()
 
 
-def _wish_of(config: CommFuseConfig) -> tuple[object, ...]:
-    return config.transport, config.inbox_bytes, config.deadline_s
-
-
-def _opened_for(group: Any, config: CommFuseConfig, device: torch.device) -> _Opened:
-    """Opened by all ranks of the group together, at the first call and at those whose configuration wishes another one."""
-    by_device = _opened.setdefault(group, {})
-    found = by_device.get(device.type)
-    if found is None or found.wish != _wish_of(config):
-        found = by_device[device.type] = _Opened(group, config, device)
-    return found
+def _transport_of(group: Any, config: CommFuseConfig, device: torch.device) -> tuple[Transport, str]:
+    """Opened at the first call with such a configuration, by all ranks of the group together."""
+    opened = _transports.setdefault(group, {})
+    wish = device.type, config.transport, config.inbox_bytes, config.deadline_s
+    if wish not in opened:
+        opened[wish] = open_transport(
+            config.transport,
+            group=group,
+            inbox_bytes=config.inbox_bytes,
+            deadline_s=config.deadline_s,
+            probe=Probe(),
+            device=device,
+        )
+    return opened[wish]
 
 
 def close_transports() -> None:
     """Of all groups; attention that is called afterwards opens others."""
-    for by_device in list(_opened.values()):
-        for opened in by_device.values():
-            opened.close()
-    _opened.clear()
+    for opened in list(_transports.values()):
+        for transport, _ in opened.values():
+            transport.close()
+    _transports.clear()
 
 
 def _name(thing: Any) -> str:

@@ -238,6 +238,10 @@ def _an_mlp(layers: nn.ModuleList) -> None:
     layers[1].mlp.compile(backend="aot_eager")
 
 
+def _a_forward(layers: nn.ModuleList) -> None:
+    layers[1].forward = torch.compile(layers[1].forward, backend="aot_eager")
+
+
 def _compiled(rank: int, n: int, part: Callable[[nn.ModuleList], None], early: bool) -> None:
     """Behind a layer that is not: nothing may enter a graph that only stands for a tensor."""
     torch._dynamo.reset()
@@ -252,10 +256,11 @@ def _compiled(rank: int, n: int, part: Callable[[nn.ModuleList], None], early: b
             part(model.model.layers)
         found = gradients(model, batch(0))
         alike({name.replace("._orig_mod", ""): value for name, value in found.items()}, wanted)
+    torch._dynamo.reset()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("part", [_last_in_place, _last_wrapped, _an_mlp])
+@pytest.mark.parametrize("part", [_last_in_place, _last_wrapped, _an_mlp, _a_forward])
 def test_a_compiled_part(workers: Any, part: Callable[[nn.ModuleList], None], early: bool) -> None:
     workers(2).run(_compiled, part, early, timeout=120)
