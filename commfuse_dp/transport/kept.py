@@ -2,10 +2,9 @@
 
 [Note: Communicators are kept]
 They are never destroyed while the default group lives. Making them is slow, gloo frees its connections only with the process
-anyway, and torch names a group after its ranks and the number of groups alive (`new_group` with local synchronisation): a group
-made after one was destroyed can get that one's name, finds its addresses in the store, and fails to connect. So whoever ends
-gives its own back, if nothing was left open on them, and whoever begins takes what all ranks have had back. Ranks collect
-garbage at different times: what some of them still use is left alone, and new ones are made.
+anyway, and a name under which addresses were put into the store must not come again. So whoever ends gives its own back, if
+nothing was left open on them, and whoever begins takes what all ranks have had back. Ranks collect garbage at different times:
+what some of them still use is left alone, and new ones are made.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import contextlib
 import datetime
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_dp.errors import DeadlineError, PeerLostError, TransportError, Where
+from commfuse_dp.ops.compat import group_named
 from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, PARAM_LANE, ExchangeFn
 from commfuse_dp.transport.checks import raise_failures
 from commfuse_dp.transport.kept import Kept, take
@@ -89,10 +91,15 @@ def open_lanes(group: dist.ProcessGroup | None, *, setup_s: float, device: torch
     return take(group, (tuple(ranks), own), make)
 
 
+_made: Counter[tuple[int, ...]] = Counter()
+
+
 def new_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
-    """Collective over `ranks`, and no others."""
+    """Collective over `ranks`, and no others: these have made equally many groups of the same ranks here."""
     with not_bound_to_a_device():
-        return dist.new_group(list(ranks), use_local_synchronization=True, **options)
+        _made[tuple(ranks)] += 1
+        with group_named(f"commfuse {'-'.join(map(str, ranks))} {_made[tuple(ranks)]}"):
+            return dist.new_group(list(ranks), use_local_synchronization=True, **options)
 
 
 _unbinding = threading.Lock()

@@ -21,7 +21,7 @@ from commfuse_dp.transport.base import CHANNEL_GRAD, GRAD_LANE, PARAM_LANE, Tag
 from commfuse_dp.transport.hierarchical import open as hierarchical_open
 from commfuse_dp.transport.select import open_transport
 from commfuse_dp.transport.two_sided import p2p, paired
-from commfuse_dp.transport.two_sided.p2p import not_bound_to_a_device, open_lanes
+from commfuse_dp.transport.two_sided.p2p import new_group, not_bound_to_a_device, open_lanes
 from commfuse_dp.transport.two_sided.paired import open_p2p
 from commfuse_dp.transport.waiting import wait_until
 from tests.support import single
@@ -188,6 +188,25 @@ def test_communicators_are_kept_for_the_next_transport(workers: Any, slow_machin
     """And a transport takes one thread for each peer, and one more, all of which end with it."""
     for first, last in workers(3).run(_opened_again, timeout=60):
         assert first == last
+
+
+def _more_groups_on_some(rank: int, world_size: int) -> None:
+    """torch would name a group of ours otherwise on each of them, and they would wait for each other."""
+    extra = [dist.new_group([1, 2]) for _ in range(2)]
+    transport = open_p2p(None, inbox_bytes=1 << 12, deadline_s=20)
+    dist.barrier()
+    transport.close()
+    one = new_group([0, 1]) if rank < 2 else None
+    if one is not None:
+        total = torch.ones(3)
+        dist.all_reduce(total, group=one)
+        assert total.tolist() == [2.0] * 3
+    for group in extra if rank else []:
+        dist.destroy_process_group(group)
+
+
+def test_ranks_may_be_in_unequally_many_groups(workers: Any) -> None:
+    workers(3).run(_more_groups_on_some, timeout=60)
 
 
 def _groups_made(port: int) -> list[Any]:
