@@ -24,12 +24,12 @@ from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.plan import Unit
 from commfuse_dp.engine.replicas import ReplicaGroup, open_replicas
 from commfuse_dp.engine.room import least_ring, published_bytes
-from commfuse_dp.ops.compat import default_store
 from commfuse_dp.ops.gathered import gather_parameters
 from commfuse_dp.ops.linear import fused_linear, register_operand
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.backends import check_replicas
 from commfuse_dp.transport.base import Transport
+from commfuse_dp.transport.compat import default_store
 from commfuse_dp.transport.select import open_transport
 
 

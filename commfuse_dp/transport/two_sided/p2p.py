@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from commfuse_dp.errors import DeadlineError, PeerLostError, TransportError, Where
-from commfuse_dp.ops.compat import group_named
 from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, PARAM_LANE, ExchangeFn
 from commfuse_dp.transport.checks import raise_failures
+from commfuse_dp.transport.compat import group_named
 from commfuse_dp.transport.kept import Kept, take
 
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
