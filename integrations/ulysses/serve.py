@@ -37,7 +37,6 @@ from commfuse_dp.transport.select import open_transport
 
 Forward = Callable[..., Any]
 
-
 # By group, type of device, and what a configuration wishes: configurations may alternate, and graphs outlive them.
 _transports: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], tuple[Transport, str]]] = weakref.WeakKeyDictionary()
 

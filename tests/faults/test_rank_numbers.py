@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,21 +19,17 @@ from commfuse_dp.transport.select import open_transport
 from commfuse_dp.transport.tcp.connect import ADDRESS_VARIABLE
 from tests.parity.fsdp2 import pair
 from tests.parity.tensor_parallel import test_tensor_slices as slices
+from tests.support.raising import ranks_said
 from tests.support.serving import config
 
 ODD = 3  # the rank that differs: the second of its group, of which rank 2 is the first
-
-
-def said(text: str) -> set[int]:
-    lists = " ".join(re.findall(r"\branks \[([\d, ]+)\]", text))
-    return {int(number) for number in [*re.findall(r"\b(?:rank|owner) (\d+)", text), *re.findall(r"\d+", lists)]}
 
 
 def heard(rank: int, kind: type[CommFuseError], call: Callable[[], Any]) -> None:
     """Every rank raises, and names no rank that is not in the group of the odd one."""
     with pytest.raises(kind) as caught:
         call()
-    numbers = said(str(caught.value))
+    numbers = ranks_said(str(caught.value))
     assert numbers and numbers <= {2, ODD}, f"rank {rank}: {caught.value}"
 
 
@@ -81,7 +76,7 @@ def waited_in_vain(rank: int, group: Any) -> None:
         with pytest.raises(DeadlineError) as caught:
             all_gather(torch.zeros(2, 2), sizes=(2, 2), transport=transport)
         text = str(caught.value)
-        assert "slice 0 of owner 3 (rank 3)" in text and said(text) == {2, 3}, text
+        assert "slice 0 of owner 3 (rank 3)" in text and ranks_said(text) == {2, 3}, text
     dist.barrier(group=group)
     transport.close()
 
@@ -104,7 +99,7 @@ def calls(rank: int, world_size: int) -> None:
     except CommFuseError as raised:
         error = raised
     if rank >= 2:
-        assert isinstance(error, MismatchError) and said(str(error)) == {2, 3}, error
+        assert isinstance(error, MismatchError) and ranks_said(str(error)) == {2, 3}, error
     dist.barrier()
     commfuse_dp.remove(net)
 

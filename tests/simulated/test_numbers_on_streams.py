@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +12,12 @@ from commfuse_dp.errors import DeadlineError, MismatchError, PeerLostError, Tran
 from commfuse_dp.transport.base import CHANNEL_GRAD, PullRequest, Tag, Transport
 from commfuse_dp.transport.waiting import wait_until
 from tests.simulated.test_symmetric import quick
+from tests.simulated.test_symmetric_failures import in_another_order
 from tests.support import fake_nccl, fake_symmetric, single
 from tests.support.fake_device import FakeWorld
 from tests.support.fake_grouped import FakeBoard
 from tests.support.hosts import DeviceHosts
+from tests.support.raising import ranks_said
 from tests.support.threads import ExchangeFn, run_ranks
 
 __all__ = ["quick"]  # the fixture
@@ -33,10 +34,6 @@ class Numbered:
 
     def __call__(self, item: Any) -> list[Any]:
         return self._exchange(item)
-
-
-def said(text: str) -> set[int]:
-    return {int(number) for number in re.findall(r"\b[Rr]ank (\d+)", text)}
 
 
 def symmetric(
@@ -70,7 +67,7 @@ def test_a_peer_that_died() -> None:
             world.run(patience_s=60)
             with pytest.raises(PeerLostError, match=r"rank 3 lost rank 6 .*Rank 3 was waiting for rank 6") as caught:
                 transport.progress()
-            assert (caught.value.rank, caught.value.peer) == (3, 6) and said(str(caught.value)) == {3, 6}
+            assert (caught.value.rank, caught.value.peer) == (3, 6) and ranks_said(str(caught.value)) == {3, 6}
         exchange("end")
 
     symmetric(body)
@@ -88,7 +85,7 @@ def test_a_peer_that_left() -> None:
             exchange("enqueued")
             with pytest.raises(PeerLostError, match=r"rank 3: rank 6 .*has closed") as caught:
                 wait_until(transport, lambda: False, peer=1, where=WHERE, doing="to leave")
-            assert (caught.value.rank, caught.value.peer) == (3, 6) and said(str(caught.value)) == {3, 6}
+            assert (caught.value.rank, caught.value.peer) == (3, 6) and ranks_said(str(caught.value)) == {3, 6}
         exchange("end")
 
     symmetric(body)
@@ -101,45 +98,28 @@ def test_a_peer_that_is_late() -> None:
             world.run(patience_s=60)
             with pytest.raises(DeadlineError, match=r"rank 3 waited .* for rank 6") as caught:
                 transport.progress()
-            assert (caught.value.rank, caught.value.peer) == (3, 6) and said(str(caught.value)) == {3, 6}
+            assert (caught.value.rank, caught.value.peer) == (3, 6) and ranks_said(str(caught.value)) == {3, 6}
             exchange("has failed")
         else:
             transport.deadline_s = 20.0
             exchange("has failed")
             with pytest.raises(PeerLostError) as caught:
                 wait_until(transport, lambda: False, peer=0, where=WHERE, doing="to hear of it")
-            assert (caught.value.rank, caught.value.peer) == (6, 3) and said(str(caught.value)) == {3, 6}
+            assert (caught.value.rank, caught.value.peer) == (6, 3) and ranks_said(str(caught.value)) == {3, 6}
         exchange("end")
 
     symmetric(body, deadline_s=0.3)
 
 
 def test_another_order_of_messages() -> None:
-    tags = [Tag(CHANNEL_GRAD, key, 1) for key in range(2)]
-
-    def body(transport: Transport, exchange: ExchangeFn, world: FakeWorld) -> str:
-        other = 1 - transport.rank
-        for tag in tags if transport.rank else reversed(tags):
-            single.send(transport, other, tag, single.reserve(transport, other, 64))
-        for tag in tags:
-            single.expect(transport, other, tag, 64)
-            single.receive(transport, other, tag, WHERE)
-        exchange("enqueued")
-        if transport.rank == 0:
-            world.run(patience_s=10)
-        exchange("has run")
-        with pytest.raises((MismatchError, PeerLostError)) as caught:
-            transport.progress()
-        return str(caught.value)
-
-    texts = symmetric(body)
-    assert all(said(text) == {3, 6} for text in texts), texts
+    texts = symmetric(in_another_order)
+    assert all(ranks_said(text) == {3, 6} for text in texts), texts
 
 
 def test_memory_that_cannot_be_had() -> None:
     with pytest.raises(TransportError, match=r"rank 3: .*symmetric memory") as caught:
         symmetric(lambda *_: None, room=16)
-    assert said(str(caught.value)) == {3, 6}
+    assert ranks_said(str(caught.value)) == {3, 6}
 
 
 def test_windows_that_differ() -> None:
@@ -181,7 +161,7 @@ def test_a_step_of_an_exchange_that_a_peer_does_not_take() -> None:
         if transport.rank == 0:
             with pytest.raises(DeadlineError, match=r"rank 3 waited .* for rank 6") as caught:
                 pull(transport, 0)
-            assert (caught.value.rank, caught.value.peer) == (3, 6) and said(str(caught.value)) == {3, 6}
+            assert (caught.value.rank, caught.value.peer) == (3, 6) and ranks_said(str(caught.value)) == {3, 6}
         exchange("over")
 
     grouped(body, deadline_s=0.5)
@@ -194,7 +174,7 @@ def test_other_exchanges() -> None:
         transport.finish(1)
         with pytest.raises(MismatchError, match="different programs") as caught:
             wait_until(transport, lambda: False, peer=1 - transport.rank, where=WHERE, doing="to be found out")
-        assert said(str(caught.value)) == {3, 6}
+        assert ranks_said(str(caught.value)) == {3, 6}
 
     grouped(body, deferred=True)
 
@@ -220,7 +200,7 @@ def test_a_peer_inside_a_host_that_died() -> None:
                 world.run(patience_s=60)
                 with pytest.raises(PeerLostError) as caught:
                     transport.progress()
-                assert (caught.value.rank, caught.value.peer) == (6, 9) and said(str(caught.value)) == {6, 9}
+                assert (caught.value.rank, caught.value.peer) == (6, 9) and ranks_said(str(caught.value)) == {6, 9}
             exchange("end")
         finally:
             world.deferred = world.strict = False

@@ -13,7 +13,7 @@ import torch
 from commfuse_dp.device.base import Word
 from commfuse_dp.errors import MismatchError, PeerLostError, TransportError
 from commfuse_dp.transport import closing
-from commfuse_dp.transport.base import CHANNEL_GRAD, Tag
+from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
 from commfuse_dp.transport.symmetric.transport import SymmetricTransport
 from tests.simulated.test_symmetric import WHERE, quick, run
 from tests.support import single
@@ -24,26 +24,27 @@ from tests.support.threads import ExchangeFn
 __all__ = ["quick"]  # the fixture
 
 
+def in_another_order(transport: Transport, exchange: ExchangeFn, world: FakeWorld) -> str:
+    """Rank 0 sends two messages in another order than rank 1 takes them in. Returns the error that this rank then has."""
+    tags = [Tag(CHANNEL_GRAD, key, 1) for key in range(2)]
+    other = 1 - transport.rank
+    for tag in tags if transport.rank else reversed(tags):
+        single.send(transport, other, tag, single.reserve(transport, other, 64))
+    for tag in tags:
+        single.expect(transport, other, tag, 64)
+        single.receive(transport, other, tag, WHERE)
+    exchange("enqueued")
+    if transport.rank == 0:
+        world.run(patience_s=10)  # the watchdog frees the streams
+    exchange("has run")
+    with pytest.raises((MismatchError, PeerLostError)) as caught:
+        transport.progress()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
 def test_ranks_in_another_order_are_an_error_and_never_wrong_data() -> None:
     world = FakeWorld(2, seed=2)
-    tags = [Tag(CHANNEL_GRAD, key, 1) for key in range(2)]
-
-    def body(transport: SymmetricTransport, exchange: ExchangeFn) -> str:
-        other = 1 - transport.rank
-        for tag in tags if transport.rank else reversed(tags):
-            single.send(transport, other, tag, single.reserve(transport, other, 64))
-        for tag in tags:
-            single.expect(transport, other, tag, 64)
-            single.receive(transport, other, tag, WHERE)
-        exchange("enqueued")
-        if transport.rank == 0:
-            world.run(patience_s=10)  # the watchdog frees the streams
-        exchange("has run")
-        with pytest.raises((MismatchError, PeerLostError)) as caught:
-            transport.progress()
-        return f"{type(caught.value).__name__}: {caught.value}"
-
-    texts = run(world, body)
+    texts = run(world, lambda transport, exchange: in_another_order(transport, exchange, world))
     assert any(text.startswith("MismatchError") for text in texts)
     for text in texts:
         for part in ("another message than expected", "'blocks.3.fc'", "step 12", "4711 bytes", "same order"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 from collections.abc import Callable, Collection
 from types import FrameType
@@ -25,6 +26,12 @@ def blow_in_backward(module: nn.Module, args: Any, out: torch.Tensor) -> None:
     """A forward hook: the backward through the module's output raises Boom."""
     if out.requires_grad:
         out.register_hook(blow)
+
+
+def ranks_said(text: str) -> set[int]:
+    """Which ranks an error speaks of, one by one or as a list."""
+    lists = " ".join(re.findall(r"\branks \[([\d, ]+)\]", text))
+    return {int(number) for number in [*re.findall(r"\b(?:[Rr]ank|owner) (\d+)", text), *re.findall(r"\d+", lists)]}
 
 
 class Injected(Exception):
