@@ -4,7 +4,8 @@
 #   TORCH_SPEC  what pip installs as torch, before everything else, so that no other build of it comes in as a dependency:
 #               make test TORCH_SPEC=torch==2.11.0
 #   VENV_FLAGS  e.g. --system-site-packages, to use a torch >= 2.11 that is already installed (with TORCH_SPEC='torch>=2.11')
-#   JOBS        how many processes run the tests (each file in one of them; all of DeepSpeed's in the same one)
+#   JOBS        how many processes run the tests (each file in one of them; all of DeepSpeed's in the same one): one more than
+#               cores, for tests wait for other processes now and then
 #   ARGS        further arguments: make demo ARGS="--link 1gbit", make test ARGS="-k timeline"
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ VENV ?= .venv
 VENV_FLAGS ?=
 TORCH_SPEC ?= torch==2.13.0
 TIMM_SPEC ?= timm>=1.0.20
-JOBS ?= 2
+JOBS ?= 3
 ARGS ?=
 
 BIN := $(VENV)/bin

@@ -45,20 +45,21 @@ TOGETHER = {
     "deepspeed": ("tests/parity/deepspeed/", "tests/packaging/test_configs.py"),
     "accelerate": ("tests/parity/accelerate/",),
 }
+APART = "tests/parity/sweep/"  # minutes each, and nothing shared: any process takes the next
 LAST = "tests/unit/"  # short files: no process is left alone with a long one
 
 
 def together(nodeid: str) -> str:
-    """What a test is scheduled with: its framework's files, else its file."""
+    """What a test is scheduled with: its framework's files, nothing, or its file."""
     for name, paths in TOGETHER.items():
         if nodeid.startswith(paths):
             return name
-    return nodeid.split("::", 1)[0]
+    return nodeid if nodeid.startswith(APART) else nodeid.split("::", 1)[0]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadfile`, with TOGETHER's files in one process, and begun first: the other processes do all else meanwhile."""
+    """`--dist loadfile`, but what takes longest begins first: TOGETHER's files in one process each, then APART's tests."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -68,7 +69,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return together(nodeid)
 
         def _assign_work_unit(self, node: Any) -> None:
-            for name in reversed(TOGETHER):
+            apart = [name for name in self.workqueue if name.startswith(APART)]
+            for name in reversed([*TOGETHER, *apart]):
                 if name in self.workqueue:
                     self.workqueue.move_to_end(name, last=False)
             for name in [name for name in self.workqueue if name.startswith(LAST)]:
