@@ -137,10 +137,11 @@ def frames_of_a_layer(stack: Stack, layers: int = 12) -> tuple[float, ...]:
 
 def per_layer(stack: Stack, layers: int, figures: Callable[[nn.Module], Sequence[float]]) -> tuple[float, ...]:
     found = []
-    for count in (layers // 4, layers):
+    counts = (layers // 4 // 2 * 2, layers // 2 * 2)  # whole pairs
+    for count in counts:
         with stack(count) as model:
             found.append(figures(model))
-    return tuple((deep - shallow) / (layers - layers // 4) for shallow, deep in zip(*found, strict=True))
+    return tuple((deep - shallow) / (counts[1] - counts[0]) for shallow, deep in zip(*found, strict=True))
 
 
 def main() -> None:
