@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.attach.fingerprint import check_equal
 from commfuse_dp.integrations.attach.ranks import Ranks
+from commfuse_dp.integrations.attach.transaction import Transaction
 from torch import nn
 
 from commfuse_dp.collectives.arguments import SUMMABLE
@@ -308,21 +309,11 @@ class HookState:
         if self.thread is not None:
             self.thread.close()
 
-    def registered(self, register: Callable[[], None], undo: Callable[[], None]) -> None:
-        """Collective: `register()` on all ranks, or on none.
-
-        A hook that a framework cannot take back (DDP's) stays, and does from then on what the framework does without it. None
-        is registered where the framework's own collective stays, which is quicker without."""
-        if self.thread is None and self.device.type != "cpu":
-            return
-        try:
-            self.ranks.together(register)
-        except BaseException as error:
-            self.close()
-            self.thread = None
-            self.transport_name, self.transport_reason = "none", f"the hook could not be registered: {error}"
-            undo()
-            raise
+    def retire(self) -> None:
+        """From now on the hook does what the framework does without it: DDP cannot give one back."""
+        self.close()
+        self.thread = None
+        self.transport_name, self.transport_reason = "none", "it was taken back"
 
     def follow_backward(self) -> None:
         """The backward that is under way reduces something: if it is broken off, peers that wait for the rest are told."""
@@ -348,12 +339,15 @@ def attach_hook(
 ) -> HookReport:
     """Collective, on all ranks or on none: a state is made, the hook registered with it, the report logged."""
 
-    def attach() -> HookReport:
-        state = make()
-        state.registered(lambda: register(state), undo)
-        return state.report
+    with Transaction() as transaction:
 
-    report = Ranks([getattr(model, "process_group", None)]).together(attach)
+        def attach() -> HookReport:
+            state = transaction.acquire(make, HookState.retire)
+            if state.thread is not None or state.device.type == "cpu":  # else the framework's own is quicker without a hook
+                transaction.do(lambda: register(state), undo)
+            return state.report
+
+        report = Ranks([getattr(model, "process_group", None)]).together(attach)
     log.info("%s", report)
     return report
 

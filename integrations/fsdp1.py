@@ -192,8 +192,13 @@ def register_fsdp1(model: FullyShardedDataParallel, config: CommFuseConfig | Non
         model,
         lambda: FSDP1State(model, config),
         lambda state: model.register_comm_hook(state, fsdp1_hook),
-        lambda: compat.unregister(model, fsdp1_hook),
+        lambda: take_off(model),
     )
+
+
+def take_off(model: FullyShardedDataParallel) -> None:
+    """Before its first backward, the model gives the hook back."""
+    compat.unregister(model, fsdp1_hook)
 
 
 def _stock_reduce_scatter(partials: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None) -> None:

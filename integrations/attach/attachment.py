@@ -210,11 +210,8 @@ def attachment_of(holder: Any, key: str = ATTACHMENT) -> Attachment | None:
 def attaching(holder: Any, ranks: Ranks | None = None, key: str = ATTACHMENT) -> Iterator[Attachment]:
     """`with attaching(model) as attachment`: what its body does to anything is taken back if the body raises."""
     attachment = Attachment(holder, ranks if ranks is not None else Ranks([]), key)
-    try:
+    with attachment.transaction:
         yield attachment
-    except BaseException:
-        attachment.transaction.roll_back()
-        raise
 
 
 def attach(holder: Any, ranks: Ranks, install: Callable[[Attachment], Report], key: str = ATTACHMENT) -> Report:

@@ -96,10 +96,19 @@ def hook_root(
         engine.begin_step()
         engine.enter_forward()
 
+    lasting: list[RemovableHandle] = []  # hooks of tensors that no forward makes: a parameter may be returned in every step
+
+    def forget() -> None:
+        while lasting:
+            lasting.pop().remove()
+
     def returned(output: Any) -> None:
-        wanted = [leaf for leaf in tensors_in(output) if leaf.requires_grad]
-        for leaf in wanted:
-            leaf.register_hook(arm)
+        forget()
+        wanted = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        for tensor in wanted:
+            handle = tensor.register_hook(arm)
+            if tensor.is_leaf:
+                lasting.append(handle)
         after()
         engine.end_forward(bool(wanted))
 
@@ -107,6 +116,7 @@ def hook_root(
         engine.arm()
         return grad
 
+    transaction.on_undo(forget)
     follow_forward(
         transaction,
         model,

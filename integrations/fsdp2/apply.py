@@ -51,21 +51,16 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None, *, tensor_laye
     Returns a printable report: path and reason for every parameter.
     Raises ConfigError (wrong settings, apply() twice or before fully_shard), MismatchError (ranks differ), TransportError.
     """
-    groups = _groups(model)
+    groups = groups_of(model)
     config, selection = Ranks(groups).together(lambda: _prepare(model, config, tensor_layers))
     ranks = Ranks([selection.shard_group, selection.replicate_group, *groups])
     if selection.shard_group is not None:
         group, served = selection.shard_group, config
         claims = ", ".join(f"{name} ({layer.policy})" for name, layer in selection.claims) or "none"
         ranks.together(lambda: check_equal([*describe(model, served), ("claimed layers", claims)], group))
-    follow(model)
-    if not config.enabled or selection.shard_group is None:
-        reason = "enabled=False" if not config.enabled else "no parameter group that CommFuse can serve"
-        return _untouched(selection, config, reason)
-    if config.fuse == "always":
-        _require_fusion(selection)
-    if selection.missing is not None:
-        _warn(selection)
+    untouched = ranks.together(lambda: _begin(model, selection, config))
+    if untouched is not None:
+        return untouched
     report = attach(model, ranks, lambda attachment: _install(attachment, model, selection, config))
     log.info("%s", report)
     return report
@@ -95,7 +90,7 @@ def engine_of(model: nn.Module) -> Engine | None:
     return attachment.engine if attachment is not None else None
 
 
-def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
+def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     """Of the mesh that the model is sharded over."""
     _reshard(model)
     sharded = next((param for param in model.parameters() if isinstance(param, DTensor)), None)
@@ -133,6 +128,19 @@ def _reshard(model: nn.Module) -> None:
             for group in compat.param_groups(module) if known else ():
                 compat.drop_pending_unshard(group)
             module.reshard()
+
+
+def _begin(model: nn.Module, selection: Selection, config: CommFuseConfig) -> Report | None:
+    """The report of a model that nothing of which is served."""
+    follow(model)
+    if not config.enabled or selection.shard_group is None:
+        reason = "enabled=False" if not config.enabled else "no parameter group that CommFuse can serve"
+        return _untouched(selection, config, reason)
+    if config.fuse == "always":
+        _require_fusion(selection)
+    if selection.missing is not None:
+        _warn(selection)
+    return None
 
 
 def _require_fusion(selection: Selection) -> None:

@@ -13,6 +13,7 @@ from commfuse_dp.integrations.attach.ranks import Ranks, any_of
 from commfuse_dp.integrations.attach.report import ParameterRow, Report
 from commfuse_dp.integrations.attach.root import follow_forward
 from commfuse_dp.integrations.attach.rules import check_exclude, original_type
+from commfuse_dp.integrations.attach.transaction import Transaction
 from commfuse_dp.integrations.fsdp2 import apply as apply_fsdp2
 from commfuse_dp.integrations.fsdp2 import remove as remove_fsdp2
 from commfuse_dp.integrations.fsdp2.layers import TensorLayer
@@ -58,21 +59,23 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     reason for whatever stays with DTensor. Raises ConfigError, MismatchError, TransportError, as apply() for FSDP2 does.
     """
     autohook.forget(model)
-    groups = _groups(model)
+    groups = groups_of(model)
     config, selection = Ranks(groups).together(lambda: _prepare(model, config))
-    group = selection.group
-    if group is not None and config.enabled:
-        ranks, served = Ranks([group, *groups]), config
-        ranks.together(lambda: check_equal(describe(model, served), group))
-        report = attach(model, ranks, lambda found: _attach(found, model, selection, served), TENSOR_ATTACHMENT)
-    else:
-        reason = "no layer that can be served" if config.enabled else "enabled=False"
-        report = _untouched(model, selection, config, reason)
-    attachment = attachment_of(model, TENSOR_ATTACHMENT)
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        report = _over_data_parallel(model, config, report)
-    if attachment is not None and group is not None:
-        _follow_steps(attachment, model, group)
+    group, served = selection.group, config
+    ranks = Ranks([group, *groups])
+    with Transaction() as transaction:
+        transaction.on_undo(lambda: _remove_if_on(model))
+        if group is not None and config.enabled:
+            ranks.together(lambda: check_equal(describe(model, served), group))
+            report = attach(model, ranks, lambda found: _attach(found, model, selection, served), TENSOR_ATTACHMENT)
+        else:
+            reason = "no layer that can be served" if config.enabled else "enabled=False"
+            report = _untouched(model, selection, config, reason)
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            layers = ranks.together(lambda: _tensor_layers(model))
+            data = apply_fsdp2(model, config, tensor_layers=layers)
+            report = ranks.together(lambda: _of_both(data, report))
+        ranks.together(lambda: _follow_steps(model, group))
     log.info("%s", report)
     return report
 
@@ -88,12 +91,19 @@ def remove(model: nn.Module) -> None:
     )
 
 
+def _remove_if_on(model: nn.Module) -> None:
+    if attachment_of(model) is not None:
+        remove_fsdp2(model)
+    if applied(model):
+        remove_from(model, "", TENSOR_ATTACHMENT)
+
+
 def applied(model: nn.Module) -> bool:
     """Whether tensor-parallel layers of this model are served."""
     return attachment_of(model, TENSOR_ATTACHMENT) is not None
 
 
-def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
+def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     """Of the meshes that the model is sharded over."""
     found: dict[int, dist.ProcessGroup] = {}
     for param in model.parameters():
@@ -170,9 +180,11 @@ def _replace_hook(attachment: Attachment, module: nn.Module, hook: StyleHook) ->
     attachment.transaction.set(module._forward_pre_hooks, hook.hook_id, hook)
 
 
-def _follow_steps(attachment: Attachment, model: nn.Module, group: dist.ProcessGroup) -> None:
+def _follow_steps(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """A forward of the root begins a step: see collectives/steps.py. With data parallelism it is one of its engine, too."""
-    data = attachment_of(model)
+    attachment, data = attachment_of(model, TENSOR_ATTACHMENT), attachment_of(model)
+    if attachment is None or group is None:
+        return
     if data is not None:  # who has lost a rank on one of the transports tells the peers on the other
         data.transport.membership.when_lost.append(attachment.transport.membership.tell_lost)
         attachment.transport.membership.when_lost.append(data.transport.membership.tell_lost)
@@ -213,14 +225,8 @@ def _tensor_layers(model: nn.Module) -> list[TensorLayer]:
     return found
 
 
-def _over_data_parallel(model: nn.Module, config: CommFuseConfig, report: Report) -> Report:
-    """FSDP2 as well. If that fails, nothing of tensor parallelism stays."""
-    try:
-        data = apply_fsdp2(model, config, tensor_layers=_tensor_layers(model))
-    except BaseException:
-        if applied(model):
-            remove_from(model, "", TENSOR_ATTACHMENT)
-        raise
+def _of_both(data: Report, report: Report) -> Report:
+    """What data parallelism and, below it, tensor parallelism do with each parameter."""
     served = {row.name: row for row in report.rows}
     rows = []
     for row in data.rows:

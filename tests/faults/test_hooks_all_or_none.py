@@ -18,7 +18,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from commfuse_dp.errors import CommFuseError
 from tests.parity.ddp.nets import build, config, train, worst, wrap
-from tests.support.raising import Boom, Injected, blow_in_backward, functions_entered, inside, raising_in
+from tests.support.raising import Boom, blow_in_backward
+from tests.support.stages import TOGETHER, agreed_on, fails, stages_of
 
 REGISTER = {"ddp": register_ddp, "fsdp1": register_fsdp1}
 
@@ -27,7 +28,7 @@ def wrapped(kind: str, **fsdp1: Any) -> nn.Module:
     return wrap(build()) if kind == "ddp" else FullyShardedDataParallel(build(), device_id=torch.device("cpu"), **fsdp1)
 
 
-def fails(*args: Any, **kwargs: Any) -> None:
+def refuse(*args: Any, **kwargs: Any) -> None:
     raise OSError("injected")
 
 
@@ -36,7 +37,7 @@ def body_broken_registration(rank: int, world_size: int, kind: str, broken: tupl
     wanted = train(wrapped(kind))
     model = wrapped(kind)
     if rank in broken:
-        vars(model)["register_comm_hook"] = fails
+        vars(model)["register_comm_hook"] = refuse
     with pytest.raises((OSError, CommFuseError), match="injected") as caught:
         REGISTER[kind](model, config())
     assert rank in broken or "rank 1 could not attach" in str(caught.value)
@@ -58,7 +59,7 @@ def body_broken_opening(rank: int, world_size: int, kind: str, broken: tuple[int
         found = opened(*args, **kwargs)
         if rank in broken:
             found[0].close()
-            fails()
+            refuse()
         return found
 
     comm_hooks.open_transport = open_and_fail
@@ -74,27 +75,11 @@ def body_broken_opening(rank: int, world_size: int, kind: str, broken: tuple[int
 
 def body_every_stage(rank: int, world_size: int, kind: str) -> int:
     """At each function of ours, on each rank in turn, raises what the other rank hears of."""
-    first, running = wrapped(kind), set(threading.enumerate())
-    wanted = train(wrapped(kind))
-    REGISTER[kind](first, config())
-    names = [functions_entered("integrations", lambda: REGISTER[kind](wrapped(kind), config()))]
-    dist.broadcast_object_list(names)
-    del first
-    local = [name for name in names[0] if not name.startswith(("attach/ranks.py", "attach/fingerprint.py"))]
+    running, wanted = set(threading.enumerate()), train(wrapped(kind))
     failed = 0
-    for number, name in enumerate(local):
+    for number, name in enumerate(agreed_on(stages_of(lambda: REGISTER[kind](wrapped(kind), config()), lambda: None))):
         model = wrapped(kind)
-        register = lambda model=model: REGISTER[kind](model, config())  # noqa: E731
-        try:
-            if rank == number % world_size:
-                raising_in("integrations", name, register, wanted=inside("together", but_not=("_open",)))
-            else:
-                register()
-        except Injected:
-            assert rank == number % world_size
-        except CommFuseError as error:
-            assert rank != number % world_size and f"rank {number % world_size}" in str(error) and name in str(error)
-        else:
+        if not fails(name, number % world_size, lambda model=model: REGISTER[kind](model, config()), wanted=TOGETHER):
             continue
         failed += 1
         assert not held(running)[1], name

@@ -5,12 +5,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import gc
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from commfuse_dp.integrations.attach.root import tensors_in
+from commfuse_dp.integrations.attach.root import hook_root, tensors_in
+from commfuse_dp.integrations.attach.transaction import Transaction
 from torch import nn
 from torch.utils import _pytree
 
@@ -85,3 +86,26 @@ def test_nothing_is_left_for_the_garbage_collector() -> None:
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
+
+
+class Weighted(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), self.weight
+
+
+def test_a_parameter_that_is_returned_in_every_step_has_one_hook():
+    """And none once everything is taken back."""
+    told = collections.Counter()
+    engine = SimpleNamespace(breakage=SimpleNamespace(forward_raised=None))
+    for name in ("begin_step", "enter_forward", "end_forward", "leave_forward", "arm"):
+        setattr(engine, name, lambda *_, name=name: told.update([name]))
+    model, transaction = Weighted(2, 2), Transaction()
+    hook_root(transaction, model, engine)
+    for use in (0, 1, 1):
+        outputs = model(torch.ones(2))
+        assert len(model.weight._backward_hooks) == 1
+        told.clear()
+        outputs[use].sum().backward()
+        assert told["arm"]
+    transaction.roll_back()
+    assert not model.weight._backward_hooks

@@ -7,15 +7,12 @@ import importlib
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from commfuse_dp import CommFuseConfig
-from commfuse_dp.errors import CommFuseError
 from tests.parity.deepspeed.pair import BLOCK, Case, Result, check, run, settings
 from tests.support.leftovers import assert_nothing_left, leftovers
-from tests.support.raising import Injected, functions_entered, inside, raising_in
+from tests.support.stages import TOGETHER, agreed_on, fails, stages_of
 
-FOLDER = "integrations"
 SHARED = (
     ("deepspeed.comm.comm", "cdb"),
     ("deepspeed.runtime.zero.partitioned_param_coordinator", "iter_params"),
@@ -42,13 +39,6 @@ def assert_same(engine: Any, before: dict[str, Any], where: str) -> None:
     assert not different, f"after an exception {where}: {different}"
 
 
-def common(found: list[list[str]], world_size: int) -> list[str]:
-    """Names entered each time, on all ranks: what a garbage collection calls is entered now and then."""
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, found)
-    return [name for name in everyone[0][0] if all(name in names for of_one in everyone for names in of_one)]
-
-
 def broken(rank: int, world_size: int, stage: int, block: dict[str, Any], every: int) -> tuple[Result, Result, int]:
     """(stock, with CommFuse after attaching has failed everywhere, number of places where it has failed).
 
@@ -64,52 +54,27 @@ def broken(rank: int, world_size: int, stage: int, block: dict[str, Any], every:
         if step == 0:
             gc.collect()
             before = looks(engine)
-            found = []
-            for _ in range(3):  # the first also enters what is found out once in a process
-                found.append(functions_entered(FOLDER, lambda: apply_to_engine(engine, config)))
-                remove(engine)
-            names = common(found[1:], world_size)
-            names = [name for name in names if not name.endswith(" on_undo")]  # what remembers the change itself
+            attach, detach = (lambda: apply_to_engine(engine, config)), (lambda: remove(engine))
+            names = stages_of(attach, detach)
             assert_same(engine, before, "(there was none: after remove)")
             held = leftovers()
-            for name in names[::every]:
-                try:
-                    entered = raising_in(FOLDER, name, lambda: apply_to_engine(engine, config))
-                except Injected:
+            for name in [name for name in names if not name.endswith(" on_undo")][::every]:  # what remembers the change itself
+                if fails(name, None, attach):
                     places.append(name)
-                except CommFuseError as error:  # entered on the other rank only
-                    assert name in str(error), error
                 else:  # a cache had what it finds out, which a garbage collection may have emptied before
-                    assert not entered, f"an exception in {name} did not come out"
-                    remove(engine)
+                    detach()
                 assert engine_of(engine) is None
                 assert_same(engine, before, f"in {name}")
-            # One rank fails, all hear of it: in whatever ranks do together, but for the agreement itself, and for the opening
-            # of the transport, which ends by its deadline.
-            local = [name for name in names if not name.startswith(("attach/ranks.py", "attach/fingerprint.py"))]
-            passed = 0
-            for number, name in enumerate(local[:: 2 * every]):
+            # One rank fails, all hear of it: in whatever ranks do together.
+            local, passed = agreed_on(names)[:: 2 * every], 0
+            for number, name in enumerate(local):
                 failing = number % world_size
-                try:
-                    if rank == failing:
-                        raising_in(
-                            FOLDER,
-                            name,
-                            lambda: apply_to_engine(engine, config),
-                            wanted=inside("together", but_not=("open", "_open", "_open_gather")),
-                        )
-                    else:
-                        apply_to_engine(engine, config)
-                except Injected:
-                    assert rank == failing
-                except CommFuseError as error:
-                    assert rank != failing and f"rank {failing}" in str(error) and name in str(error), error
-                else:
-                    remove(engine)
+                if not fails(name, failing, attach, wanted=TOGETHER):
+                    detach()
                     passed += 1
                 assert engine_of(engine) is None
                 assert_same(engine, before, f"on rank {failing} in {name}")
-            assert passed < len(local[:: 2 * every]) / 2  # of places that come in the opening only, or before
+            assert passed < len(local) / 2  # of places that come in the opening only, or before
             assert_nothing_left(held)
         if step == 2:
             apply_to_engine(engine, config)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
-from tests.parity.sweep import unmade
+from tests.parity.sweep import train, unmade
 from tests.parity.sweep.__main__ import as_expected, line, sweep_one
-from tests.parity.sweep.cases import TASKS
+from tests.parity.sweep.cases import TASKS, Case
 from tests.parity.sweep.groups import COMPARED, FLOORS, everything, model_types, plain
 from tests.parity.sweep.train import WITHOUT, Row
 
@@ -52,3 +54,17 @@ def test_what_is_listed_and_compared_fails_as_does_what_is_neither(verdict, list
     assert not as_expected(Row(case, verdict, "", "", {}, {}, {}, 0.0))
     other = "no model" if listed else "equal"
     assert as_expected(Row(case, other, "", "", {}, {}, {}, 0.0))
+
+
+def made_on_one(rank: int, world_size: int) -> Row:
+    def prepare(case: Case) -> None:
+        if rank == 1:
+            raise ValueError("no memory")
+
+    with mock.patch.object(train, "prepare", prepare):
+        return train.run(rank, world_size, Case("causal", "llama"))
+
+
+def test_a_model_that_cannot_be_made_on_one_rank_has_a_reason_on_all(workers):
+    for row in workers(2).run(made_on_one, timeout=60):
+        assert row.verdict == "no model" and "ranks [1]: ValueError: no memory" in row.text

@@ -79,7 +79,7 @@ def run(rank: int, world_size: int, case: Case) -> Row:
     rows: list[Any] = []
     try:
         torch.manual_seed(0)
-        model, batch, loss = prepare(case)
+        model, batch, loss = _prepared(case)
     except Exception as error:
         return Row(case, "no model", "", _brief(error), {}, {}, {}, time.monotonic() - start)
     exact: Trained | None = None
@@ -92,7 +92,7 @@ def run(rank: int, world_size: int, case: Case) -> Row:
     dtypes = list(case.dtypes)
     for dtype in dtypes:
         if case.adapter == QUANTISED and dtype == "bf16":
-            model, batch, loss = prepare(case, torch.bfloat16)
+            model, batch, loss = _prepared(case, torch.bfloat16)
         try:
             stock, shard = _stock(model, dtype, shard, case.steps, batch, loss)
         except Exception as error:
@@ -127,6 +127,21 @@ def run(rank: int, world_size: int, case: Case) -> Row:
     del model
     gc.collect()
     return Row(case, verdict, dtype, text, worst, dict(paths), dict(reasons), time.monotonic() - start)
+
+
+def _prepared(case: Case, *dtype: torch.dtype) -> tuple[nn.Module, Any, Any]:
+    """On all ranks or on none: the others would wait for one that has no model."""
+    found, why = None, ""
+    try:
+        found = prepare(case, *dtype)
+    except Exception as error:
+        why = _brief(error)
+    everyone = [""] * dist.get_world_size()
+    dist.all_gather_object(everyone, why)
+    failed = {rank: why for rank, why in enumerate(everyone) if why}
+    if found is None or failed:
+        raise RuntimeError(f"ranks {list(failed)}: {next(iter(failed.values()))}")
+    return found
 
 
 def _others(batch: Callable[[int], Any]) -> Callable[[int], Any]:
