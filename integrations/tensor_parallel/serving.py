@@ -63,8 +63,9 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     config, selection = Ranks(groups).together(lambda: _prepare(model, config))
     group, served = selection.group, config
     ranks = Ranks([group, *groups])
+    before = attachment_of(model)
     with Transaction() as transaction:
-        transaction.on_undo(lambda: _remove_if_on(model))
+        transaction.on_undo(lambda: _take_back(model, before))
         if group is not None and config.enabled:
             ranks.together(lambda: check_equal(describe(model, served), group))
             report = attach(model, ranks, lambda found: _attach(found, model, selection, served), TENSOR_ATTACHMENT)
@@ -91,8 +92,9 @@ def remove(model: nn.Module) -> None:
     )
 
 
-def _remove_if_on(model: nn.Module) -> None:
-    if attachment_of(model) is not None:
+def _take_back(model: nn.Module, before: Attachment | None) -> None:
+    """before: FSDP2's attachment, which stays."""
+    if attachment_of(model) is not before:
         remove_fsdp2(model)
     if applied(model):
         remove_from(model, "", TENSOR_ATTACHMENT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -11,13 +12,22 @@ from tests.parity.sweep.__main__ import as_expected, line, sweep_one
 from tests.parity.sweep.cases import TASKS, Case
 from tests.parity.sweep.groups import COMPARED, FLOORS, everything, model_types, plain
 from tests.parity.sweep.train import WITHOUT, Row
+from tests.support.workers import Workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Workers]:
+    """Processes of its own: so many models and their packages leave more behind than other tests should see."""
+    own = Workers()
+    yield own
+    own.close()
+
+
 @pytest.mark.parametrize("task", FLOORS)
-def test_models_train_as_with_stock(task, workers):
-    rows = [sweep_one(workers, case) for case in everything() if case.task == task]
+def test_models_train_as_with_stock(task, pools):
+    rows = [sweep_one(pools, case) for case in everything() if case.task == task]
     print(*map(line, rows), sep="\n")
     bad = [f"{line(row)}\n{row.text}" for row in rows if not as_expected(row)]
     assert not bad, "\n\n".join(bad)
