@@ -27,7 +27,6 @@ PLAIN = {
     "blip": "its head wants labels and a decoder's beginning",
     "dpt": "its head takes hidden states of a third and fourth stage",
     "flava": "its head wants pictures in the words of a codebook",
-    "maskformer": "its loss needs scipy",
     "sapiens2": "its head has a configuration of its own, which is None by default",
     "splinter": "its head wants question tokens",
     "timesfm": "what comes out of its head is the model, too",

@@ -35,6 +35,17 @@ _VIBE = {"num_filters": 4, "depths": [1, 1, 1], "downsampling_ratios": [2, 2]}
 _LATENT = {"num_key_value_heads": 4}  # every head has keys of its own, in latent attention
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 _HALF_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [0, 1, 1]}}
+_LEVELS = {"backbone_config.out_features": ["stage2", "stage3", "stage4"]}
+_ALL_LEVELS = {"backbone_config.out_features": ["stage1", "stage2", "stage3", "stage4"]}
+_PYRAMID = {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]}
+_DEPTH = {
+    "backbone_config.num_hidden_layers": 4,
+    "backbone_config.reshape_hidden_states": False,
+    **_ALL_LEVELS,
+    "reassemble_hidden_size": 32,
+    "initializer_range": 0.1,  # else what comes out is too small for its gradients to move a weight
+}
+_ERNIE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
 FIXES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), _LATENT),
     **dict.fromkeys(("minicpm3", "youtu", "dots3_note_text", "esmc", "mistral4", "mistral_large4_text"), _LATENT),
@@ -63,10 +74,11 @@ FIXES: dict[str, dict[str, Any]] = {
     **{name: {"image_size": 64, "patch_size": 4, "window_size": 2} for name in ("swin", "donut-swin", "maskformer-swin")},
     **dict.fromkeys(("conditional_detr", "deformable_detr", "detr", "dab-detr", "table-transformer"), _DETR),
     **dict.fromkeys(("align_vision_model", "efficientnet"), _EFFICIENT),
-    **{name: {"prediction_length": 4, "context_length": 8} for name in ("autoformer", "informer", "time_series_transformer")},
-    **{name: {"context_size": 8} for name in ("granite_speech5_encoder", "granite_speech5_ctc")},
+    **{name: {"prediction_length": 4, "context_length": 8} for name in ("informer", "time_series_transformer")},
+    **{name: {"context_size": 8, "num_key_value_heads": 4} for name in ("granite_speech5_encoder", "granite_speech5_ctc")},
     **{name: {"quantization_dim": 32} for name in ("neucodec", "xcodec2")},
-    **dict.fromkeys(("chameleon_vqgan", "emu3_vqgan", "janus_vqgan"), _VQ),
+    "janus_vqgan": {**_VQ, "num_patches": 16},
+    **dict.fromkeys(("chameleon_vqgan", "emu3_vqgan"), _VQ),
     **dict.fromkeys(("mimi", "mimi_encoder", "mimi_decoder"), _MIMI),
     **dict.fromkeys(
         ("pocket_tts_audio_tokenizer", "pocket_tts_audio_tokenizer_encoder", "pocket_tts_audio_tokenizer_decoder"), _MIMI
@@ -79,7 +91,7 @@ FIXES: dict[str, dict[str, Any]] = {
     "wav2vec2-conformer": {"vocab_size": VOCABULARY},
     "bit": {"num_groups": 4},
     "bridgetower_vision_model": {"hidden_size": 128},
-    "bros": {"dim_bbox": 8},
+    "bros": {"dim_bbox": 8, "hidden_size": 64},
     "clap_audio_model": {
         "spec_size": 64,
         "num_mel_bins": 32,
@@ -113,8 +125,11 @@ FIXES: dict[str, dict[str, Any]] = {
     "dots3_note_audio_encoder": {"num_key_value_heads": 4, "adapter_input_size": 32, "adapter_out_dim": 32},
     "dots3_note_vision_encoder": {"adapter_in_dim": 32, "adapter_out_dim": 32, "mlp_layer_types": ["dense", "sparse"]},
     "encodec": {"num_filters": 4, "hidden_size": 16, "codebook_dim": 16, "upsampling_ratios": [4, 2], "num_lstm_layers": 1},
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16], "mlp_layer_types": ["dense", "sparse"]},
-    "hunyuan_vl_text": {"head_dim": 8},
+    "ernie4_5_vl_moe_text": {**_ERNIE, "moe_intermediate_size": [16, 16], "mlp_layer_types": ["dense", "sparse"]},
+    "hunyuan_vl_text": {
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 1, 1]},
+    },
     "hgnet_v2": {
         "stem_channels": [3, 16, 16],
         "stage_in_channels": [16] * 4,
@@ -134,7 +149,7 @@ FIXES: dict[str, dict[str, Any]] = {
     "lw_detr_vit": {"num_windows": 4, "pretrain_image_size": 32},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
     "mgp-str": {"image_size": [32, 32]},
-    "mobilevitv2": {"width_multiplier": 0.5},
+    "mobilevitv2": {"width_multiplier": 0.25, "patch_size": 2, "image_size": 64},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "muse_spark_audio": {"patch_sizes": [4, 4], "hidden_sizes": [16, 32], "depths": [1, 1], "num_hidden_layers": 2},
     "neomme": {"head_dim": 16, "embedding_rank": 16},
@@ -170,7 +185,13 @@ FIXES: dict[str, dict[str, Any]] = {
         "frames_per_clip": 4,
         "num_pooler_layers": 1,
     },
-    "zamba": {"num_hidden_layers": 3, "attention_hidden_size": 64, "attention_head_dim": 16, "num_key_value_heads": 4},
+    "zamba": {
+        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "num_key_value_heads": 4,
+    },
     "zamba2": {
         "num_hidden_layers": 2,
         "layers_block_type": ["mamba", "hybrid"],
@@ -179,10 +200,17 @@ FIXES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
     **{name: {"flow_head_config.condition_dim": 32} for name in ("gradium_phonon_tts", "pocket_tts")},
-    **{
-        name: {"neck_hidden_sizes": [16], "reassemble_factors": [1]}
-        for name in ("depth_anything", "prompt_depth_anything", "zoedepth")
-    },
+    **dict.fromkeys(("depth_anything", "prompt_depth_anything", "tipsv2_dpt", "zoedepth"), _DEPTH),
+    **dict.fromkeys(("rt_detr", "rt_detr_v2", "d_fine", "deimv2"), _LEVELS),
+    **{name: {**_LEVELS, "max_text_len": 16} for name in ("grounding-dino", "mm-grounding-dino")},
+    "pp_doclayout_v2": {**_LEVELS, "class_thresholds": [0.5, 0.5], "class_order": [0, 1]},
+    "pp_doclayout_v3": _ALL_LEVELS,
+    "pp_doclayout_v4": _LEVELS,
+    "mask2former": _ALL_LEVELS,
+    "oneformer": _ALL_LEVELS,
+    "pp_ocrv5_mobile_det": {"backbone_config.out_features": ["stage2", "stage3", "stage4", "stage5"]},
+    "sam2_vision_model": {**_PYRAMID, "backbone_channel_list": [40, 32, 24, 16]},
+    "sam3_vision_model": _PYRAMID,
     **dict.fromkeys(("glm4v_text", "glm_image_text", "glm_ocr_text", "glm4v_moe_text"), _HALF_MROPE),
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
@@ -190,7 +218,35 @@ FIXES: dict[str, dict[str, Any]] = {
             name: {"rope_type": "default", "rope_theta": 10000.0} for name in ("sliding_attention", "full_attention")
         },
     },
-    "efficientloftr": {"out_features": [16, 16, 16, 32]},
+    "autoformer": {"prediction_length": 4, "context_length": 8, "label_length": 4},
+    "bailing_hybrid": {**_LATENT, "num_expert_group": 1, "layer_types": ["linear_attention", "full_attention"]},
+    **{name: {"hidden_size_global": 32, "vocab_size": VOCABULARY} for name in ("blt_local_encoder", "blt_local_decoder")},
+    "clvp_encoder": {"num_attention_heads": 1},
+    "levit": {"image_size": 64, "patch_size": 16},
+    "textnet": {"image_size": [64, 64], "stem_out_channels": 16},
+    "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
+    "longcat_flash": {**_LATENT, "qk_head_dim": 16, "zero_expert_num": 2},
+    "lw_detr": {
+        "projector_scale_factors": [1.0],
+        "num_queries": 8,
+        "group_detr": 2,
+        "backbone_config.out_features": ["stage1", "stage2"],
+    },
+    "sam2_hiera_det_model": {
+        "image_size": [64, 64],
+        "hidden_size": 16,
+        "embed_dim_per_stage": [16, 24, 32, 40],
+        "blocks_per_stage": [1, 1, 1, 1],
+        "global_attention_blocks": [2],
+        "window_size_per_stage": [4, 4, 4, 4],
+        "num_query_pool_stages": 3,
+    },
+    "sam_hq_vision_model": {"num_pos_feats": 16, "global_attn_indexes": [0, 1]},
+    "sam_hq_mask_decoder": {"vit_dim": 32},
+    "superglue": {"keypoint_encoder_sizes": [8, 16], "gnn_layers_types": ["self", "cross"]},
+    "superpoint": {"descriptor_decoder_dim": 32},
+    "xclip_vision_model": {"mit_hidden_size": 32, "mit_num_attention_heads": 4, "mit_intermediate_size": 48},
+    "efficientloftr": {"out_features": [16, 16, 16, 32], "num_attention_heads": 8, "num_key_value_heads": 8},
     "fun_asr_nano": {"adaptor_config.intermediate_size": 8},
     "glm5_next_text": {
         "num_key_value_heads": 4,
@@ -211,6 +267,14 @@ FIXES: dict[str, dict[str, Any]] = {
     "step3p5": {"sliding_window": 8},
     "swin2sr": {"patch_size": 1, "window_size": 4, "image_size": 16, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2]},
     "t5gemma2_encoder": {"mm_tokens_per_image": 4},
-    "vitpose_backbone": {"image_size": [32, 32], "patch_size": [8, 8], "part_features": 8},
+    "vitpose_backbone": {"image_size": [32, 32], "patch_size": [8, 8], "part_features": 8, "num_experts": 1},
+    "florence_vision": {"num_groups": [2, 2, 2, 2]},
+    "mllama_vision_model": {"intermediate_layers_indices": [0, 1], "num_global_layers": 1},
+    "moshi_depth": {"input_size": 32, "audio_vocab_size": VOCABULARY},
+    "phi4_multimodal_audio": {
+        "ext_pw_out_channel": 32,
+        "depthwise_separable_out_channel": 32,
+        "nemo_conv_channels": 32,
+    },
 }
 """Over everything else; dotted names reach into inner configurations."""

@@ -129,14 +129,20 @@ _SERIES = {
 }
 _VIDEO = {"pixel_values": lambda draw: draw.picture(tiny.BATCH, CLIPS)}
 _PICTURES = {"pixel_values": _floats(tiny.BATCH, 3, 64, 64)}
-_PATCHES = {"flattened_patches": _floats(tiny.BATCH, 16, 2 + 16 * 16 * 3)}
+_PATCHES = {"flattened_patches": lambda draw: draw.floats(tiny.BATCH, 16, 2 + 16 * 16 * 3).abs()}  # row and column come first
 _SAM3 = {
     "vision_features": _floats(tiny.BATCH, 16, 32),
     "text_features": _floats(tiny.BATCH, 8, 32),
     "vision_pos_encoding": _floats(tiny.BATCH, 16, 32),
     "spatial_shapes": lambda draw: torch.tensor([[4, 4]]),
 }
-
+_SPOKEN = {
+    **_TEXT,
+    "duration_labels": lambda draw: torch.full((tiny.BATCH, tiny.LENGTH), 2),
+    "spectrogram_labels": _floats(tiny.BATCH, 2 * tiny.LENGTH, 80),
+    "pitch_labels": _floats(tiny.BATCH, tiny.LENGTH, 1),
+    "energy_labels": _floats(tiny.BATCH, tiny.LENGTH, 1),
+}
 _LINE = {"pixel_values": _floats(tiny.BATCH, 3, 48, 160)}
 _SIGLIP2 = {
     "pixel_values": _floats(tiny.BATCH, 16, 3 * 8 * 8),
@@ -151,7 +157,7 @@ SPECIAL: dict[str, dict[str, Callable[[Draw], Any]]] = {
     **dict.fromkeys(("vibevoice_acoustic_tokenizer",), _MONO),
     **dict.fromkeys(("glmasr_encoder", "qwen2_audio_encoder", "voxtral_encoder", "voxtral_realtime_encoder"), _mel(128)),
     **dict.fromkeys(("videomae", "timesformer", "vivit"), _VIDEO),
-    **dict.fromkeys(("mobilevitv2", "rf_detr"), _PICTURES),
+    **dict.fromkeys(("mobilevitv2", "rf_detr", "d_fine", "deimv2"), _PICTURES),
     **dict.fromkeys(("pix2struct_vision_model", "kosmos_2_5_vision_model"), _PATCHES),
     **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "colqwen2"), _TEXT),
     **dict.fromkeys(("dots3_note", "granite_docling", "cohere2_vision", "janus", "step3p7", "embedding_gemma2"), _TEXT),
@@ -186,8 +192,8 @@ SPECIAL: dict[str, dict[str, Callable[[Draw], Any]]] = {
         "aspect_ratio_mask": _ones(tiny.BATCH, 1, 4),
     },
     "muse_glimmer_assistant": {
-        "noise_embeds": _floats(tiny.BATCH, 8, 32),
-        "context_hidden_states": _floats(tiny.BATCH, 8, 160),
+        "noise_embeds": _floats(tiny.BATCH, 16, 32),
+        "context_hidden_states": _floats(tiny.BATCH, 16, 160),
     },
     "pi0": {"action_embeds": _floats(tiny.BATCH, 4, 32), **_TEXT},
     "pix2struct": {**_PATCHES, "decoder_input_ids": VALUES["input_ids"]},
@@ -228,7 +234,6 @@ SPECIAL: dict[str, dict[str, Callable[[Draw], Any]]] = {
     "dia": {**_TEXT, "decoder_input_ids": _words(tiny.BATCH, tiny.LENGTH, 2)},
     "dia_decoder": {"input_ids": _words(tiny.BATCH, tiny.LENGTH, 2), "encoder_hidden_states": Draw.hidden},
     "efficientloftr": {"pixel_values": _floats(tiny.BATCH, 2, 3, 64, 64)},
-    "fun_asr_nano_encoder": {"input_features": _floats(tiny.BATCH, FRAMES, 560)},
     "kimi_k25_vision": {"pixel_values": _floats(32, 3, 8, 8)},
     "kyutai_speech_to_text": {"input_ids": _words(tiny.BATCH, tiny.LENGTH, 33)},
     "molmo2_vision": {"pixel_values": _floats(tiny.BATCH, 16, 192)},
@@ -247,19 +252,27 @@ SPECIAL: dict[str, dict[str, Callable[[Draw], Any]]] = {
     "udop": {**_TEXT, "bbox": _floats(tiny.BATCH, tiny.LENGTH, 4), "decoder_input_ids": VALUES["input_ids"]},
     "vibevoice_acoustic_tokenizer_decoder": {"hidden_states": _floats(tiny.BATCH, 32, 16)},
     "vibevoice_acoustic_tokenizer_encoder": {"hidden_states": _floats(tiny.BATCH, 1, 512)},
+    **dict.fromkeys(("fastspeech2_conformer", "fastspeech2_conformer_with_hifigan"), _SPOKEN),
+    "tvp": {"input_ids": _words(1, tiny.LENGTH), "pixel_values": _floats(1, 2, 3, 32, 32)},
     "xclip": {**_TEXT, "pixel_values": _floats(tiny.BATCH, 8, 3, 32, 32)},
     "xclip_vision_model": {"pixel_values": _floats(16, 3, 32, 32)},
+    **{name: {"input_features": _floats(tiny.BATCH, 32, 560)} for name in ("fun_asr_nano", "fun_asr_nano_encoder")},
+    "gemma4_audio": {"input_features": _floats(tiny.BATCH, FRAMES, 128), "attention_mask": _ones(tiny.BATCH, FRAMES)},
+    **dict.fromkeys(("hunyuan_vl",), _TEXT),
+    "molmo2": {**_TEXT, "mm_token_type_ids": lambda draw: torch.zeros(tiny.BATCH, tiny.LENGTH, dtype=torch.long)},
+    "moshi_depth": {"input_ids": _words(tiny.BATCH, 8), "last_hidden_state": _floats(tiny.BATCH, 1, 32)},
+    "paddleocr_vl_vision": {"pixel_values": _floats(1, 32, 3, 8, 8), "grid_thw": VALUES["grid_thw"]},
 }
 """By model type: what a forward is given, if its names do not tell."""
 
 
-def loss(output: Any) -> torch.Tensor:
+def loss(output: Any, scale: float = 1.0) -> torch.Tensor:
     """Mean squares of all that comes out in floating point; weighted, for those of what a norm puts out are constant."""
     found = [tensor.float() if tensor.dtype.itemsize < 4 else tensor for tensor in _tensors(output)]
     found = [tensor for tensor in found if tensor.is_floating_point() and tensor.requires_grad and tensor.numel()]
     if not found:
         raise ValueError("nothing comes out that a gradient could come from")
-    return torch.stack([(_weights(tensor) * tensor.square()).mean() for tensor in found]).sum()
+    return scale * torch.stack([(_weights(tensor) * tensor.square()).mean() for tensor in found]).sum()
 
 
 def _weights(tensor: torch.Tensor) -> torch.Tensor:

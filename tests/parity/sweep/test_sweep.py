@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from unittest import mock
 
 import pytest
+import torch
 
 from tests.parity.sweep import train, unmade
 from tests.parity.sweep.__main__ import as_expected, line, sweep_one
 from tests.parity.sweep.cases import TASKS, Case
 from tests.parity.sweep.groups import COMPARED, FLOORS, everything, model_types, plain
-from tests.parity.sweep.train import WITHOUT, Row
+from tests.parity.sweep.train import WITHOUT, Row, Trained, compare
 from tests.support.workers import Workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -33,6 +34,26 @@ def test_models_train_as_with_stock(task, pools):
     assert not bad, "\n\n".join(bad)
     compared = [row for row in rows if row.verdict not in WITHOUT]
     assert len(compared) >= FLOORS[task], "\n".join(line(row) for row in rows if row not in compared)
+
+
+def _compared(rank, world_size, values):
+    """What is said of three runs, each of one parameter and one loss."""
+    runs = [Trained(torch.tensor([1.0], dtype=torch.float64), {"weight": torch.tensor(value).double()}) for value in values]
+    return compare(runs[0], runs[1], runs[2] if values[2] != values[0] else runs[0])[1]
+
+
+@pytest.mark.parametrize(
+    ("values", "equal"),
+    [
+        (([1.0], [1.0], [1.0]), True),
+        (([1.0], [1.5], [1.0]), False),
+        (([float("inf")], [float("inf")], [float("inf")]), False),
+        (([float("inf")], [1.0], [2.0]), False),
+        (([2.5], [float("nan")], [2.0]), False),
+    ],
+)
+def test_runs_that_left_all_numbers_are_not_taken_for_equal(workers, values, equal):
+    assert [not wrong for wrong in workers(2).run(_compared, values)] == [equal, equal]
 
 
 @pytest.mark.parametrize("case", sorted(COMPARED), ids=str)

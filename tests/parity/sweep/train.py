@@ -243,12 +243,13 @@ def compare(stock: Trained, ours: Trained, exact: Trained) -> tuple[float, str]:
     squares[-1, 0] = exact.losses.square().sum()
     squares[-1, 1] = (ours.losses - (stock.losses if same else exact.losses)).square().sum()
     squares[-1, 2] = (stock.losses - exact.losses).square().sum()
-    squares.nan_to_num_(nan=float("inf"))
     dist.all_reduce(squares)
     dist.all_reduce(unlike)
     lost = [name for name, flag in zip(names, unlike, strict=True) if flag]
     if lost:
         return float("inf"), f"a gradient comes with one and not with the other: {lost[:5]} of {len(lost)}"
+    if not squares.isfinite().all():
+        return float("nan"), "an update or a loss is not finite, and nothing can be said about it"
     size, difference, error = squares.sqrt().unbind(1)
     whole = squares[:-1].sum(0).sqrt()
     tiny = 1e-30
