@@ -210,8 +210,11 @@ def attachment_of(holder: Any, key: str = ATTACHMENT) -> Attachment | None:
 def attaching(holder: Any, ranks: Ranks | None = None, key: str = ATTACHMENT) -> Iterator[Attachment]:
     """`with attaching(model) as attachment`: what its body does to anything is taken back if the body raises."""
     attachment = Attachment(holder, ranks if ranks is not None else Ranks([]), key)
-    with attachment.transaction:
+    try:  # not `with attachment.transaction`: an interrupt as that ends would roll nothing back
         yield attachment
+    except BaseException:
+        attachment.transaction.roll_back()
+        raise
 
 
 def attach(holder: Any, ranks: Ranks, install: Callable[[Attachment], Report], key: str = ATTACHMENT) -> Report:
