@@ -339,15 +339,19 @@ def attach_hook(
 ) -> HookReport:
     """Collective, on all ranks or on none: a state is made, the hook registered with it, the report logged."""
 
-    with Transaction() as transaction:
+    transaction = Transaction()
 
-        def attach() -> HookReport:
-            state = transaction.acquire(make, HookState.retire)
-            if state.thread is not None or state.device.type == "cpu":  # else the framework's own is quicker without a hook
-                transaction.do(lambda: register(state), undo)
-            return state.report
+    def attach() -> HookReport:
+        state = transaction.acquire(make, HookState.retire)
+        if state.thread is not None or state.device.type == "cpu":  # else the framework's own is quicker without a hook
+            transaction.do(lambda: register(state), undo)
+        return state.report
 
+    try:
         report = Ranks([getattr(model, "process_group", None)]).together(attach)
+    except BaseException:
+        transaction.roll_back()
+        raise
     log.info("%s", report)
     return report
 

@@ -11,12 +11,9 @@ DeepSpeed is not among them: its engine is served out of `deepspeed.initialize`,
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from commfuse_dp.integrations.attach.ranks import Ranks
-from commfuse_dp.integrations.attach.transaction import Transaction
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -29,11 +26,9 @@ class Kind(NamedTuple):
 
     name: str
     serve: Callable[[Any, CommFuseConfig | None], Any]  # (model, config) -> report; collective
-    remove: Callable[[Any], object]  # undoes it; collective
     served: Callable[[Any], bool]  # CommFuse is on for the model already
     obstacle: Callable[[Any], str | None]  # why the model cannot be served; None: it can
     waits_for_training: bool  # serving waits for the first forward in training: a rank may evaluate alone
-    groups: Callable[[Any], list[Any]]  # whose ranks serve it together, as `serve` itself begins
 
 
 def kind_of(model: Any) -> Kind | None:
@@ -41,70 +36,19 @@ def kind_of(model: Any) -> Kind | None:
     if isinstance(model, DistributedDataParallel):
         from commfuse_dp.integrations.ddp import DDPState, register_ddp
 
-        def is_on(m: Any) -> bool:
-            return isinstance(_ddp_hook(m)[0], DDPState)
-
-        def retire(m: Any) -> None:
-            if is_on(m):
-                _ddp_hook(m)[0].retire()
-
-        return Kind("DDP", register_ddp, retire, is_on, _hook_of_the_script, True, _process_group)
+        return Kind("DDP", register_ddp, lambda m: isinstance(_ddp_hook(m)[0], DDPState), _hook_of_the_script, True)
     if isinstance(model, FullyShardedDataParallel):
-        from commfuse_dp.integrations.fsdp1 import obstacle, register_fsdp1, take_off
+        from commfuse_dp.integrations.fsdp1 import obstacle, register_fsdp1
         from commfuse_dp.integrations.fsdp1_compat import registered_hook
 
-        return Kind("FSDP1", register_fsdp1, take_off, lambda m: _is_ours(registered_hook(m)), obstacle, False, _process_group)
+        return Kind("FSDP1", register_fsdp1, lambda m: _is_ours(registered_hook(m)), obstacle, False)
     if isinstance(model, nn.Module) and any(isinstance(module, FSDPModule) for module in model.modules()):
         from commfuse_dp.integrations.fsdp2.apply import engine_of
 
         import commfuse_dp
 
-        def is_applied(m: Any) -> bool:
-            return engine_of(m) is not None
-
-        def remove(m: Any) -> None:
-            if is_applied(m):
-                commfuse_dp.remove(m)
-
-        return Kind("FSDP2", commfuse_dp.apply, remove, is_applied, lambda m: None, False, _groups_of_meshes)
+        return Kind("FSDP2", commfuse_dp.apply, lambda m: engine_of(m) is not None, lambda m: None, False)
     return None
-
-
-def serve_all(
-    models: Sequence[Any], config: CommFuseConfig | None, tell: Callable[[list[Any]], object] = lambda reports: None
-) -> list[Any]:
-    """Collective: serve each of these models that is not served yet, and tell of it; all of that on all ranks, or nothing.
-
-    Returns the reports. The models are of some kind."""
-    reports: list[Any] = []
-    with Transaction() as transaction:
-        for model in models:
-            kind = kind_of(model)
-            assert kind is not None
-            ranks = Ranks(kind.groups(model))
-            reports += ranks.together(functools.partial(_serve, transaction, model, kind, config))
-        ranks.together(lambda: tell(reports))
-    return reports
-
-
-def _serve(transaction: Transaction, model: Any, kind: Kind, config: CommFuseConfig | None) -> list[Any]:
-    if kind.served(model):
-        return []
-    transaction.on_undo(lambda: kind.remove(model))
-    return [kind.serve(model, config)]
-
-
-def _process_group(model: Any) -> list[Any]:
-    return [model.process_group]
-
-
-def _groups_of_meshes(model: Any) -> list[Any]:
-    from commfuse_dp.integrations import tensor_parallel
-    from commfuse_dp.integrations.fsdp2.apply import groups_of
-
-    if tensor_parallel.parallelized(model):
-        from commfuse_dp.integrations.tensor_parallel.serving import groups_of
-    return groups_of(model)
 
 
 def called_roots(model: nn.Module) -> Iterator[nn.Module]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-MARK = "_commfuse"  # on functions that were replaced, and on modules that are taken care of
+_MARK = "_commfuse"  # on functions that were replaced
 
 
 def replace(holder: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
@@ -20,10 +20,10 @@ def replace(holder: Any, name: str, make: Callable[[Callable[..., Any]], Callabl
     original = getattr(holder, name, None)
     if not callable(original):
         return False
-    if getattr(original, MARK, False):
+    if getattr(original, _MARK, False):
         return True
     new = functools.wraps(original)(make(original))
-    setattr(new, MARK, True)
+    setattr(new, _MARK, True)
     setattr(holder, name, new)
     return True
 
@@ -39,8 +39,13 @@ def replace_in_modules(module: ModuleType, name: str, make: Callable[[Callable[.
     return True
 
 
+def mark(model: Any) -> None:
+    """Remember that this module is taken care of."""
+    vars(model)[_MARK] = True
+
+
 def is_marked(model: Any) -> bool:
-    return MARK in vars(model)
+    return _MARK in vars(model)
 
 
 def version() -> str:

@@ -14,17 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commfuse_dp.integrations.accelerate import compat
 
 from commfuse_dp.autoload import warn
 from commfuse_dp.config import CommFuseConfig, asked_for
 from commfuse_dp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from commfuse_dp.integrations.attach.transaction import Transaction
-    from commfuse_dp.integrations.wrapped import Kind
 
 _NOT_HERE = {
     "DEEPSPEED": "",  # said by the integration for DeepSpeed
@@ -101,10 +97,17 @@ def check_run(accelerator: Any) -> None:
 
 
 def _apply(accelerator: Any, model: Any) -> None:
-    """Unless the script has called apply() itself. Said is the part of the report before its list of parameters."""
-    from commfuse_dp.integrations.wrapped import serve_all
+    from commfuse_dp.integrations.fsdp2.apply import engine_of
 
-    serve_all([model], None, lambda reports: _tell(accelerator, *(str(report).partition("\n\n")[0] for report in reports)))
+    import commfuse_dp
+
+    if engine_of(model) is None:  # a script may have called apply() itself
+        _tell(accelerator, _short(commfuse_dp.apply(model)))
+
+
+def _short(report: Any) -> str:
+    """The part of a report before its list of parameters, which apply() has logged at level INFO."""
+    return str(report).partition("\n\n")[0]
 
 
 def _register_hook(accelerator: Any, model: Any) -> None:
@@ -123,22 +126,11 @@ def _register_hook(accelerator: Any, model: Any) -> None:
     kind = _hooked_kind(inner)
     if kind is None or compat.is_marked(inner):
         return
-    from commfuse_dp.integrations.attach.ranks import Ranks
-    from commfuse_dp.integrations.attach.transaction import Transaction
-
-    with Transaction() as transaction:
-        Ranks(kind.groups(inner)).together(lambda: _serve_later(transaction, accelerator, inner, kind))
-
-
-def _serve_later(transaction: Transaction, accelerator: Any, model: Any, kind: Kind) -> None:
     import torch
-    from commfuse_dp.integrations.attach.ranks import Ranks
     from commfuse_dp.integrations.comm_hooks import checked_config
-    from commfuse_dp.integrations.wrapped import serve_all
-    from torch.utils.hooks import RemovableHandle
 
     checked_config(None)
-    why = kind.obstacle(model)
+    why = kind.obstacle(inner)
     if why is not None:
         _decline(accelerator, kind.name, why)
         return
@@ -147,20 +139,14 @@ def _serve_later(transaction: Transaction, accelerator: Any, model: Any, kind: K
         if kind.waits_for_training and not (module.training and torch.is_grad_enabled()):
             return
         handle.remove()
-        if Ranks(kind.groups(module)).together(lambda: _may_be_served(accelerator, module, kind)):
-            serve_all([module], None, lambda reports: _tell(accelerator, *(report.summary for report in reports)))
+        why = kind.obstacle(module)
+        if why is not None:
+            _decline(accelerator, kind.name, why)
+        else:
+            _tell(accelerator, kind.serve(module, None).summary)
 
-    run = torch.compiler.disable(first_forward)
-    handle = transaction.acquire(lambda: model.register_forward_pre_hook(run, prepend=True), RemovableHandle.remove)
-    transaction.set(vars(model), compat.MARK, True)
-
-
-def _may_be_served(accelerator: Any, model: Any, kind: Kind) -> bool:
-    """Since `prepare` the script may have registered a hook of its own."""
-    why = kind.obstacle(model)
-    if why is not None:
-        _decline(accelerator, kind.name, why)
-    return why is None
+    handle = inner.register_forward_pre_hook(torch.compiler.disable(first_forward), prepend=True)
+    compat.mark(inner)
 
 
 def _hooked_kind(model: Any) -> Any:
@@ -186,10 +172,10 @@ def _tell_once(text: str) -> None:
         announce(text)
 
 
-def _tell(accelerator: Any, *texts: str) -> None:
-    from commfuse_dp.integrations.attach.announce import announce
+def _tell(accelerator: Any, text: str) -> None:
+    if accelerator.is_main_process:
+        from commfuse_dp.integrations.attach.announce import announce
 
-    for text in texts if accelerator.is_main_process else ():
         announce(text)
 
 

@@ -210,7 +210,7 @@ def attachment_of(holder: Any, key: str = ATTACHMENT) -> Attachment | None:
 def attaching(holder: Any, ranks: Ranks | None = None, key: str = ATTACHMENT) -> Iterator[Attachment]:
     """`with attaching(model) as attachment`: what its body does to anything is taken back if the body raises."""
     attachment = Attachment(holder, ranks if ranks is not None else Ranks([]), key)
-    try:  # not `with attachment.transaction`: an interrupt as that ends would roll nothing back
+    try:
         yield attachment
     except BaseException:
         attachment.transaction.roll_back()

@@ -18,18 +18,11 @@ _ABSENT: Any = object()
 class Transaction:
     """A list of undos. Whoever changes an object that is not ours registers the undo first, or in the same call.
 
-    An undo runs whether its change was made, was half made, or was not made at all, and must be right in each case. A `with`
-    block whose body raises rolls back."""
+    An undo runs whether its change was made, was half made, or was not made at all, and must be right in each case. (No `with`
+    block: an interrupt as that ends would roll nothing back.)"""
 
     def __init__(self) -> None:
         self._undos: list[Callable[[], object]] = []
-
-    def __enter__(self) -> Transaction:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self.roll_back()
 
     def on_undo(self, undo: Callable[[], object]) -> None:
         """Register an undo; the change follows."""

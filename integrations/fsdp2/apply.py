@@ -91,10 +91,10 @@ def engine_of(model: nn.Module) -> Engine | None:
 
 
 def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
-    """Of the mesh that the model is sharded over."""
+    """Of the meshes that the model is sharded over."""
     _reshard(model)
-    sharded = next((param for param in model.parameters() if isinstance(param, DTensor)), None)
-    return [] if sharded is None else sharded.device_mesh.get_all_groups()
+    sharded = [param for param in model.parameters() if isinstance(param, DTensor)]
+    return list({id(group): group for param in sharded for group in param.device_mesh.get_all_groups()}.values())
 
 
 def _prepare(

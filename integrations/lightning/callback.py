@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from commfuse_dp.integrations.attach.announce import announce
-from commfuse_dp.integrations.wrapped import called_roots, kind_of, serve_all
+from commfuse_dp.integrations.wrapped import called_roots, kind_of
 from torch import nn
 
 from commfuse_dp.config import CommFuseConfig
@@ -55,11 +55,11 @@ class CommFuseCallback(Callback):
         self._serve([model], fabric.is_global_zero, model)
 
     def _serve(self, models: list[nn.Module], first_process: bool, model: nn.Module) -> None:
-        def tell(reports: list[Any]) -> None:
-            for report in reports if first_process else ():
+        reports = serve_all(models, model, self.config)
+        self.reports += reports
+        if first_process:
+            for report in reports:
                 announce(str(report).partition("\n\n")[0])
-
-        self.reports += serve_all(_of_a_kind(models, model), self.config, tell)
 
 
 def parallelized(shard: Callable[..., nn.Module], config: CommFuseConfig | None = None) -> Callable[..., nn.Module]:
@@ -71,19 +71,19 @@ def parallelized(shard: Callable[..., nn.Module], config: CommFuseConfig | None 
     @functools.wraps(shard)
     def shard_and_serve(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         sharded = shard(model, *args, **kwargs)
-        serve_all(_of_a_kind([sharded], sharded), config)
+        serve_all([sharded], sharded, config)
         return sharded
 
     return shard_and_serve
 
 
-def _of_a_kind(models: list[nn.Module], whole: nn.Module) -> list[nn.Module]:
-    """Those that can be served. Raises ConfigError if there is none."""
-    found = [model for model in models if kind_of(model) is not None]
-    if not found:
+def serve_all(models: list[nn.Module], whole: nn.Module, config: CommFuseConfig | None) -> list[Any]:
+    """Serve each model that is not served yet; returns the reports. Collective. Raises ConfigError if nothing can be served."""
+    kinds = [(model, kind) for model in models if (kind := kind_of(model)) is not None]
+    if not kinds:
         raise ConfigError(
             f"CommFuse for Lightning found nothing to serve in this {type(whole).__name__}. It serves ModelParallelStrategy "
             "(call fully_shard in configure_model, or in the function given to Fabric's), DDPStrategy and FSDPStrategy. For "
             "DeepSpeedStrategy put the commfuse block into its JSON; with one process leave the callback away."
         )
-    return found
+    return [kind.serve(model, config) for model, kind in kinds if not kind.served(model)]

@@ -72,27 +72,20 @@ def _before_any(module: Any, args: tuple[Any, ...]) -> None:
 
 
 def _serve(model: Any, explicit: bool) -> None:
-    """All ranks come here: they call the model together. An error leaves the framework as it was, on all of them, and all go
-    on, or none."""
+    """All ranks come here: they call the model together. An error leaves the framework as it was, on all of them."""
     import torch.distributed as dist
     from commfuse_dp.integrations.attach.announce import announce
-    from commfuse_dp.integrations.attach.ranks import Ranks
-    from commfuse_dp.integrations.attach.transaction import Transaction
-    from commfuse_dp.integrations.tensor_parallel.serving import applied, apply, groups_of, remove
+    from commfuse_dp.integrations.tensor_parallel.serving import apply
 
     from commfuse_dp.autoload import warn
-
-    def serve() -> None:
-        report = apply(model)
-        if applied(model):
-            transaction.on_undo(lambda: remove(model))
-        if dist.get_rank() == 0 and not explicit:
-            announce(str(report))
+    from commfuse_dp.errors import CommFuseError
 
     try:
-        with Transaction() as transaction:
-            Ranks(groups_of(model)).together(serve)
-    except Exception as error:  # of any kind: the other ranks go on, too
+        report = apply(model)
+    except CommFuseError as error:
         if explicit:
             raise
         warn(f"CommFuse could not serve this model's tensor parallelism, which stays with DTensor: {error}")
+        return
+    if dist.get_rank() == 0 and not explicit:
+        announce(str(report))

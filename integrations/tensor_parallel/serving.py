@@ -63,20 +63,24 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     config, selection = Ranks(groups).together(lambda: _prepare(model, config))
     group, served = selection.group, config
     ranks = Ranks([group, *groups])
-    before = attachment_of(model)
-    with Transaction() as transaction:
-        transaction.on_undo(lambda: _take_back(model, before))
+    before, transaction = attachment_of(model), Transaction()
+    transaction.on_undo(lambda: remove_from(model, "", TENSOR_ATTACHMENT) if applied(model) else None)
+    transaction.on_undo(lambda: remove_fsdp2(model) if attachment_of(model) is not before else None)
+    try:
         if group is not None and config.enabled:
             ranks.together(lambda: check_equal(describe(model, served), group))
             report = attach(model, ranks, lambda found: _attach(found, model, selection, served), TENSOR_ATTACHMENT)
         else:
             reason = "no layer that can be served" if config.enabled else "enabled=False"
-            report = _untouched(model, selection, config, reason)
+            report = ranks.together(lambda: _untouched(model, selection, served, reason))
         if any(isinstance(module, FSDPModule) for module in model.modules()):
             layers = ranks.together(lambda: _tensor_layers(model))
             data = apply_fsdp2(model, config, tensor_layers=layers)
             report = ranks.together(lambda: _of_both(data, report))
         ranks.together(lambda: _follow_steps(model, group))
+    except BaseException:
+        transaction.roll_back()
+        raise
     log.info("%s", report)
     return report
 
@@ -90,14 +94,6 @@ def remove(model: nn.Module) -> None:
         "commfuse_dp.remove(): this model has no CommFuse; apply() was not called for it, or remove() already",
         TENSOR_ATTACHMENT,
     )
-
-
-def _take_back(model: nn.Module, before: Attachment | None) -> None:
-    """before: FSDP2's attachment, which stays."""
-    if attachment_of(model) is not before:
-        remove_fsdp2(model)
-    if applied(model):
-        remove_from(model, "", TENSOR_ATTACHMENT)
 
 
 def applied(model: nn.Module) -> bool:

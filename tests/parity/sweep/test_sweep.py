@@ -52,8 +52,8 @@ def _compared(rank, world_size, values):
         (([2.5], [float("nan")], [2.0]), False),
     ],
 )
-def test_runs_that_left_all_numbers_are_not_taken_for_equal(workers, values, equal):
-    assert [not wrong for wrong in workers(2).run(_compared, values)] == [equal, equal]
+def test_runs_that_left_all_numbers_are_not_taken_for_equal(pools, values, equal):
+    assert [not wrong for wrong in pools(2).run(_compared, values, timeout=300)] == [equal, equal]
 
 
 @pytest.mark.parametrize("case", sorted(COMPARED), ids=str)
@@ -96,6 +96,6 @@ def made_on_one(rank: int, world_size: int) -> Row:
         return train.run(rank, world_size, Case("causal", "llama"))
 
 
-def test_a_model_that_cannot_be_made_on_one_rank_has_a_reason_on_all(workers):
-    for row in workers(2).run(made_on_one, timeout=60):
+def test_a_model_that_cannot_be_made_on_one_rank_has_a_reason_on_all(pools):
+    for row in pools(2).run(made_on_one, timeout=300):
         assert row.verdict == "no model" and "ranks [1]: ValueError: no memory" in row.text
