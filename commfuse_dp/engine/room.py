@@ -42,6 +42,17 @@ def least_ring(units: Sequence[Unit], world_size: int, *, streams: bool) -> int:
     return max((2 * unit.owed_bytes(world_size) for unit in units if not in_chain(unit, world_size)), default=0)
 
 
+def most_bytes(numel: int) -> int:
+    """Bytes that are of use for the messages of all peers together, of a model with so many elements.
+
+    A rank is owed its part of the gradients by every peer, in a wide type all of them about 4 x numel bytes; a transport that
+    sets aside what it sends takes as much again, and gaps at the ends of rings are up to a half. A step then never waits for
+    credit. What is there for small models is for the framework's own collectives and for many small messages, for which
+    credit is given back when a sixteenth of a ring has come together.
+    """
+    return (4 << 20) + 4 * 4 * numel
+
+
 def published_bytes(units: Sequence[Unit]) -> int:
     """What all ranks publish together in a step, in the compute dtype: what a hierarchical order keeps a part of."""
     return sum(prod(shape) * unit.dtype.itemsize for unit in units if not unit.replicated for shape in unit.whole_shapes())

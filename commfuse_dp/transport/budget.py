@@ -10,7 +10,8 @@
 | hierarchical on GPUs | 4 x hosts, for ranks of the host | symmetric; what crosses hosts is the engine's |
 
 A ring must hold a slice of every layer (engine/room.py says how much that is): where the budget is too small for that, rings
-are larger, and the budget is passed. Whoever opens a transport is told before memory is taken.
+are larger, and the budget is passed; where all that a model sends in a step needs less, so much is taken. Whoever opens a
+transport is told before memory is taken.
 """
 
 from __future__ import annotations
@@ -58,9 +59,10 @@ def rings_of(kind: str, world_size: int, hosts: Hosts | None = None) -> int:
     return _PER_PEER[kind] * (world_size - 1)
 
 
-def divide(budget: int, rings: int, least: int) -> Share:
-    """least: bytes that a ring must have for the sake of some layer."""
-    ring = max(budget // max(1, rings) // ALIGNMENT * ALIGNMENT, align(least), min(LEAST_RING, align(budget)))
+def divide(budget: int, rings: int, least: int, most: int | None = None) -> Share:
+    """least: bytes that a ring must have for the sake of some layer. most: bytes of all rings that are of use."""
+    taken = budget if most is None else min(budget, most)
+    ring = max(taken // max(1, rings) // ALIGNMENT * ALIGNMENT, align(least), min(LEAST_RING, align(budget)))
     return Share(ring, rings, budget)
 
 
@@ -85,15 +87,25 @@ class Footprint(NamedTuple):
 class Room:
     """What one rank may take, for whichever transport is opened.
 
-    budget: for messages. least: bytes that a ring must have. window: most that is fetched ahead. published: by all ranks
-    together in a step. free: bytes of memory that are there for this rank, None if unknown."""
+    budget: for messages. least: bytes that a ring must have. most: for messages, what is of use; None: unknown.
+    window: most that is fetched ahead. published: by all ranks together in a step. free: bytes of memory that are there for
+    this rank, None if unknown."""
 
     def __init__(
-        self, budget: int, world_size: int, least: int, *, window: int = 0, published: int = 0, free: int | None = None
+        self,
+        budget: int,
+        world_size: int,
+        least: int,
+        *,
+        most: int | None = None,
+        window: int = 0,
+        published: int = 0,
+        free: int | None = None,
     ) -> None:
         self.footprint = Footprint(Share(0, 0, budget))
         self._world_size = world_size
         self._least = least
+        self._most = most
         self._window = min(window, published)
         self._published = published
         self._free = free
@@ -103,7 +115,7 @@ class Room:
 
         That is a warning, which is seen without any logging set up, where it is more than was allowed, or a large part of the
         memory that there is."""
-        share = divide(self.footprint.share.budget, rings_of(kind, self._world_size, hosts), self._least)
+        share = divide(self.footprint.share.budget, rings_of(kind, self._world_size, hosts), self._least, self._most)
         copies = self._published * (len(hosts.members) if hosts is not None else 1) // self._world_size
         remote = kind not in _IN_PLACE and self._world_size > 1
         self.footprint = taken = Footprint(share, self._window if remote else 0, copies)

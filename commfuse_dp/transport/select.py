@@ -81,6 +81,7 @@ def open_transport(
     published_bytes: int = 0,
     prefetch_bytes: int = 0,
     least_ring: int = 0,
+    most_bytes: int | None = None,
 ) -> tuple[Transport, str]:
     """Collective over `group` (None: the default group, or one rank without torch.distributed).
 
@@ -90,7 +91,8 @@ def open_transport(
     rank fetches ahead of it.
 
     inbox_bytes: what this rank may take for messages of all peers together, see budget.py. least_ring: bytes for one peer's
-    messages that are taken even if that is too little. What is taken is logged before, and is `transport.footprint` afterwards.
+    messages that are taken even if that is too little. most_bytes: of inbox_bytes, what is of use; None: all. What is taken is
+    logged before, and is `transport.footprint` afterwards.
 
     stream_ordered: the caller can use a stream-ordered transport (base.py); else 'symmetric' is never chosen.
 
@@ -112,7 +114,9 @@ def open_transport(
     # Ranks of this host, also those of other groups, who take as much: where a launcher has said how many.
     beside = max(hosts.count(hosts[rank]), int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
     free = free_memory(device, beside)
-    room = Room(inbox_bytes, len(hosts), least_ring, window=prefetch_bytes, published=published_bytes, free=free)
+    room = Room(
+        inbox_bytes, len(hosts), least_ring, most=most_bytes, window=prefetch_bytes, published=published_bytes, free=free
+    )
     wanted = Wanted(kind, order, group, rank, hosts, exchange, room, deadline_s, probe, device, stream_ordered, published_bytes)
     transport, reason = _open(wanted)
     transport.footprint = room.footprint

@@ -23,7 +23,7 @@ from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.plan import Unit
 from commfuse_dp.engine.replicas import ReplicaGroup, open_replicas
-from commfuse_dp.engine.room import least_ring, published_bytes
+from commfuse_dp.engine.room import least_ring, most_bytes, published_bytes
 from commfuse_dp.ops.gathered import gather_parameters
 from commfuse_dp.ops.linear import fused_linear, register_operand
 from commfuse_dp.probe import Probe
@@ -60,9 +60,10 @@ class Attachment:
         group: dist.ProcessGroup,
         device: torch.device,
         order: str,
+        numel: int,
         replicate_group: dist.ProcessGroup | None = None,
     ) -> Engine:
-        """Collective: a transport among the ranks of `group`, and an engine for `units` over it."""
+        """Collective: a transport among the ranks of `group`, and an engine for `units` over it. numel: of the whole model."""
         take = self.transaction.acquire
 
         def opened() -> tuple[Transport, str]:
@@ -73,6 +74,7 @@ class Attachment:
                 group=group,
                 inbox_bytes=config.inbox_bytes,
                 least_ring=least_ring(units, group.size(), streams=device.type != "cpu"),
+                most_bytes=most_bytes(numel),
                 deadline_s=config.deadline_s,
                 probe=Probe(),
                 device=device,

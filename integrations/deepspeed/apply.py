@@ -139,7 +139,8 @@ def _stock(engine: Any, config: CommFuseConfig, why: str) -> Report:
 
 def _open(attachment: Attachment, zero: Any, units: list[Unit], config: CommFuseConfig, group: dist.ProcessGroup) -> None:
     order = config.order if int(zero.zero_optimization_stage()) == 3 else "pairwise"
-    attachment.open(units, config, group=group, device=torch.device(zero.device), order=order)
+    total = sum(numel(param) for param in zero.module.parameters())
+    attachment.open(units, config, group=group, device=torch.device(zero.device), order=order, numel=total)
 
 
 def _open_gather(attachment: Attachment, zero: Any, config: CommFuseConfig, group: dist.ProcessGroup) -> DeferredGather | None:

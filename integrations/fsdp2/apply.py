@@ -210,7 +210,13 @@ def _install(attachment: Attachment, model: nn.Module, selection: Selection, con
     for name, layer in selection.claims:
         units.append(Unit(len(units), name, layer.slots(name), layer.policy, config.slices_per_rank))
     engine = attachment.open(
-        units, config, group=group, device=device, order=config.order, replicate_group=selection.replicate_group
+        units,
+        config,
+        group=group,
+        device=device,
+        order=config.order,
+        numel=sum(param.numel() for param in model.parameters()),
+        replicate_group=selection.replicate_group,
     )
     rows: list[ParameterRow] = []
     scopes = _scopes(attachment, selection)

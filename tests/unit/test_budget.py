@@ -68,6 +68,8 @@ def test_more_than_the_budget_is_said_before_it_is_taken(caplog):
         caplog.clear()
         assert Room(8 * MIB, 8, 0).ring("shm") == 8 * MIB // 7 // 64 * 64
         assert caplog.records[-1].levelno == logging.INFO
+    assert divide(8 * MIB, 4, 0, 2 * MIB) == (MIB // 2, 4, 8 * MIB)  # more is of no use
+    assert divide(8 * MIB, 4, MIB, 2 * MIB).ring == MIB and divide(2 * MIB, 4, 0, 8 * MIB).ring == MIB // 2
     assert divide(64, 100, 0).ring == 64 and divide(1 << 20, 1 << 20, 0).ring == LEAST_RING
 
 
