@@ -109,7 +109,7 @@ def _rate(arguments: argparse.Namespace, base: TpCase) -> str | None:
         return f"{round(8 * summary['variants']['dtensor']['bytes_per_step'] / wanted)}bit"
     rate = 8 * least_bytes(base.op, base.shape, base.world_size, base.passes, "vanilla") / wanted
     _say("measuring vanilla's communication on such a link")  # a link's bucket fills up between two collectives
-    with netns.shaped_world(base.world_size, f"{round(rate)}bit") as world:
+    with netns.shaped_world(base.world_size, f"{round(rate)}bit", congestion=arguments.congestion) as world:
         result = _launch(replace(base, variants=("vanilla",), rounds=2), world, arguments)
     summary = report.summarize(result, steps=base.steps, link_bytes_per_s=None)
     return f"{round(rate * summary['variants']['vanilla']['exposed_ms']['p50'] / 1e3 / wanted)}bit"
@@ -119,7 +119,7 @@ def _measure(case: TpCase, rate: str | None, arguments: argparse.Namespace) -> d
     with contextlib.ExitStack() as stack:
         world = goodput = None
         if rate is not None:
-            world = stack.enter_context(netns.shaped_world(case.world_size, rate))
+            world = stack.enter_context(netns.shaped_world(case.world_size, rate, congestion=arguments.congestion))
             goodput = world.measure_rate()
         result = _launch(case, world, arguments)
     summary = report.summarize(result, steps=case.steps, link_bytes_per_s=goodput)
@@ -132,7 +132,8 @@ def _measure(case: TpCase, rate: str | None, arguments: argparse.Namespace) -> d
             if reference in times:
                 pairs = zip(times[name], times[reference], strict=True)
                 row[f"step_over_{reference}"] = report.spread([own / other for own, other in pairs])
-    return {"link": {"rate_gbit": (world.rate or 0) / 1e9} if world is not None else None, "summary": summary}
+    link = {"rate_gbit": (world.rate or 0) / 1e9, "congestion": world.congestion} if world is not None else None
+    return {"link": link, "summary": summary}
 
 
 def _launch(case: TpCase, world: netns.ShapedWorld | None, arguments: argparse.Namespace) -> CaseResult:
@@ -173,7 +174,7 @@ def markdown(record: dict[str, Any]) -> str:
         lines += ["", f"## {case['title']}", ""]
         if link:
             lines += [
-                f"Link {link['rate_gbit']:.3f} Gbit/s, goodput {summary['link_goodput_gbit']:.3f} both ways at once"
+                f"Link {link['rate_gbit']:.3f} Gbit/s, goodput {summary['link_goodput_gbit']:.3f} both ways at once, {link['congestion']}"
                 + (f": {summary['wire_ms']:.0f} ms for vanilla's bytes, less a bucket." if summary["wire_ms"] else "."),
                 "",
             ]
@@ -214,6 +215,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", choices=OPS, default="mlp")
     parser.add_argument("--pass", dest="passes", choices=("forward", "both"), default="forward")
+    parser.add_argument("--congestion", help="TCP's congestion control on the link, e.g. reno (default: this host's)")
     parser.add_argument("--link", default="0.56x", help="none, a rate (1gbit), or <number>x compute (%(default)s)")
     parser.add_argument("--variants", help=f"of {', '.join(KNOWN)} (default: those that fit --pass)")
     parser.add_argument("--world-size", type=int, default=2)

@@ -53,6 +53,7 @@ PATIENCE_S = 60.0  # for the first byte of a measurement
 
 _NAMES = re.compile(r"^commfuse-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}-(?:r\d+|sw)$")
 _CLONE_NEWNET = 0x40000000
+_TCP = "/proc/sys/net/ipv4"
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
@@ -92,6 +93,7 @@ class ShapedWorld:
     rate: int | None
     mtu: int
     burst: int
+    congestion: str  # TCP's congestion control in all namespaces, as Linux names it
     owner: str
 
     def namespace(self, rank: int) -> str:
@@ -149,11 +151,17 @@ class ShapedWorld:
 
 @contextlib.contextmanager
 def shaped_world(
-    world_size: int, rate: str | None = None, *, mtu: int = DEFAULT_MTU, burst: int = DEFAULT_BURST
+    world_size: int,
+    rate: str | None = None,
+    *,
+    mtu: int = DEFAULT_MTU,
+    burst: int = DEFAULT_BURST,
+    congestion: str | None = None,
 ) -> Iterator[ShapedWorld]:
     """Make the namespaces of `world_size` ranks (1..250), yield them, and remove them and every process left inside.
 
-    `rate`: see `parse_rate`; `mtu`: bytes, 1500..65535; `burst`: size of the token bucket in bytes.
+    `rate`: see `parse_rate`; `mtu`: bytes, 1500..65535; `burst`: size of the token bucket in bytes;
+    `congestion`: TCP's congestion control (reno, bbr, ...), None: this host's.
     Raises LinkError without root or iproute2, ConfigError on bad values.
     """
     bits = parse_rate(rate)
@@ -169,9 +177,10 @@ def shaped_world(
             "time is charged to the training step."
         )
     check_requirements()
+    congestion = _congestion(congestion)
     sweep_stale()
     owner = f"commfuse-{os.getpid()}-{_start_time(os.getpid())}-{secrets.token_hex(4)}"
-    world = ShapedWorld(world_size=world_size, rate=bits, mtu=mtu, burst=burst, owner=owner)
+    world = ShapedWorld(world_size=world_size, rate=bits, mtu=mtu, burst=burst, congestion=congestion, owner=owner)
     with terminate_as_exit():
         try:
             _build(world)
@@ -213,6 +222,9 @@ def _build(world: ShapedWorld) -> None:
     for name in world.namespaces:
         _ip("netns", "add", name)
         _ip("-n", name, "link", "set", "lo", "up")
+        setting = f"{_TCP}/tcp_congestion_control"  # written only where it differs: not every container may
+        change = f'[ "$(cat {setting})" = {world.congestion} ] || echo {world.congestion} > {setting}'
+        _ip("netns", "exec", name, "sh", "-c", change)
     shaped = [(world.namespace(rank), INTERFACE) for rank in range(world.world_size)]
     mtu = ["mtu", str(world.mtu)]
     if world.world_size == 1:  # no peer to talk to: an interface of the same name, so that callers need no special case
@@ -239,6 +251,15 @@ def _build(world: ShapedWorld) -> None:
         for name, interface in shaped:
             limits = ["rate", f"{world.rate}bit", "burst", f"{world.burst}b", "latency", QUEUE_LATENCY]
             _run("tc", "-n", name, "qdisc", "add", "dev", interface, "root", "tbf", *limits)
+
+
+def _congestion(wanted: str | None) -> str:
+    """What namespaces get: a new one starts with the kernel's default, which need not be this host's setting."""
+    chosen = Path(_TCP, "tcp_congestion_control").read_text().strip() if wanted is None else wanted
+    allowed = Path(_TCP, "tcp_allowed_congestion_control").read_text().split()
+    if wanted is not None and wanted not in allowed:
+        raise ConfigError(f"congestion {wanted!r}: this kernel allows {', '.join(allowed)} in network namespaces.")
+    return chosen
 
 
 def _remove(names: list[str]) -> None:

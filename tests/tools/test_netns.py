@@ -62,6 +62,7 @@ def test_bad_rate_names_value_and_fix(text: str) -> None:
         ({"world_size": 0}, "1 to 250"),
         ({"world_size": 2, "mtu": 100}, "1500 to 65535"),
         ({"world_size": 2, "burst": 32 << 10}, "at least 262144"),
+        pytest.param({"world_size": 2, "congestion": "swift"}, "'swift'.*allows", marks=needs_link),
     ],
 )
 def test_bad_values(arguments: dict[str, int], words: str) -> None:
