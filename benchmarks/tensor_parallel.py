@@ -174,7 +174,8 @@ def markdown(record: dict[str, Any]) -> str:
         lines += ["", f"## {case['title']}", ""]
         if link:
             lines += [
-                f"Link {link['rate_gbit']:.3f} Gbit/s, goodput {summary['link_goodput_gbit']:.3f} both ways at once, {link['congestion']}"
+                f"Link {link['rate_gbit']:.3f} Gbit/s, goodput {summary['link_goodput_gbit']:.3f} both ways at once, "
+                f"TCP with {link['congestion']}"
                 + (f": {summary['wire_ms']:.0f} ms for vanilla's bytes, less a bucket." if summary["wire_ms"] else "."),
                 "",
             ]
