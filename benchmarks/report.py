@@ -249,8 +249,9 @@ def _case_lines(case: Summary) -> list[str]:
     facts = [f"Minimum {summary['minimum_bytes_per_step'] / 1e6:.1f} MB a step and {who}, each way"]
     if link:
         facts.append(
-            f"link {link['rate_gbit']:.3f} Gbit/s (mtu {link['mtu']}, bucket {link['burst'] >> 10} KB), measured goodput "
-            f"{summary['link_goodput_gbit']:.3f} Gbit/s both ways at once, so {summary['wire_ms']:.0f} ms on the wire"
+            f"link {link['rate_gbit']:.3f} Gbit/s (mtu {link['mtu']}, bucket {link['burst'] >> 10} KB, {link['congestion']}), "
+            f"measured goodput {summary['link_goodput_gbit']:.3f} Gbit/s both ways at once, so "
+            f"{summary['wire_ms']:.0f} ms on the wire"
             + (f"; {link['ranks_per_host']} ranks behind each end" if who == "host" else "")
         )
     if summary["bound_ms"]:

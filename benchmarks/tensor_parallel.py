@@ -216,7 +216,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", choices=OPS, default="mlp")
     parser.add_argument("--pass", dest="passes", choices=("forward", "both"), default="forward")
-    parser.add_argument("--congestion", help="TCP's congestion control on the link, e.g. reno (default: this host's)")
+    parser.add_argument("--congestion", help="TCP's congestion control on the link, e.g. reno (default: cubic, or reno)")
     parser.add_argument("--link", default="0.56x", help="none, a rate (1gbit), or <number>x compute (%(default)s)")
     parser.add_argument("--variants", help=f"of {', '.join(KNOWN)} (default: those that fit --pass)")
     parser.add_argument("--world-size", type=int, default=2)

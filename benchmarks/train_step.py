@@ -166,11 +166,13 @@ def _measure(case: Case, rate: str | None, arguments: argparse.Namespace, say: S
         world = goodput = link = None
         if rate is not None:
             hosts = case.world_size // case.ranks_per_host
-            world = stack.enter_context(netns.shaped_world(hosts, rate, mtu=arguments.mtu, burst=arguments.burst))
+            shape = {name: getattr(arguments, name) for name in ("mtu", "burst", "congestion")}
+            world = stack.enter_context(netns.shaped_world(hosts, rate, **shape))
             link = {
                 "rate_gbit": (world.rate or 0) / 1e9,
                 "mtu": world.mtu,
                 "burst": world.burst,
+                "congestion": world.congestion,
                 "ranks_per_host": case.ranks_per_host,
             }
             goodput = world.measure_rate()
@@ -303,6 +305,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--burst", type=int, default=netns.DEFAULT_BURST, help="of the shaped link's bucket, bytes (%(default)s)"
     )
+    parser.add_argument("--congestion", help="TCP's congestion control on the link, e.g. bbr (default: cubic, or reno)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="store FILE, and .md (and .png for several links) beside it")
     parser.add_argument("--save", action="store_true", help="store in benchmarks/results/ as date_theme_device")
     parser.add_argument("--theme", help="name in the stored file's name")

@@ -15,6 +15,11 @@ the processing per packet as well: both directions at 4 Gbit/s cost 0.91 CPU sec
 0.43 with 65000, and the goodput rises from 0.92 to 0.998 of the rate. The ranks share these cores with the link, so
 buckets below 256 KB are refused and the largest frames are the default. A real card does this work off the CPU.
 
+[Note: Congestion control]
+A shaped link is used as most hosts use theirs: with cubic, Linux' default, or with reno where a container permits no cubic,
+whatever this host has. BBR measures a link's rate anew after every pause and paces by what it finds: a training step that
+sends in bursts, to several peers, then gets a part of the link (four ranks, benchmarks/results/2026-11-24_congestion.md).
+
 [Note: Clean-up]
 Namespaces are removed on normal end, exception, Ctrl-C and SIGTERM. Their names carry pid and start time of the owner, so
 that the next `shaped_world` removes what a killed owner (SIGKILL, power) has left, and only that.
@@ -161,7 +166,7 @@ def shaped_world(
     """Make the namespaces of `world_size` ranks (1..250), yield them, and remove them and every process left inside.
 
     `rate`: see `parse_rate`; `mtu`: bytes, 1500..65535; `burst`: size of the token bucket in bytes;
-    `congestion`: TCP's congestion control (reno, bbr, ...), None: this host's.
+    `congestion`: TCP's congestion control (cubic, reno, bbr, ...), None: [Note: Congestion control].
     Raises LinkError without root or iproute2, ConfigError on bad values.
     """
     bits = parse_rate(rate)
@@ -254,12 +259,12 @@ def _build(world: ShapedWorld) -> None:
 
 
 def _congestion(wanted: str | None) -> str:
-    """What namespaces get: a new one starts with the kernel's default, which need not be this host's setting."""
-    chosen = Path(_TCP, "tcp_congestion_control").read_text().strip() if wanted is None else wanted
     allowed = Path(_TCP, "tcp_allowed_congestion_control").read_text().split()
-    if wanted is not None and wanted not in allowed:
+    if wanted is None:
+        return "cubic" if "cubic" in allowed else "reno"  # which every kernel has
+    if wanted not in allowed:
         raise ConfigError(f"congestion {wanted!r}: this kernel allows {', '.join(allowed)} in network namespaces.")
-    return chosen
+    return wanted
 
 
 def _remove(names: list[str]) -> None:

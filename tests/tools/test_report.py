@@ -94,7 +94,7 @@ def test_markdown_and_files_survive_a_round_trip(tmp_path: Path) -> None:
     case = Case(variants=("ddp",), prefetch_bytes=7)
     case.save(tmp_path / "case.json")
     assert Case.load(tmp_path / "case.json") == case
-    link = {"rate_gbit": 1.0, "mtu": 65000, "burst": 1 << 19}
+    link = {"rate_gbit": 1.0, "mtu": 65000, "burst": 1 << 19, "congestion": "reno"}
     cases = [
         {"title": "narrow", "keep": False, "link": link, "summary": report.summarize(result, steps=1, link_bytes_per_s=1e8)},
         {"title": "one host", "keep": False, "link": None, "summary": report.summarize(result, steps=1, link_bytes_per_s=None)},
