@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from commfuse_dp.integrations.attach.ranks import Ranks
+from commfuse_dp.integrations.attach.transaction import Transaction
 from commfuse_dp.integrations.ulysses import compat
 from commfuse_dp.integrations.ulysses.local import LocalAttention
 from commfuse_dp.integrations.ulysses.report import note
@@ -254,18 +256,27 @@ def _settle() -> None:
 
 
 def _transport_of(group: Any, config: CommFuseConfig, device: torch.device) -> tuple[Transport, str]:
-    """Opened at the first call with such a configuration, by all ranks of the group together."""
+    """Opened at the first call with such a configuration, by all ranks of the group together or by none."""
     opened = _transports.setdefault(group, {})
     wish = device.type, config.transport, config.inbox_bytes, config.deadline_s
     if wish not in opened:
-        opened[wish] = open_transport(
-            config.transport,
-            group=group,
-            inbox_bytes=config.inbox_bytes,
-            deadline_s=config.deadline_s,
-            probe=Probe(),
-            device=device,
-        )
+        transaction = Transaction()
+
+        def made() -> tuple[Transport, str]:
+            return open_transport(
+                config.transport,
+                group=group,
+                inbox_bytes=config.inbox_bytes,
+                deadline_s=config.deadline_s,
+                probe=Probe(),
+                device=device,
+            )
+
+        try:
+            opened[wish] = Ranks([group]).together(lambda: transaction.acquire(made, lambda found: found[0].close()))
+        except BaseException:
+            transaction.roll_back()
+            raise
     return opened[wish]
 
 

@@ -15,7 +15,7 @@ from commfuse_dp.integrations.ulysses import LocalAttention, report, serve, sett
 from torch import nn
 
 from commfuse_dp.config import CommFuseConfig
-from commfuse_dp.errors import TransportError
+from commfuse_dp.errors import CommFuseError, TransportError
 from tests.parity.deepspeed.pair import launched
 from tests.support.cells import slow
 
@@ -119,6 +119,42 @@ def another_transport(rank: int, n: int) -> None:
 
 def test_the_next_configuration_gets_the_transport_that_it_asks_for(workers: Any) -> None:
     workers(2).run(another_transport, timeout=120)
+
+
+def one_has_none(rank: int, n: int, when: str) -> None:
+    with deepspeed_at(rank, n):
+        from deepspeed.sequence import layer as home
+
+        attention = home.DistributedAttention(LocalAttention(causal=True), dist.group.WORLD, 2, 1)
+        inputs = [torch.randn(2, LENGTH, n, WIDTH, generator=seeded(rank)) for _ in range(3)]
+        stock, opened = attention(*inputs, 0), []
+
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            if rank == n - 1 and when == "before":
+                raise OSError("no memory, on purpose")
+            opened.append(original(*args, **kwargs))
+            if rank == n - 1:
+                raise OSError("no memory, on purpose")
+            return opened[-1]
+
+        original = serve.open_transport
+        with served(home, transport="shm"):
+            kind = OSError if rank == n - 1 else CommFuseError
+            with (
+                mock.patch.object(serve, "open_transport", failing),
+                pytest.raises(kind, match="no memory, on purpose") as error,
+            ):
+                attention(*inputs, 0)
+            assert rank == n - 1 or f"rank {n - 1}" in str(error.value)
+            assert not serve._transports[dist.group.WORLD]
+            close([attention(*inputs, 0)], [stock])
+        for transport, _ in opened:  # that of the rank that failed had no owner yet
+            transport.close()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_rank_that_can_open_no_transport_leaves_nobody_waiting(workers: Any, when: str) -> None:
+    workers(2).run(one_has_none, when, timeout=60)
 
 
 # ---- UlyssesSPAttentionHF --------------------------------------------------------------------------------------------
