@@ -43,7 +43,7 @@ class _FusedLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        anchor: torch.Tensor,
+        anchor: torch.Tensor | None,
         bias: torch.Tensor | None,
         operand: ShardedOperand,
         convert: bool,
@@ -203,9 +203,13 @@ def fused_linear(x: torch.Tensor, operand: ShardedOperand, handle: int, bias: to
     if _is_transformed(x):
         weight, *own = gather_parameters(operand, handle)  # type: ignore[arg-type]
         return _plain(x, operand, weight, own[0] if own else bias)
+    anchor: torch.Tensor | None = operand.anchor
     if torch.is_grad_enabled():
-        operand.expect_backward()
-    return _FusedLinear.apply(x, operand.anchor, bias, operand, convert)
+        if x.requires_grad or any(operand.trainable) or (bias is not None and bias.requires_grad):
+            operand.expect_backward()
+        else:
+            anchor = None  # frozen, and so is all before it: the output wants no gradient, as torch's own
+    return _FusedLinear.apply(x, anchor, bias, operand, convert)
 
 
 __all__ = ["autocast", "fused_linear", "linear_backward", "linear_forward", "register_operand", "replicated_linear"]

@@ -86,8 +86,10 @@ def test_forward_and_backward_are_the_linear_of_the_whole_weight(case):
     exact_x = x.detach().double().requires_grad_()
     weight, *bias = exact
     wanted = F.linear(exact_x, weight.t() if case["transposed"] else weight, *bias)
-    assert y.shape == wanted.shape and y.dtype == case["dtype"] and y.requires_grad
+    assert y.shape == wanted.shape and y.dtype == case["dtype"] and y.requires_grad == (case["input_grad"] or any(trainable))
     close(y.detach(), wanted.detach(), inputs)
+    if not y.requires_grad:
+        return
     grad = random(*wanted.shape)
     y.backward(grad)
     wanted.backward(grad.double())
@@ -129,6 +131,18 @@ def test_no_grad_saves_nothing_and_expects_no_backward():
     with torch.no_grad():
         y = fused.fused_linear(torch.randn(3, 4, requires_grad=True), operand, 0)
     assert not y.requires_grad and operand.expected == 0
+
+
+@pytest.mark.parametrize(
+    ("trainable", "input_grad", "bias_grad"),
+    [((False,), False, False), ((True,), False, False), ((False,), True, False), ((False,), False, True)],
+)
+def test_the_output_wants_a_gradient_if_anything_does_that_it_is_made_of(trainable, input_grad, bias_grad):
+    operand = LocalOperand([torch.randn(6, 4)], 0, 2, 1, trainable=trainable)
+    x, bias = torch.randn(3, 4, requires_grad=input_grad), torch.randn(6, requires_grad=bias_grad)
+    wanted = any(trainable) or input_grad or bias_grad
+    y = fused.fused_linear(x, operand, 0, bias)
+    assert (y.requires_grad, operand.expected) == (wanted, int(wanted))
 
 
 def test_partials_in_a_narrower_type_are_rounded_once():

@@ -43,14 +43,25 @@ def freeze(model: nn.Module, parts: tuple[str, ...], frozen: bool = True) -> Non
     model.get_parameter("layers.1.up.weight").requires_grad_(True)  # something is always left to train
 
 
+def outputs_with_gradient(model: nn.Module) -> dict[str, bool]:
+    """Filled by forwards: module -> whether what it puts out wants a gradient."""
+    found: dict[str, bool] = {}
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda _, given, output, name=name: found.__setitem__(name, output.requires_grad))
+    return found
+
+
 def frozen(rank: int, world_size: int, transport: str) -> None:
     for what, parts in FROZEN.items():
         with Twin(wide_bytes, config=settings(transport), prepare=lambda model, parts=parts: freeze(model, parts)) as twin:
+            stock, fused = twin.each(outputs_with_gradient)
             for _ in range(2):
                 moved = twin.counted(lambda twin=twin: twin.step(update=False))
                 for name, parameter in twin.fused.named_parameters():
                     assert (parameter.grad is None) == (not parameter.requires_grad), f"{what}: {name}"
                 twin.update()
+            assert stock == fused and any(stock.values()), what  # else frozen layers keep inputs, and have a backward
+            assert all(stock.values()) == ("embedding" not in parts), what
             trained = [p for p in twin.fused.parameters() if p.requires_grad]
             owed = 8 * (world_size - 1) * sum(local(p).numel() for p in trained)
             padding = 64 * (world_size - 1) * len(trained)  # a bias before its weight rows begins a cache line

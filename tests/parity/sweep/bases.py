@@ -33,6 +33,11 @@ PLAIN = {
 }
 """Model types that are trained without the head that they have, and why."""
 
+WHOLE = {
+    "slanext": "SLANeXtForTableRecognition",
+}
+"""Model types whose usual class is a part of what they are, to the whole."""
+
 
 def task(model_type: str) -> str:
     if model_type not in PLAIN:
@@ -47,7 +52,7 @@ def model_class(name: str, model_type: str) -> Any:
     for mapping in HEADS.get(name, ()):
         if model_type in _names(mapping):
             return tiny.model_class(f"MODEL_FOR_{mapping}", model_type)
-    named = _names("", "MODEL").get(model_type, ())
+    named = WHOLE.get(model_type) or _names("", "MODEL").get(model_type, ())
     named = (named,) if isinstance(named, str) else named
     found = _classes(model_type)
     if not found and not named:

@@ -56,6 +56,8 @@ TIED = ("d_fine", "deimv2")
 a hundredth with weights that change by 1e-15."""
 STEEP = dict.fromkeys(("moshi_depth", "tipsv2_dpt"), 1e-4)
 """What the loss is multiplied by: with stock, too, a first step of the usual size carries these beyond all numbers."""
+FLAT = {"slanext": 1e3}
+"""Likewise: what comes out of it is so small that a step else moves weights by their last bits."""
 
 
 def further(model_type: str) -> Case:
@@ -86,7 +88,7 @@ def prepare(
     if case.model in TIED:
         _no_zeros(model)
     model.train()
-    loss = _own_loss if case.task in TASKS else functools.partial(inputs.loss, scale=STEEP.get(case.model, 1.0))
+    loss = _own_loss if case.task in TASKS else functools.partial(inputs.loss, scale={**STEEP, **FLAT}.get(case.model, 1.0))
     _trial(model, _batch(case, model, config, 0), loss)
     return model, lambda step: _batch(case, model, config, step), loss
 
@@ -137,7 +139,7 @@ def _no_scalars(model: nn.Module) -> None:
     for module in model.modules():
         for name, param in list(module.named_parameters(recurse=False)):
             if param.ndim == 0:
-                setattr(module, name, nn.Parameter(param.detach().reshape(1), requires_grad=param.requires_grad))
+                setattr(module, name, nn.Parameter(param.detach().float().reshape(1), requires_grad=param.requires_grad))
 
 
 def _no_zeros(model: nn.Module) -> None:

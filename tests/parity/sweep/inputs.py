@@ -114,6 +114,17 @@ def _words(*shape: int) -> Callable[[Draw], torch.Tensor]:
     return lambda draw: draw.words(*shape)
 
 
+def _placed(count: int, *names: str, each: int = tiny.LENGTH) -> Callable[[Draw], torch.Tensor]:
+    """Words that begin with as many of a configuration's special token as there are features to stand in their places."""
+
+    def ids(draw: Draw) -> torch.Tensor:
+        words = draw.words(tiny.BATCH, each)
+        words[:, :count] = draw.size(*names or ("image_token_id", "image_token_index"), default=0)
+        return words
+
+    return ids
+
+
 def _mel(bins: int, frames: int = 2 * FRAMES) -> dict[str, Callable[[Draw], Any]]:
     return {"input_features": _floats(tiny.BATCH, bins, frames)}
 
@@ -136,6 +147,16 @@ _SAM3 = {
     "vision_pos_encoding": _floats(tiny.BATCH, 16, 32),
     "spatial_shapes": lambda draw: torch.tensor([[4, 4]]),
 }
+_SAM3_ENCODER = {
+    "vision_features": lambda draw: [draw.floats(tiny.BATCH, 32, 4, 4)],
+    "text_features": _floats(tiny.BATCH, 8, 32),
+    "vision_pos_embeds": lambda draw: [draw.floats(tiny.BATCH, 32, 4, 4)],
+}
+_SAM3_MASKS = {
+    "decoder_queries": _floats(tiny.BATCH, 10, 32),
+    "backbone_features": lambda draw: [draw.floats(tiny.BATCH, 32, side, side) for side in (16, 8, 4)],
+    "encoder_hidden_states": _floats(tiny.BATCH, 16, 32),
+}
 _SPOKEN = {
     **_TEXT,
     "duration_labels": lambda draw: torch.full((tiny.BATCH, tiny.LENGTH), 2),
@@ -144,6 +165,7 @@ _SPOKEN = {
     "energy_labels": _floats(tiny.BATCH, tiny.LENGTH, 1),
 }
 _LINE = {"pixel_values": _floats(tiny.BATCH, 3, 48, 160)}
+_TALL = {"pixel_values": _floats(tiny.BATCH, 3, 96, 160)}
 _SIGLIP2 = {
     "pixel_values": _floats(tiny.BATCH, 16, 3 * 8 * 8),
     "pixel_attention_mask": _ones(tiny.BATCH, 16),
@@ -181,7 +203,82 @@ SPECIAL: dict[str, dict[str, Callable[[Draw], Any]]] = {
         "audio_mel_mask": lambda draw: torch.zeros(tiny.BATCH, FRAMES, dtype=torch.bool),
     },
     "idefics2_perceiver": {"context": _floats(tiny.BATCH, 16, 32), "attention_mask": _ones(tiny.BATCH, 16)},
-    "instructblip": {**_TEXT, "pixel_values": VALUES["pixel_values"], "qformer_input_ids": VALUES["input_ids"]},
+    "instructblip": {"input_ids": _placed(4), "pixel_values": VALUES["pixel_values"], "qformer_input_ids": VALUES["input_ids"]},
+    "instructblipvideo": {
+        "input_ids": _placed(8, "video_token_id"),
+        "pixel_values": _floats(tiny.BATCH, 2, 3, 32, 32),
+        "qformer_input_ids": VALUES["input_ids"],
+    },
+    "blip-2": {"input_ids": _placed(4), "pixel_values": VALUES["pixel_values"]},
+    "kosmos-2": {
+        **_TEXT,
+        "pixel_values": VALUES["pixel_values"],
+        "image_embeds_position_mask": lambda draw: (torch.arange(tiny.LENGTH) < 4).expand(tiny.BATCH, tiny.LENGTH),
+    },
+    "csm": {"input_ids": _words(tiny.BATCH, 8, 4), "labels": _words(tiny.BATCH, 8, 4)},
+    "idefics": {
+        **_TEXT,
+        "pixel_values": _floats(tiny.BATCH, 2, 3, 32, 32),
+        "image_attention_mask": _ones(tiny.BATCH, tiny.LENGTH, 2),
+    },
+    "oneformer": {**_PICTURES, "task_inputs": _words(tiny.BATCH, 16), "text_inputs": _words(tiny.BATCH, 4, 16)},
+    "colpali": {"input_ids": _placed(16, each=24), "pixel_values": VALUES["pixel_values"]},
+    "shieldgemma2": {"input_ids": _placed(4), "pixel_values": VALUES["pixel_values"]},
+    "gemma4_vision": {
+        "pixel_values": _floats(tiny.BATCH, 36, 3 * 8 * 8),
+        "pixel_position_ids": lambda draw: torch.cartesian_prod(torch.arange(6), torch.arange(6)).expand(tiny.BATCH, 36, 2),
+    },
+    "voxtral_realtime": {**_TEXT, **_mel(128)},
+    "voxtral_realtime_text": {**_TEXT, "t_cond": _floats(1, 1, 32)},
+    "vibevoice": {
+        "input_ids": _placed(8, "audio_token_id"),
+        "input_values": _floats(tiny.BATCH, 1, 32),
+        "padding_mask": _ones(tiny.BATCH, 32),
+    },
+    **{
+        name: {"input_features": _floats(128, 2 * FRAMES), "feature_lens": lambda draw: torch.tensor([FRAMES] * 2)}
+        for name in ("qwen2_5_omni_audio_encoder", "qwen3_omni_moe_audio_encoder")
+    },
+    **dict.fromkeys(("sam3_detr_encoder", "sam3_lite_text_detr_encoder"), _SAM3_ENCODER),
+    **dict.fromkeys(("sam3_mask_decoder", "sam3_lite_text_mask_decoder"), _SAM3_MASKS),
+    **dict.fromkeys(("glm_image", "nemotron_h_omni"), _TEXT),
+    "qwen2_5_omni_dit": {
+        "hidden_states": _floats(tiny.BATCH, 8, 80),
+        "condition_vector": _floats(tiny.BATCH, 16, 80),
+        "speaker_embedding": _floats(tiny.BATCH, 8, 192),
+        "quantized_code": _words(tiny.BATCH, 4),
+        "time_step": lambda draw: torch.rand(tiny.BATCH, generator=draw.generator),
+    },
+    "qwen2_5_omni_token2wav": {
+        "code": _words(1, 4),
+        "conditioning": _floats(1, 192),
+        "reference_mel": _floats(1, 16, 80),
+        "num_steps": lambda draw: 2,
+    },
+    "deepseek_ocr2_encoder": {"inputs_embeds": Draw.hidden, "num_patches": lambda draw: 8},
+    "colmodernvbert": {"input_ids": _placed(1), "pixel_values": _floats(tiny.BATCH, 1, 3, 32, 32)},
+    "uvdoc": _PICTURES,
+    "fun_asr_nano": {
+        "input_ids": _placed(32, "audio_token_id", each=40),
+        "input_features": _floats(tiny.BATCH, 32, 560),
+        "input_features_mask": _ones(tiny.BATCH, 32),
+    },
+    "fun_asr_nano_encoder": {"input_features": _floats(tiny.BATCH, 32, 560), "input_features_mask": _ones(tiny.BATCH, 32)},
+    **{
+        name: {"pixel_values": _floats(1, 3, 8, 8 * 32), "target_sizes": lambda draw: torch.tensor([[4, 4]] * 2)}
+        for name in ("minicpm_ocr_vision", "minicpmv4_6_vision", "minicpmv4_7_vision")
+    },
+    "molmo2_adapter": {
+        "image_features": _floats(tiny.BATCH, 16, 64),
+        "pooled_patches_idx": lambda draw: torch.arange(tiny.BATCH * 16).reshape(-1, 4),
+    },
+    "rag": {
+        "input_ids": VALUES["input_ids"],
+        "context_input_ids": _words(2 * tiny.BATCH, tiny.LENGTH),
+        "context_attention_mask": _ones(2 * tiny.BATCH, tiny.LENGTH),
+        "doc_scores": _floats(tiny.BATCH, 2),
+        "decoder_input_ids": VALUES["input_ids"],
+    },
     "lightglue": {"pixel_values": _floats(tiny.BATCH, 2, 3, 64, 64)},
     "lxmert": {**_TEXT, "visual_feats": _floats(tiny.BATCH, 4, 2048), "visual_pos": _floats(tiny.BATCH, 4, 4)},
     "mimi_decoder": {"latents": _floats(tiny.BATCH, 32, 16)},
@@ -195,7 +292,12 @@ SPECIAL: dict[str, dict[str, Callable[[Draw], Any]]] = {
         "noise_embeds": _floats(tiny.BATCH, 16, 32),
         "context_hidden_states": _floats(tiny.BATCH, 16, 160),
     },
-    "pi0": {"action_embeds": _floats(tiny.BATCH, 4, 32), **_TEXT},
+    "pi0": {
+        "action_embeds": _floats(tiny.BATCH, 4, 32),
+        "input_ids": _placed(16, each=24),
+        "pixel_values": _floats(tiny.BATCH, 1, 3, 32, 32),
+        "pixel_attention_mask": _ones(tiny.BATCH, 1, dtype=torch.bool),
+    },
     "pix2struct": {**_PATCHES, "decoder_input_ids": VALUES["input_ids"]},
     "phi4_multimodal_audio": {
         "hidden_states": _floats(tiny.BATCH, FRAMES, 80),
@@ -227,8 +329,9 @@ SPECIAL: dict[str, dict[str, Callable[[Draw], Any]]] = {
         name: {"hidden_states": _floats(tiny.BATCH, FRAMES, 160)}
         for name in ("granite_speech_encoder", "granite_speech_plus_encoder")
     },
-    **dict.fromkeys(("pp_ocrv5_mobile_rec", "pp_ocrv5_server_rec", "pp_ocrv6_small_rec", "pp_ocrv6_tiny_rec"), _LINE),
-    **{name: {"hidden_states": _floats(tiny.BATCH, 3, 64, 64)} for name in ("florence_vision", "slanext")},
+    **dict.fromkeys(("pp_ocrv6_small_rec", "pp_ocrv6_tiny_rec"), _LINE),
+    **dict.fromkeys(("pp_ocrv5_mobile_rec", "pp_ocrv5_server_rec"), _TALL),
+    **{name: {"hidden_states": _floats(tiny.BATCH, 3, 64, 64)} for name in ("florence_vision",)},
     **{name: {**_TEXT, **_PICTURES} for name in ("grounding-dino", "mm-grounding-dino")},
     "audioflamingo3_encoder": {**_mel(128), "input_features_mask": _ones(tiny.BATCH, 2 * FRAMES)},
     "dia": {**_TEXT, "decoder_input_ids": _words(tiny.BATCH, tiny.LENGTH, 2)},
@@ -256,7 +359,6 @@ SPECIAL: dict[str, dict[str, Callable[[Draw], Any]]] = {
     "tvp": {"input_ids": _words(1, tiny.LENGTH), "pixel_values": _floats(1, 2, 3, 32, 32)},
     "xclip": {**_TEXT, "pixel_values": _floats(tiny.BATCH, 8, 3, 32, 32)},
     "xclip_vision_model": {"pixel_values": _floats(16, 3, 32, 32)},
-    **{name: {"input_features": _floats(tiny.BATCH, 32, 560)} for name in ("fun_asr_nano", "fun_asr_nano_encoder")},
     "gemma4_audio": {"input_features": _floats(tiny.BATCH, FRAMES, 128), "attention_mask": _ones(tiny.BATCH, FRAMES)},
     **dict.fromkeys(("hunyuan_vl",), _TEXT),
     "molmo2": {**_TEXT, "mm_token_type_ids": lambda draw: torch.zeros(tiny.BATCH, tiny.LENGTH, dtype=torch.long)},
