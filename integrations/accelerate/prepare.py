@@ -139,7 +139,7 @@ def _register_hook(accelerator: Any, model: Any) -> None:
         if kind.waits_for_training and not (module.training and torch.is_grad_enabled()):
             return
         handle.remove()
-        why = kind.obstacle(module)
+        why = _of_any_rank(kind.obstacle(module), module.process_group)
         if why is not None:
             _decline(accelerator, kind.name, why)
         else:
@@ -147,6 +147,18 @@ def _register_hook(accelerator: Any, model: Any) -> None:
 
     handle = inner.register_forward_pre_hook(torch.compiler.disable(first_forward), prepend=True)
     compat.mark(inner)
+
+
+def _of_any_rank(why: str | None, group: Any) -> str | None:
+    """Collective: what is in the way, on this rank or on another: the others must not begin what one leaves alone."""
+    from commfuse_dp.transport.exchange import exchange_of
+    from commfuse_dp.transport.membership import called_in
+
+    exchange = exchange_of(group)
+    found = [(rank, said) for rank, said in enumerate(exchange(why)) if said is not None]
+    if why is not None or not found:
+        return why
+    return f"on rank {called_in(exchange, found[0][0])} {found[0][1]}"
 
 
 def _hooked_kind(model: Any) -> Any:

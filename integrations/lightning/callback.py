@@ -11,6 +11,7 @@ from commfuse_dp.integrations.attach.announce import announce
 from commfuse_dp.integrations.wrapped import called_roots, kind_of
 from torch import nn
 
+import commfuse_dp
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.errors import ConfigError
 
@@ -78,7 +79,8 @@ def parallelized(shard: Callable[..., nn.Module], config: CommFuseConfig | None 
 
 
 def serve_all(models: list[nn.Module], whole: nn.Module, config: CommFuseConfig | None) -> list[Any]:
-    """Serve each model that is not served yet; returns the reports. Collective. Raises ConfigError if nothing can be served."""
+    """Serve each model that is not served yet, or none of them; returns the reports. Collective. Raises ConfigError if nothing
+    can be served, and what serving raises."""
     kinds = [(model, kind) for model in models if (kind := kind_of(model)) is not None]
     if not kinds:
         raise ConfigError(
@@ -86,4 +88,15 @@ def serve_all(models: list[nn.Module], whole: nn.Module, config: CommFuseConfig 
             "(call fully_shard in configure_model, or in the function given to Fabric's), DDPStrategy and FSDPStrategy. For "
             "DeepSpeedStrategy put the commfuse block into its JSON; with one process leave the callback away."
         )
-    return [kind.serve(model, config) for model, kind in kinds if not kind.served(model)]
+    reports: list[Any] = []
+    served: list[nn.Module] = []
+    try:
+        for model, kind in kinds:
+            if not kind.served(model):
+                reports.append(kind.serve(model, config))
+                served.append(model)
+    except BaseException:  # on all ranks: each is served on all of them, or on none
+        for model in reversed(served):
+            commfuse_dp.remove(model)  # of several all are FSDP2's, see `called_roots`
+        raise
+    return reports

@@ -72,20 +72,21 @@ def _before_any(module: Any, args: tuple[Any, ...]) -> None:
 
 
 def _serve(model: Any, explicit: bool) -> None:
-    """All ranks come here: they call the model together. An error leaves the framework as it was, on all of them."""
+    """All ranks come here: they call the model together. An error of any kind leaves the framework as it was, on all of them,
+    and all go on, or none: the others hear of it as an error of ours."""
     import torch.distributed as dist
     from commfuse_dp.integrations.attach.announce import announce
     from commfuse_dp.integrations.tensor_parallel.serving import apply
 
     from commfuse_dp.autoload import warn
-    from commfuse_dp.errors import CommFuseError
 
     try:
         report = apply(model)
-    except CommFuseError as error:
+    except Exception as error:
         if explicit:
             raise
-        warn(f"CommFuse could not serve this model's tensor parallelism, which stays with DTensor: {error}")
+        why = f"{type(error).__name__}: {error}"
+        warn(f"CommFuse could not serve this model's tensor parallelism, which stays with DTensor: {why}")
         return
     if dist.get_rank() == 0 and not explicit:
         announce(str(report))

@@ -178,6 +178,25 @@ def test_a_hook_of_the_script_stays(workers):
     assert "CommFuse leaves DDP as it is: the script set a communication hook of its own (allreduce_hook)" in said
 
 
+def own_hook_of_one(rank: int, world_size: int, where: int) -> str:
+    """Which other ranks would wait for: CommFuse's hook is set up by all of them together."""
+    said = io.StringIO()
+    with commfuse(True), contextlib.redirect_stderr(said):
+        acc = accelerator("ddp")
+        model, optimizer = make(acc)
+        if rank == where:
+            model.register_comm_hook(None, allreduce_hook)
+        train(acc, model, optimizer, range(2))
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_hook_on_one_rank_stays_and_the_others_train_as_stock(workers, where):
+    said = workers(2).run(own_hook_of_one, where, timeout=60)[0]
+    place = "on rank 1 " if where else ""
+    assert f"CommFuse leaves DDP as it is: {place}the script set a communication hook of its own (allreduce_hook)" in said
+
+
 def hybrid(rank: int, world_size: int) -> str:
     """A model that the script wrapped itself, which Accelerate takes as it is."""
     said = io.StringIO()

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import commfuse_dp
 from commfuse_dp import CommFuseConfig
-from commfuse_dp.errors import ConfigError
+from commfuse_dp.errors import CommFuseError, ConfigError
 
 WIDTH, HIDDEN = 12, 21
 CONFIG = CommFuseConfig(inbox_bytes=1 << 20, prefetch_bytes=1 << 20, deadline_s=60.0)
@@ -185,6 +190,47 @@ def body_nothing_to_serve(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
+def body_second_part_fails(rank: int, world_size: int) -> None:
+    fsdp2 = importlib.import_module("commfuse_dp.integrations.fsdp2.apply")  # the package has a function of this name
+    from commfuse_dp.integrations.lightning import CommFuseCallback
+
+    mesh = {"data_parallel": init_device_mesh("cpu", (world_size,))}
+
+    def parts() -> nn.Module:
+        whole = nn.Module()
+        whole.parts = nn.ModuleList(shard(net(), mesh) for _ in range(2))
+        return whole
+
+    def losses(whole: nn.Module) -> list[float]:
+        optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+        found = []
+        for given in batches(rank, 3):
+            loss = sum(part(given).square().mean() for part in whole.parts)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    def install(attachment: Any, model: nn.Module, *args: Any) -> Any:
+        done = installed(attachment, model, *args)
+        if rank == 1 and model is whole.parts[1]:
+            raise OSError("on purpose")
+        return done
+
+    whole, installed, callback = parts(), fsdp2._install, CommFuseCallback(CONFIG)
+    trainer = SimpleNamespace(strategy=SimpleNamespace(model=whole), is_global_zero=rank == 0)
+    with mock.patch.object(fsdp2, "_install", install):
+        with pytest.raises(OSError if rank == 1 else CommFuseError, match="on purpose"):
+            callback.on_fit_start(trainer, whole)
+        assert fsdp2.engine_of(whole.parts[0]) is None and fsdp2.engine_of(whole.parts[1]) is None and not callback.reports
+    assert losses(whole) == losses(parts())  # both are stock
+    callback.on_fit_start(trainer, whole)
+    assert len(callback.reports) == 2
+    for part in whole.parts:
+        commfuse_dp.remove(part)
+
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning")
 
 
@@ -198,6 +244,10 @@ def test_trainer_equals_stock(workers, strategy):
 def test_fabric_equals_stock(workers, way):
     for paths in workers(2).run(body_fabric, way, timeout=240):
         assert way == "fsdp2 by function" or set(paths) == ({"hooks"} if way == "ddp" else {"fused", "gathered"})
+
+
+def test_a_part_that_fails_leaves_no_other_served(workers):
+    workers(2).run(body_second_part_fails, timeout=120)
 
 
 def test_what_cannot_be_served_is_an_error(workers):
