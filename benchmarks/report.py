@@ -219,7 +219,7 @@ def markdown(record: Summary) -> str:
         f"# Training step, {settings['world_size']} ranks: {record['date']}",
         "",
         f"{about['device']}, {about['cores']} cores; torch {about['torch']}, Python {about['python']}, kernel {about['kernel']}"
-        f", TCP {about['congestion_control']}; commit {about['commit']}.",
+        f", the host's TCP {about['congestion_control']}; commit {about['commit']}.",
         "",
         f"    {about['command']}",
         "",

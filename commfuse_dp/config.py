@@ -70,7 +70,7 @@ class CommFuseConfig(BaseModel):
         description="Memory per rank for gradient slices on their way, all peers together: sent to this rank and not yet "
         "summed (the credit), and what is computed for others where it has to wait. Raised, with a warning, where a peer's "
         "part holds no slice of the largest layer; on GPUs, not twice what that layer owes to one rank. Not all of it is taken "
-        "for a small model: 4 MiB and 16 bytes for each of its parameters are always enough.",
+        "for a small model on CPUs: no more than 4 MiB and 16 bytes for each of its parameters.",
     )
     exclude: tuple[str, ...] = Field(
         (),

@@ -133,11 +133,14 @@ class Backward:
             partials.fill(item, _nothing_new)
 
     def finish(self) -> None:
-        """The backward pass is over: what was left for a call that did not come."""
-        for index in sorted(self.accumulating):
-            unit = self._engine.units[index]
-            if unit.policy.reduce_grads:
+        """The backward pass is over: what was left for a call that did not come, and what was held for one."""
+        for unit in self._engine.units:
+            # Frozen since the microbatch before, and so is all that comes before it: then no call comes at all.
+            frozen = unit.accumulated is not None and not any(slot.requires_grad for slot in unit.slots)
+            if (frozen or unit.index in self.accumulating) and unit.policy.reduce_grads:
                 self.scatter_accumulated(unit)
+            if not self._in_place and unit.pending_backwards == 0:
+                self._parameters.forget(unit)
         self.accumulating.clear()
 
     def forget_all(self) -> None:

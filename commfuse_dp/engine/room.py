@@ -43,10 +43,10 @@ def least_ring(units: Sequence[Unit], world_size: int, *, streams: bool) -> int:
 
 
 def most_bytes(numel: int) -> int:
-    """Bytes that are of use for the messages of all peers together, of a model with so many elements.
+    """Bytes that are of use for the messages of all peers together, on hosts, of a model with so many elements.
 
     A rank is owed its part of the gradients by every peer, in a wide type all of them about 4 x numel bytes; a transport that
-    sets aside what it sends takes as much again, and gaps at the ends of rings are up to a half. A step then never waits for
+    sets aside what it sends takes as much again, and gaps at the ends of rings are up to a half. A step then hardly waits for
     credit. What is there for small models is for the framework's own collectives and for many small messages, for which
     credit is given back when a sixteenth of a ring has come together.
     """

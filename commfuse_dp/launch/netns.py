@@ -98,7 +98,6 @@ class ShapedWorld:
     rate: int | None
     mtu: int
     burst: int
-    congestion: str  # TCP's congestion control in all namespaces, as Linux names it
     owner: str
 
     def namespace(self, rank: int) -> str:
@@ -124,6 +123,11 @@ class ShapedWorld:
         """Name of the shaped interface as `rank` sees it."""
         self.namespace(rank)
         return INTERFACE
+
+    @property
+    def congestion(self) -> str:
+        """TCP's congestion control in the namespaces, as Linux names it."""
+        return _ip("netns", "exec", self.namespace(0), "cat", f"{_TCP}/tcp_congestion_control").strip()
 
     def command_prefix(self, rank: int) -> list[str]:
         """Put before a command: runs it (by exec: the pid stays) as `rank`, as if on a host of its own."""
@@ -182,13 +186,14 @@ def shaped_world(
             "time is charged to the training step."
         )
     check_requirements()
-    congestion = _congestion(congestion)
+    if congestion is not None:
+        _check_congestion(congestion)
     sweep_stale()
     owner = f"commfuse-{os.getpid()}-{_start_time(os.getpid())}-{secrets.token_hex(4)}"
-    world = ShapedWorld(world_size=world_size, rate=bits, mtu=mtu, burst=burst, congestion=congestion, owner=owner)
+    world = ShapedWorld(world_size=world_size, rate=bits, mtu=mtu, burst=burst, owner=owner)
     with terminate_as_exit():
         try:
-            _build(world)
+            _build(world, congestion)
             yield world
         finally:
             with signals_held():
@@ -223,13 +228,13 @@ def sweep_stale() -> list[str]:
 
 
 # ---- building and removing -------------------------------------------------------------------------------------------
-def _build(world: ShapedWorld) -> None:
+def _build(world: ShapedWorld, congestion: str | None) -> None:
     for name in world.namespaces:
         _ip("netns", "add", name)
         _ip("-n", name, "link", "set", "lo", "up")
-        setting = f"{_TCP}/tcp_congestion_control"  # written only where it differs: not every container may
-        change = f'[ "$(cat {setting})" = {world.congestion} ] || echo {world.congestion} > {setting}'
-        _ip("netns", "exec", name, "sh", "-c", change)
+        names = ("cubic", "reno") if congestion is None else (congestion,)
+        attempts = " || ".join(f"echo {each} > {_TCP}/tcp_congestion_control" for each in names)
+        _ip("netns", "exec", name, "sh", "-c", attempts, check=congestion is not None)  # else it stays as it is
     shaped = [(world.namespace(rank), INTERFACE) for rank in range(world.world_size)]
     mtu = ["mtu", str(world.mtu)]
     if world.world_size == 1:  # no peer to talk to: an interface of the same name, so that callers need no special case
@@ -258,13 +263,11 @@ def _build(world: ShapedWorld) -> None:
             _run("tc", "-n", name, "qdisc", "add", "dev", interface, "root", "tbf", *limits)
 
 
-def _congestion(wanted: str | None) -> str:
-    allowed = Path(_TCP, "tcp_allowed_congestion_control").read_text().split()
-    if wanted is None:
-        return "cubic" if "cubic" in allowed else "reno"  # which every kernel has
-    if wanted not in allowed:
-        raise ConfigError(f"congestion {wanted!r}: this kernel allows {', '.join(allowed)} in network namespaces.")
-    return wanted
+def _check_congestion(wanted: str) -> None:
+    with contextlib.suppress(OSError):  # where that cannot be read, setting it tells
+        allowed = Path(_TCP, "tcp_allowed_congestion_control").read_text().split()
+        if wanted not in allowed:
+            raise ConfigError(f"congestion {wanted!r}: this kernel allows {', '.join(allowed)} in network namespaces.")
 
 
 def _remove(names: list[str]) -> None:

@@ -178,7 +178,7 @@ def gather_parameters(operand: GatheredOperand, handle: int) -> tuple[torch.Tens
         ranks = [len(shape) for shape in operand.shapes]
         sizes = [size for shape in operand.shapes for size in shape]
         return tuple(torch.ops.commfuse.gather(operand.anchor, handle, ranks, sizes, operand.compute_dtype, call_number()))
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and any(operand.trainable):
         operand.expect_backward()
     return _GatherParameters.apply(operand.anchor, operand)
 

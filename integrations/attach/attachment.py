@@ -74,7 +74,7 @@ class Attachment:
                 group=group,
                 inbox_bytes=config.inbox_bytes,
                 least_ring=least_ring(units, group.size(), streams=device.type != "cpu"),
-                most_bytes=most_bytes(numel),
+                most_bytes=most_bytes(numel) if device.type == "cpu" else None,  # streams may need more: engine/room.py
                 deadline_s=config.deadline_s,
                 probe=Probe(),
                 device=device,

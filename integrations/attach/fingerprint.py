@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +24,22 @@ def describe(model: nn.Module, config: CommFuseConfig) -> list[tuple[str, str]]:
         for name, param in model.named_parameters()
     ]
     return facts
+
+
+def check_same_left(left: Mapping[str, str], group: dist.ProcessGroup) -> None:
+    """Collective. left: name -> why it stays with the framework. Raises MismatchError on every rank if one can serve what
+    another cannot: they would wait for each other in the first step."""
+    everyone = exchange_of(group)(dict(left))
+    numbers = dist.get_process_group_ranks(group)
+    common = set.intersection(*map(set, everyone))
+    for rank, found in zip(numbers, everyone, strict=True):
+        for name, why in found.items():
+            if name not in common:
+                others = [number for number, other in zip(numbers, everyone, strict=True) if name not in other]
+                raise MismatchError(
+                    f"rank {rank} cannot serve {name!r} ({why}), but rank {others[0]} can. Mend that, or leave it to the "
+                    f"framework on all ranks: exclude=({name!r},)"
+                )
 
 
 def check_equal(facts: list[tuple[str, str]], group: dist.ProcessGroup) -> None:

@@ -77,6 +77,11 @@ class Selection(Selected):
     def any(self) -> bool:
         return bool(self.layers)
 
+    @property
+    def unserved(self) -> dict[str, str]:
+        own = {name for name, _ in self.norms}
+        return {name: why for name, why in self.left.items() if name not in own}
+
 
 def select(model: nn.Module, config: CommFuseConfig) -> Selection:
     out, tree = Selection(), Tree.of(model)
@@ -226,9 +231,12 @@ def _names(name: str, module: nn.Module) -> Iterator[str]:
 def _take_norm(name: str, module: nn.Module, out: Selection) -> None:
     row = out.layers[-1].blocks[0].rows or out.layers[-1].blocks[-1].rows
     width = row[0].module.out_features if row else None
-    if isinstance(width, int) and "forward" not in vars(module) and norm_obstacle_by_trial(module, width) is None:
+    if not isinstance(width, int) or "forward" in vars(module):
+        return
+    why = norm_obstacle_by_trial(module, width)
+    if why is None:
         out.norms.append((name, module))
-        out.left[name] = "it computes with its own positions of the sequence; its gradient is summed over the ranks"
+    out.left[name] = why or "it computes with its own positions of the sequence; its gradient is summed over the ranks"
 
 
 def _take_head(found: Styled, why: str | None, config: CommFuseConfig, tree: Tree, out: Selection) -> None:

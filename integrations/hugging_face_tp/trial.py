@@ -65,7 +65,7 @@ def norm_obstacle_by_trial(module: nn.Module, width: int) -> str | None:
             with _whole_parameters(module, ()):
                 whole, part = (original_type(module).forward(module, rows) for rows in (x, x[:, _SHARD]))  # type: ignore[attr-defined]
         except Exception as error:
-            return f"it could not be tried: {type(error).__name__}"
+            return f"it could not be tried: {type(error).__name__}: {error}"
     same = isinstance(whole, torch.Tensor) and whole.shape == x.shape and _close(part, whole[:, _SHARD])
     return None if same else "it does not compute every position by itself"
 

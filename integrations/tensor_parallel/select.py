@@ -52,6 +52,11 @@ class Selected(ABC):
         """Whether anything is served."""
 
     @property
+    def unserved(self) -> dict[str, str]:
+        """What is not taken care of: the same on all ranks, or they would wait for each other."""
+        return self.left
+
+    @property
     def group(self) -> dist.ProcessGroup | None:
         """Over which what is served communicates; None: nothing is."""
         return self.mesh.get_group() if self.mesh is not None and self.any else None

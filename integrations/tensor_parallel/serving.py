@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.attach.attachment import Attachment, attach, attachment_of, remove_from
-from commfuse_dp.integrations.attach.fingerprint import check_equal, describe
+from commfuse_dp.integrations.attach.fingerprint import check_equal, check_same_left, describe
 from commfuse_dp.integrations.attach.forwards import SERVICE, TENSOR_ATTACHMENT, Service, serve
 from commfuse_dp.integrations.attach.ranks import Ranks, any_of
 from commfuse_dp.integrations.attach.report import ParameterRow, Report
@@ -61,6 +62,9 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     autohook.forget(model)
     groups = groups_of(model)
     config, selection = Ranks(groups).together(lambda: _prepare(model, config))
+    for number, each in enumerate(groups):
+        left = functools.partial(check_same_left, selection.unserved, each)
+        Ranks([each, *groups[:number], *groups[number + 1 :]]).together(left)
     group, served = selection.group, config
     ranks = Ranks([group, *groups])
     before, transaction = attachment_of(model), Transaction()

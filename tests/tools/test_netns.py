@@ -112,6 +112,14 @@ def test_rate_is_kept_in_both_directions_and_counted() -> None:
         assert 0.9 * rate < a.rx - b.rx < _most(5e6, elapsed)
 
 
+@needs_link
+def test_congestion_control_is_that_of_all_namespaces() -> None:
+    with shaped_world(2, congestion="reno") as world:
+        setting = "/proc/sys/net/ipv4/tcp_congestion_control"
+        found = [subprocess.check_output(["ip", "netns", "exec", name, "cat", setting], text=True) for name in world.namespaces]
+        assert found == ["reno\n"] * 2 and world.congestion == "reno"
+
+
 @pytest.mark.slow
 @needs_link
 def test_three_ranks_meet_at_a_bridge() -> None:

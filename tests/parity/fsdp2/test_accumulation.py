@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from commfuse_dp.integrations.fsdp2.apply import engine_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.parity.fsdp2.models import ByteModel, token_loss
@@ -48,21 +49,36 @@ def test_one_layer_without_sync(workers):
     workers(2).run(partly_synced)
 
 
-def frozen_between(rank: int, world_size: int) -> None:
+FROZEN = {"some": ("layers.0.up.weight", "layers.1.down"), "the first": ("embedding", "layers.0")}
+
+
+def frozen_between(rank: int, world_size: int, which: str, transport: str) -> None:
     """What was accumulated before a parameter was frozen is reduced with the next synchronised backward, as stock does it."""
-    with Twin() as twin:
+
+    def freeze(model: torch.nn.Module) -> None:
+        for name, param in model.named_parameters():
+            if name.startswith(FROZEN[which]):
+                param.requires_grad_(False)
+
+    with Twin(config=settings(transport)) as twin:
         twin.step()
         twin.each(lambda model: model.set_requires_gradient_sync(False))
         twin.backward()
-        twin.each(lambda model: model.layers[0].up.weight.requires_grad_(False))
-        twin.each(lambda model: model.layers[1].down.requires_grad_(False))
+        twin.each(freeze)
         twin.each(lambda model: model.set_requires_gradient_sync(True))
         twin.backward()
         twin.check_gradients()
+        engine = engine_of(twin.fused)
+        assert not engine.has_accumulated
+        window = engine.parameters._window
+        assert (window is None) == (transport == "shm") and (window is None or window._pinned == 0)
+        twin.update()
+        twin.step()
 
 
-def test_a_parameter_is_frozen_between_microbatches(workers):
-    workers(2).run(frozen_between)
+@pytest.mark.parametrize(("which", "transport"), [("some", "shm"), ("the first", "tcp"), slow("the first", "shm")])
+def test_a_parameter_is_frozen_between_microbatches(workers, which, transport):
+    workers(2).run(frozen_between, which, transport)
 
 
 def synced(rank: int, world_size: int) -> None:
