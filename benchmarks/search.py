@@ -54,8 +54,10 @@ def fastest(
     """Alternating steps of each candidate, the quickest of each counts (a disturbance only ever adds time).
 
     A step's time is the slowest rank's, so that all ranks choose alike. A model that is filled after sharding is a large one:
-    its candidates are built, timed and freed one by one.
+    its candidates are built, timed and freed one by one. Without rounds to search in, the first one is taken as it is.
     """
+    if case.search_rounds == 0:
+        return candidates[0], []
     clock = clock_of(case.device)
 
     def timed(settings: list[Settings]) -> list[list[float]]:

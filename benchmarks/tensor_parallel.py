@@ -41,7 +41,7 @@ from benchmarks import report
 from benchmarks.case import BenchmarkError, CaseResult
 from benchmarks.launch import run_case
 from benchmarks.tp.llama import VARIANTS as LLAMA
-from benchmarks.tp.models import OPS, least_bytes
+from benchmarks.tp.models import OPS, collective_bytes, least_bytes
 from benchmarks.tp.worker import TpCase
 from commfuse_dp.errors import CommFuseError, ConfigError
 from commfuse_dp.launch import netns
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
         case = replace(base, tokens=int(base.tokens * scale))
         title = f"{case.op}, {case.passes}, {case.tokens} tokens, {case.world_size} ranks, link {arguments.link}"
         _say(f"== {title}")
-        rate = _rate(arguments, case)  # a link's bucket is the same for all lengths
+        rate = _rate(arguments, case)
         record["cases"].append({"title": title, **_measure(case, rate, arguments)})
         _store(record, arguments.json)
     return record
@@ -98,6 +98,13 @@ def _rate(arguments: argparse.Namespace, base: TpCase) -> str | None:
         return str(arguments.link)
     if float(match[1]) <= 0:
         raise ConfigError(f"--link {arguments.link}: the factor must be above 0.")
+    at_once = collective_bytes(base.shape, base.world_size)
+    if base.op != "llama" and at_once <= arguments.burst:
+        raise ConfigError(
+            f"--link {arguments.link}: with {base.tokens} tokens a collective sends {at_once} bytes, which the link's bucket "
+            f"of {arguments.burst} takes at once, whatever its rate. Give more --tokens or --width, or less --burst (at least "
+            f"{netns.MIN_BURST})."
+        )
     _say("measuring compute alone, to choose the link's rate")
     result = _launch(replace(base, variants=("compute",)), None, arguments)
     seconds = statistics.median(report.step_seconds(result.variants[0], base.steps))
@@ -109,17 +116,21 @@ def _rate(arguments: argparse.Namespace, base: TpCase) -> str | None:
         return f"{round(8 * summary['variants']['dtensor']['bytes_per_step'] / wanted)}bit"
     rate = 8 * least_bytes(base.op, base.shape, base.world_size, base.passes, "vanilla") / wanted
     _say("measuring vanilla's communication on such a link")  # a link's bucket fills up between two collectives
-    with netns.shaped_world(base.world_size, f"{round(rate)}bit", congestion=arguments.congestion) as world:
+    with _world(base.world_size, f"{round(rate)}bit", arguments) as world:
         result = _launch(replace(base, variants=("vanilla",), rounds=2), world, arguments)
     summary = report.summarize(result, steps=base.steps, link_bytes_per_s=None)
     return f"{round(rate * summary['variants']['vanilla']['exposed_ms']['p50'] / 1e3 / wanted)}bit"
+
+
+def _world(world_size: int, rate: str, arguments: argparse.Namespace) -> contextlib.AbstractContextManager[netns.ShapedWorld]:
+    return netns.shaped_world(world_size, rate, burst=arguments.burst, congestion=arguments.congestion)
 
 
 def _measure(case: TpCase, rate: str | None, arguments: argparse.Namespace) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         world = goodput = None
         if rate is not None:
-            world = stack.enter_context(netns.shaped_world(case.world_size, rate, congestion=arguments.congestion))
+            world = stack.enter_context(_world(case.world_size, rate, arguments))
             goodput = world.measure_rate()
         result = _launch(case, world, arguments)
     summary = report.summarize(result, steps=case.steps, link_bytes_per_s=goodput)
@@ -132,7 +143,9 @@ def _measure(case: TpCase, rate: str | None, arguments: argparse.Namespace) -> d
             if reference in times:
                 pairs = zip(times[name], times[reference], strict=True)
                 row[f"step_over_{reference}"] = report.spread([own / other for own, other in pairs])
-    link = {"rate_gbit": (world.rate or 0) / 1e9, "congestion": world.congestion} if world is not None else None
+    link = None
+    if world is not None:
+        link = {"rate_gbit": (world.rate or 0) / 1e9, "burst": world.burst, "congestion": world.congestion}
     return {"link": link, "summary": summary}
 
 
@@ -175,7 +188,7 @@ def markdown(record: dict[str, Any]) -> str:
         if link:
             lines += [
                 f"Link {link['rate_gbit']:.3f} Gbit/s, goodput {summary['link_goodput_gbit']:.3f} both ways at once, "
-                f"TCP with {link['congestion']}"
+                f"bucket {link['burst'] >> 10} KB, TCP with {link['congestion']}"
                 + (f": {summary['wire_ms']:.0f} ms for vanilla's bytes, less a bucket." if summary["wire_ms"] else "."),
                 "",
             ]
@@ -217,6 +230,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--op", choices=OPS, default="mlp")
     parser.add_argument("--pass", dest="passes", choices=("forward", "both"), default="forward")
     parser.add_argument("--congestion", help="TCP's congestion control on the link, e.g. reno (default: cubic, or reno)")
+    parser.add_argument("--burst", type=int, default=netns.DEFAULT_BURST, help="bytes of the link's token bucket (%(default)s)")
     parser.add_argument("--link", default="0.56x", help="none, a rate (1gbit), or <number>x compute (%(default)s)")
     parser.add_argument("--variants", help=f"of {', '.join(KNOWN)} (default: those that fit --pass)")
     parser.add_argument("--world-size", type=int, default=2)

@@ -264,7 +264,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="steps of a timed block (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="timed blocks of every variant (%(default)s)")
     parser.add_argument("--warmup", type=int, default=2, help="untimed steps of every variant (%(default)s)")
-    parser.add_argument("--search-rounds", type=int, default=2, help="timed steps of each stock setting tried (%(default)s)")
+    parser.add_argument(
+        "--search-rounds", type=int, default=2, help="timed steps of each stock setting (%(default)s); 0: untried"
+    )
     parser.add_argument("--model", choices=MODELS, default="linears")
     parser.add_argument("--tokens", type=int, help="per rank and step (512); llama3: --sequence x --batch")
     parser.add_argument("--sequence", type=int, help="llama3: tokens of a sequence (8192; tiny: 32)")
@@ -314,8 +316,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     for name in ("world_size", "ranks_per_host", "steps", "rounds", "search_rounds", "tokens", "sequence", "batch"):
         value = getattr(arguments, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
+        least = 0 if name == "search_rounds" else 1
+        if value is not None and value < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
     if arguments.warmup < 1:
         parser.error("--warmup must be at least 1: first steps allocate, and CommFuse records the order of layers in its first")
     return arguments

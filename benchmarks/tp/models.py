@@ -63,12 +63,17 @@ def _attention(x: torch.Tensor, w: dict[str, torch.Tensor], seams: Seams, shape:
     return seams.attention(q, k, v, w["o"])
 
 
+def collective_bytes(shape: Shape, ranks: int) -> int:
+    """That a rank sends in one gather or scatter of the sequence, in fp32."""
+    return (ranks - 1) * (shape.tokens // ranks) * shape.width * 4
+
+
 def least_bytes(op: str, shape: Shape, ranks: int, passes: str, variant: str) -> int:
     """That a rank must send, in fp32: a gather or a scatter of the sequence each. commfuse gathers x again for wgrad. Of a
     llama: 0, which is not worked out."""
     if op == "llama":
         return 0
-    unit = (ranks - 1) * (shape.tokens // ranks) * shape.width * 4
+    unit = collective_bytes(shape, ranks)
     seams = 2 if op in ("mlp", "attention") else 4
     both = seams * 2 + (seams // 2 if variant.startswith("commfuse") else 0)
     return 0 if variant == "compute" else unit * (both if passes == "both" else seams)

@@ -41,7 +41,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,6 +99,8 @@ class ShapedWorld:
     mtu: int
     burst: int
     owner: str
+    congestion: str = ""
+    """TCP's congestion control in the namespaces, as Linux names it"""
 
     def namespace(self, rank: int) -> str:
         if not 0 <= rank < self.world_size:
@@ -123,11 +125,6 @@ class ShapedWorld:
         """Name of the shaped interface as `rank` sees it."""
         self.namespace(rank)
         return INTERFACE
-
-    @property
-    def congestion(self) -> str:
-        """TCP's congestion control in the namespaces, as Linux names it."""
-        return _ip("netns", "exec", self.namespace(0), "cat", f"{_TCP}/tcp_congestion_control").strip()
 
     def command_prefix(self, rank: int) -> list[str]:
         """Put before a command: runs it (by exec: the pid stays) as `rank`, as if on a host of its own."""
@@ -194,7 +191,8 @@ def shaped_world(
     with terminate_as_exit():
         try:
             _build(world, congestion)
-            yield world
+            used = _ip("netns", "exec", world.namespace(0), "cat", f"{_TCP}/tcp_congestion_control").strip()
+            yield replace(world, congestion=used)
         finally:
             with signals_held():
                 _remove(world.namespaces)

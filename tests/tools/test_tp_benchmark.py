@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tensor_parallel
+from tests.support.links import needs_link
 
 SMALL = ["--tokens", "64", "--width", "32", "--hidden", "64", "--heads", "4", "--link", "none", "--transport", "shm"]
 
@@ -31,6 +32,19 @@ def test_variants_compute_the_same(op: str, passes: str, variants: str, tmp_path
     assert all(row["step_ms"]["p50"] > 0 for row in rows.values())
     assert rows["commfuse"]["exposed_ms"] is not None and rows["dtensor"]["exposed_ms"] is None
     assert "| commfuse |" in target.with_suffix(".md").read_text()
+
+
+@pytest.mark.slow
+@needs_link
+def test_a_link_is_chosen_by_what_vanilla_waits_for(tmp_path: Path) -> None:
+    target = tmp_path / "record.json"
+    shape = ["--width", "512", "--hidden", "512", "--heads", "4", "--sleep", "4", "--burst", str(1 << 18)]
+    arguments = ["--link", "0.5x", "--variants", "vanilla,commfuse", "--rounds", "1", "--steps", "1", "--warmup", "1"]
+    arguments += ["--congestion", "reno", *shape, "--json", str(target)]
+    assert tensor_parallel.main([*arguments, "--tokens", "512"]) == 0
+    (case,) = json.loads(target.read_text())["cases"]
+    assert case["link"]["rate_gbit"] > 0 and case["link"]["congestion"] == "reno" and case["link"]["burst"] == 1 << 18
+    assert "TCP with reno" in target.with_suffix(".md").read_text()
 
 
 @pytest.mark.slow
@@ -61,6 +75,7 @@ def test_a_step_of_tensor_and_data_parallelism(tmp_path: Path) -> None:
         (["--pass", "both", "--variants", "slicing-2"], "forward only"),
         (["--tokens", "63"], "divisible"),
         (["--link", "0x"], "above 0"),
+        (["--link", "0.5x"], "less --burst"),
         (["--heads", "3"], "divisible"),
         (["--dp", "2"], "llama"),
         (["--op", "llama", "--dp", "2"], "two or more"),

@@ -1,4 +1,4 @@
-"""Compiles the GEMM kernels for a GPU that is not there: `python -m tests.conformance.kernels.compiling [all]` prints JSON.
+"""Compiles the GEMM kernels for a GPU that is not there: `python -m tests.conformance.kernels.compiling` prints JSON.
 
 Triton needs no device to compile, and brings the assembler and the tool that reads its resource report. Each item says what the
 machine code of one kernel and configuration uses, and which of the instructions it depends on are in it.
@@ -103,21 +103,18 @@ def report(arch: int, problem: Problem, config: TileConfig, *, even: bool = True
 
 
 def main() -> None:
-    everything = sys.argv[1:] == ["all"]
     found = []
     for arch in (90, 80):
         for op in PASSES:
-            for dtype in (torch.bfloat16, torch.float32) if everything else (torch.bfloat16,):
+            for dtype in (torch.bfloat16, torch.float32):
                 problem = Problem(op, 8192, 4096, (512,) * 8, dtype, dtype, tf32=dtype == torch.float32)
-                configs = tiles.candidates(problem, (arch // 10, 0))
-                for config in configs if everything else configs[:1]:
-                    found.append(report(arch, problem, config))
-                if everything:
-                    odd = problem._replace(out_dtype=torch.float32, vectored=False)
-                    found += [report(arch, odd, config, even=False) for config in tiles.candidates(odd, (arch // 10, 0))]
+                found += [report(arch, problem, config) for config in tiles.candidates(problem, (arch // 10, 0))]
+                odd = problem._replace(out_dtype=torch.float32, vectored=False)
+                found += [report(arch, odd, config, even=False) for config in tiles.candidates(odd, (arch // 10, 0))]
             skinny = Problem(op, 1, 4096, (512,), torch.bfloat16, torch.bfloat16)
-            if everything and arch == 90:
-                found += [report(arch, skinny, config) for config in tiles.candidates(skinny, (9, 0))]
+            if arch == 90:  # the largest tile, and those that one token is worth
+                configs = tiles.candidates(skinny, (9, 0))
+                found += [report(arch, skinny, config) for config in configs if config is configs[0] or config.block_m <= 64]
     json.dump(found, sys.stdout)
 
 

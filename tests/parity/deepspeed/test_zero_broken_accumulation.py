@@ -90,8 +90,7 @@ ALL, ONE = [0, 1], [1]
                 dtype,
                 marks=pytest.mark.slow,
             )
-            for stage in (1, 2, 3)
-            for dtype in ("fp32", "bf16")
+            for stage, dtype in ((1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16"))
         ),
     ],
 )

@@ -34,7 +34,14 @@ _MIMI = {
 _VIBE = {"num_filters": 4, "depths": [1, 1, 1], "downsampling_ratios": [2, 2]}
 _LATENT = {"num_key_value_heads": 4}  # every head has keys of its own, in latent attention
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
-_HALF_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [0, 1, 1]}}
+_HALF_MROPE = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [0, 1, 1],
+    }
+}
 _LEVELS = {"backbone_config.out_features": ["stage2", "stage3", "stage4"]}
 _ALL_LEVELS = {"backbone_config.out_features": ["stage1", "stage2", "stage3", "stage4"]}
 _PYRAMID = {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]}
@@ -44,6 +51,43 @@ _DEPTH = {
     **_ALL_LEVELS,
     "reassemble_hidden_size": 32,
     "initializer_range": 0.1,  # else what comes out is too small for its gradients to move a weight
+}
+_STRIPES = {
+    "vertical_long_to_small_conv": (1, 0),
+    "horizontal_small_to_long_conv": (0, 1),
+    "symmetric_conv_long": (1, 1),
+}
+_INTRACLASS = {
+    "intraclass_block_config": {
+        "reduce_channel": [1, 1, 0],
+        "return_channel": [1, 1, 0],
+        **{
+            f"{name}_{ratio}": [[1 + 2 * reach * high, 1 + 2 * reach * wide], [1, 1], [reach * high, reach * wide]]
+            for name, (high, wide) in _STRIPES.items()
+            for ratio, reach in (("longratio", 3), ("midratio", 2), ("shortratio", 1))
+        },
+    },
+    "intraclass_block_number": 4,
+    "neck_out_channels": 32,
+    "scale_factor_list": [1, 2, 4, 8],
+    "kernel_list": [3, 2, 2],
+}
+_LCNET = {
+    **_ALL_LEVELS,
+    "backbone_config.stem_channels": [3, 8, 16],
+    "backbone_config.stage_out_channels": [16, 16, 32, 32],
+    "backbone_config.block_configs": [
+        [[3, 16, 16, 1, True]],
+        [[3, 16, 16, 2, False]],
+        [[3, 16, 32, 2, False]],
+        [[3, 32, 32, 2, True]],
+    ],
+}
+_ROPE_OF_ATOMS = {"num_spatial_rope_pairs_per_axis": 1, "num_uid_rope_pairs": 1}
+_SHARING = {  # layers that have keys and values of their own, and layers that take those of others
+    "text_config.layer_types": ["full_attention"] * 2,
+    "text_config.num_kv_shared_layers": 1,
+    "backbone_hidden_size": 32,
 }
 _ERNIE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
 FIXES: dict[str, dict[str, Any]] = {
@@ -62,7 +106,7 @@ FIXES: dict[str, dict[str, Any]] = {
     "fsmt": {"src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY},
     "funnel": {"d_inner": 48, "d_head": 8, "block_sizes": [1, 1]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
-    **{name: {"text_config.rope_parameters": _MROPE["rope_parameters"]} for name in ("glm4v", "glm46v")},
+    **{name: {"text_config.rope_parameters": _MROPE["rope_parameters"]} for name in ("glm4v", "glm46v", "glmga")},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "luke": {"entity_vocab_size": 20, "entity_emb_size": 8},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
@@ -144,7 +188,7 @@ FIXES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse"],
         "layer_types": ["linear_attention", "full_attention"],
     },
-    "layoutlmv3": {"coordinate_size": 4, "shape_size": 8},
+    "layoutlmv3": {"coordinate_size": 4, "shape_size": 8, "input_size": 32},
     "lilt": {"hidden_size": 48},
     "lw_detr_vit": {"num_windows": 4, "pretrain_image_size": 32},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
@@ -208,7 +252,10 @@ FIXES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("rt_detr", "rt_detr_v2", "d_fine", "deimv2"), _LEVELS),
     **{name: {**_LEVELS, "max_text_len": 16} for name in ("grounding-dino", "mm-grounding-dino")},
     "pp_doclayout_v2": {**_LEVELS, "class_thresholds": [0.5, 0.5], "class_order": [0, 1]},
-    "pp_doclayout_v3": _ALL_LEVELS,
+    "pp_doclayout_v3": {**_ALL_LEVELS, "x4_feat_dim": 16},
+    "pp_ocrv5_server_det": {**_ALL_LEVELS, **_INTRACLASS},
+    "pp_ocrv6_medium_det": {**_LCNET, **_INTRACLASS},
+    "pp_ocrv6_small_det": {**_LCNET, "layer_list_out_channels": [16, 16, 32, 32]},
     "pp_doclayout_v4": _LEVELS,
     "mask2former": _ALL_LEVELS,
     "oneformer": {**_ALL_LEVELS, "task_seq_len": 16, "text_encoder_context_length": 16},
@@ -318,6 +365,34 @@ FIXES: dict[str, dict[str, Any]] = {
     "florence_vision": {"num_groups": [2, 2, 2, 2]},
     "mllama_vision_model": {"intermediate_layers_indices": [0, 1], "num_global_layers": 1},
     "moshi_depth": {"input_size": 32, "audio_vocab_size": VOCABULARY},
+    "gemma4_unified_assistant": _SHARING,
+    "yolos": {"image_size": [32, 32], "num_detection_tokens": 10},
+    "vits": {
+        "resblock_kernel_sizes": [3],
+        "resblock_dilation_sizes": [[1, 3]],
+        "upsample_rates": [4, 4],
+        "upsample_kernel_sizes": [8, 8],
+        "posterior_encoder_num_wavenet_layers": 2,
+    },
+    "perceiver": {"num_self_attends_per_block": 2},
+    "lxmert": {"l_layers": 2, "x_layers": 2, "r_layers": 2},
+    "deepseek_ocr2_vision": {"sam_config.downsample_channels": [16, 32]},
+    "unlimited_ocr_vision": {"sam_config.downsample_channels": [16, 32]},
+    "esmfold2": {
+        "single_inputs_size": 32 + 2 * 33 + 1,
+        "num_loops": 1,
+        "pairwise_hidden_size": 16,
+        "pair_transition_intermediate_size": 32,
+        "folding_trunk_num_hidden_layers": 1,
+        "parcae_num_coda_layers": 1,
+        "msa_encoder.outer_hidden_size": 8,
+        "structure_head.diffusion_module.fourier_dim": 16,
+        "structure_head.diffusion_module.pair_intermediate_size": 32,
+        **{f"atom_encoder.{name}": pairs for name, pairs in _ROPE_OF_ATOMS.items()},
+        **{f"structure_head.diffusion_module.atom_encoder.{name}": pairs for name, pairs in _ROPE_OF_ATOMS.items()},
+        "lm_encoder.lm_dropout": 0.0,
+    },
+    "jev": {"num_verbalizers": 24},
     "phi4_multimodal_audio": {
         "ext_pw_out_channel": 32,
         "depthwise_separable_out_channel": 32,

@@ -172,6 +172,43 @@ _SIGLIP2 = {
     "spatial_shapes": lambda draw: torch.tensor([[4, 4]] * tiny.BATCH),
 }
 
+_TOKENS, _ATOMS = 6, 12
+
+
+def _atoms(draw: Draw) -> Any:
+    from transformers.models.esmfold2.modeling_esmfold2 import EsmFold2AtomInputs
+
+    token = (torch.arange(_ATOMS) // (_ATOMS // _TOKENS)).expand(tiny.BATCH, -1)
+    return EsmFold2AtomInputs(
+        ref_pos=draw.floats(tiny.BATCH, _ATOMS, 3),
+        ref_charge=draw.floats(tiny.BATCH, _ATOMS),
+        atom_attention_mask=torch.ones(tiny.BATCH, _ATOMS, dtype=torch.bool),
+        ref_element=torch.randint(1, 20, (tiny.BATCH, _ATOMS), generator=draw.generator),
+        ref_atom_name_chars=torch.randint(0, 40, (tiny.BATCH, _ATOMS, 4), generator=draw.generator),
+        ref_space_uid=token,
+        atom_to_token=token,
+    )
+
+
+def _counted(draw: Draw) -> torch.Tensor:
+    return torch.arange(_TOKENS).expand(tiny.BATCH, -1)
+
+
+def _zeros(*shape: int, dtype: torch.dtype = torch.long) -> Callable[[Draw], torch.Tensor]:
+    return lambda draw: torch.zeros(shape, dtype=dtype)
+
+
+_FOLD: dict[str, Callable[[Draw], Any]] = {
+    "token_index": _counted,
+    "residue_index": _counted,
+    **dict.fromkeys(("asym_id", "sym_id", "entity_id", "mol_type"), _zeros(tiny.BATCH, _TOKENS)),
+    "res_type": lambda draw: torch.randint(2, 22, (tiny.BATCH, _TOKENS), generator=draw.generator),
+    "token_bonds": _zeros(tiny.BATCH, _TOKENS, _TOKENS, 1, dtype=torch.float32),
+    "attention_mask": _ones(tiny.BATCH, _TOKENS, dtype=torch.bool),
+    "atom_inputs": _atoms,
+    "input_ids": _words(tiny.BATCH, _TOKENS),
+    "msa": lambda draw: torch.randint(2, 22, (tiny.BATCH, 3, _TOKENS), generator=draw.generator),
+}
 SPECIAL: dict[str, dict[str, Callable[[Draw], Any]]] = {
     **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), _SERIES),
     **dict.fromkeys(("dac", "encodec", "mimi", "mimi_encoder", "pe_audio_encoder", "xcodec"), _MONO),
@@ -181,7 +218,9 @@ SPECIAL: dict[str, dict[str, Callable[[Draw], Any]]] = {
     **dict.fromkeys(("videomae", "timesformer", "vivit"), _VIDEO),
     **dict.fromkeys(("mobilevitv2", "rf_detr", "d_fine", "deimv2"), _PICTURES),
     **dict.fromkeys(("pix2struct_vision_model", "kosmos_2_5_vision_model"), _PATCHES),
-    **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "colqwen2"), _TEXT),
+    **dict.fromkeys(
+        ("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "colqwen2", "glmga"), _TEXT
+    ),
     **dict.fromkeys(("dots3_note", "granite_docling", "cohere2_vision", "janus", "step3p7", "embedding_gemma2"), _TEXT),
     **dict.fromkeys(("sam3_detr_decoder", "sam3_lite_text_detr_decoder"), _SAM3),
     "audio-spectrogram-transformer": {"input_values": _floats(tiny.BATCH, 1024, 128)},
@@ -223,7 +262,6 @@ SPECIAL: dict[str, dict[str, Callable[[Draw], Any]]] = {
     },
     "oneformer": {**_PICTURES, "task_inputs": _words(tiny.BATCH, 16), "text_inputs": _words(tiny.BATCH, 4, 16)},
     "colpali": {"input_ids": _placed(16, each=24), "pixel_values": VALUES["pixel_values"]},
-    "shieldgemma2": {"input_ids": _placed(4), "pixel_values": VALUES["pixel_values"]},
     "gemma4_vision": {
         "pixel_values": _floats(tiny.BATCH, 36, 3 * 8 * 8),
         "pixel_position_ids": lambda draw: torch.cartesian_prod(torch.arange(6), torch.arange(6)).expand(tiny.BATCH, 36, 2),
@@ -287,10 +325,6 @@ SPECIAL: dict[str, dict[str, Callable[[Draw], Any]]] = {
         "pixel_values": _floats(tiny.BATCH, 1, 4, 3, 32, 32),
         "aspect_ratio_ids": _ones(tiny.BATCH, 1),
         "aspect_ratio_mask": _ones(tiny.BATCH, 1, 4),
-    },
-    "muse_glimmer_assistant": {
-        "noise_embeds": _floats(tiny.BATCH, 16, 32),
-        "context_hidden_states": _floats(tiny.BATCH, 16, 160),
     },
     "pi0": {
         "action_embeds": _floats(tiny.BATCH, 4, 32),
@@ -363,6 +397,42 @@ SPECIAL: dict[str, dict[str, Callable[[Draw], Any]]] = {
     **dict.fromkeys(("hunyuan_vl",), _TEXT),
     "molmo2": {**_TEXT, "mm_token_type_ids": lambda draw: torch.zeros(tiny.BATCH, tiny.LENGTH, dtype=torch.long)},
     "moshi_depth": {"input_ids": _words(tiny.BATCH, 8), "last_hidden_state": _floats(tiny.BATCH, 1, 32)},
+    "blt_local_encoder": {
+        **_TEXT,
+        "num_patches": lambda draw: 4,
+        "patch_ids": lambda draw: (torch.arange(tiny.LENGTH) // 4).expand(tiny.BATCH, -1),
+    },
+    "blt_local_decoder": {"inputs_embeds": Draw.hidden, "patch_embeds": _floats(tiny.BATCH, 4, 32)},
+    "inkling_audio": {"audio_input_ids": _words(tiny.BATCH, tiny.LENGTH, 80)},
+    "inkling_vision": {"pixel_values": _floats(4, 2, 8, 8, 3)},
+    "inkling2_vision": {
+        "pixel_values": _floats(8, 16, 16, 3),
+        "image_grid_thw": lambda draw: torch.tensor([[1, 2, 2]] * tiny.BATCH),
+    },
+    "gemma4_unified_assistant": {
+        "inputs_embeds": _floats(tiny.BATCH, 1, 64),
+        "position_ids": lambda draw: torch.full((tiny.BATCH, 1), tiny.LENGTH),
+        "shared_kv_states": lambda draw: {
+            name: (draw.floats(tiny.BATCH, 2, tiny.LENGTH, 8), draw.floats(tiny.BATCH, 2, tiny.LENGTH, 8))
+            for name in ("full_attention", "sliding_attention")
+        },
+    },
+    "muse_glimmer_assistant": {
+        "noise_embeds": Draw.hidden,
+        "context_hidden_states": lambda draw: draw.floats(tiny.BATCH, 8, 32 * len(draw.config.target_layer_ids)),
+        "attention_mask": lambda draw: dict.fromkeys(("full_attention", "sliding_attention")),
+    },
+    "dots3_note_audio_encoder": {
+        "input_features": lambda draw: draw.floats(tiny.BATCH, draw.size("num_mel_bins", default=128), FRAMES),
+        "chunk_sample_lengths": lambda draw: torch.tensor([FRAMES, FRAMES // 2]) * draw.config.hop_length,
+    },
+    "jev": {
+        "input_ids": _words(1, tiny.LENGTH),
+        "marks": lambda draw: torch.tensor([[5, 9, tiny.LENGTH]]),
+        "num_options": lambda draw: torch.tensor([[2, 6, 16]]),
+        "question_type_ids": lambda draw: torch.tensor([[0, 1, 2]]),
+    },
+    "esmfold2": _FOLD,
     "paddleocr_vl_vision": {"pixel_values": _floats(1, 32, 3, 8, 8), "grid_thw": VALUES["grid_thw"]},
 }
 """By model type: what a forward is given, if its names do not tell."""

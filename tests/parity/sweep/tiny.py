@@ -7,6 +7,7 @@ its own constructor. fixes.py has what single architectures need besides.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from tests.parity.sweep.fixes import FIXES, VOCABULARY
@@ -99,7 +100,12 @@ def config_class(model_type: str) -> Any:
 def config(model_type: str) -> Any:
     """A tiny configuration; raises whatever the architecture raises if it cannot be had."""
     cls = config_class(model_type)
-    return _shrunk(cls, cls(), FIXES.get(model_type, {}))
+    return _shrunk(cls, cls(), _fixes(model_type))
+
+
+def _fixes(model_type: str) -> dict[str, Any]:
+    """Copies: configurations write into what they are given, and the next one would see it."""
+    return copy.deepcopy(FIXES.get(model_type, {}))
 
 
 def _shrunk(cls: Any, default: Any, fixes: dict[str, Any]) -> Any:
@@ -123,7 +129,7 @@ def _shrunk(cls: Any, default: Any, fixes: dict[str, Any]) -> Any:
         elif name in SIZES and value is not None and not isinstance(value, (list, tuple, dict)):
             words[name] = SIZES[name]
     for name, value in inner.items():
-        nested = FIXES.get(value.model_type, {}) | {
+        nested = _fixes(value.model_type) | {
             key.partition(".")[2]: fix for key, fix in fixes.items() if key.startswith(f"{name}.")
         }
         words[name] = _shrunk(type(value), value, nested)

@@ -3,7 +3,7 @@
     row = run(rank, world_size, case)                # the same on all ranks
 
 [Note: What equal means]
-fp32: CommFuse sums wgrads and outputs in slices, so last bits differ, and three steps carry them on. The update is compared
+fp32: CommFuse sums wgrads and outputs in slices, so last bits differ, and a second step carries them on. The update is compared
 (weights after the steps minus weights before): of the whole model to RTOL, of each parameter to RTOL_EACH plus a share of the
 whole, so that also a small parameter whose gradient is lost or doubled is seen. Losses of each step to RTOL. A model that is
 more sensitive than that (normalization of tiny batches: the last bit of a weight may turn stock's own update around) is trained
@@ -39,6 +39,8 @@ from tests.parity.sweep.cases import Case, prepare
 
 WITHOUT = ("no model", "stock cannot")
 """Verdicts that say nothing about CommFuse."""
+STEPS = 2
+"""The second one computes with what the first one's update left."""
 LEARNING_RATE = 0.1
 RTOL = 2e-4
 RTOL_EACH = 2e-3
@@ -88,7 +90,7 @@ def run(rank: int, world_size: int, case: Case) -> Row:
     shard = shard_layers
     if case.dtypes[0] == "bf16":
         try:
-            exact, shard = _stock(model, "fp32", shard, case.steps, batch, loss)
+            exact, shard = _stock(model, "fp32", shard, batch, loss)
         except Exception as error:
             return Row(case, "stock cannot", "fp32", _brief(error), {}, {}, {}, time.monotonic() - start)
     dtypes = list(case.dtypes)
@@ -96,7 +98,7 @@ def run(rank: int, world_size: int, case: Case) -> Row:
         if case.adapter == QUANTISED and dtype == "bf16":
             model, batch, loss = _prepared(case, torch.bfloat16)
         try:
-            stock, shard = _stock(model, dtype, shard, case.steps, batch, loss)
+            stock, shard = _stock(model, dtype, shard, batch, loss)
         except Exception as error:
             if dtypes == ["bf16"]:
                 dtypes.append("fp32")  # one of both is asked for, and stock has told already that it can that
@@ -108,17 +110,17 @@ def run(rank: int, world_size: int, case: Case) -> Row:
         if exact is None or dtype == "fp32":
             exact = stock
         try:
-            ours = _train(model, dtype, shard, case.steps, batch, loss, rows)
+            ours = _train(model, dtype, shard, batch, loss, rows)
         except Exception as error:
             verdict, text = "error", _brief(error) + "\n" + traceback.format_exc()[-2500:]
             break
         worst[dtype], wrong = compare(stock, ours, exact)
         if wrong and exact is stock:  # is the model so sensitive?
-            stock = _train(model, "fp64", shard, case.steps, batch, loss, None)
-            worst["fp64"], wrong = compare(stock, _train(model, "fp64", shard, case.steps, batch, loss, []), stock)
+            stock = _train(model, "fp64", shard, batch, loss, None)
+            worst["fp64"], wrong = compare(stock, _train(model, "fp64", shard, batch, loss, []), stock)
         elif wrong:  # did rounding send a token to another expert?
-            exact, stock = (_train(model, each, shard, case.steps, _others(batch), loss, None) for each in ("fp32", dtype))
-            worst[dtype], wrong = compare(stock, _train(model, dtype, shard, case.steps, _others(batch), loss, []), exact)
+            exact, stock = (_train(model, each, shard, _others(batch), loss, None) for each in ("fp32", dtype))
+            worst[dtype], wrong = compare(stock, _train(model, dtype, shard, _others(batch), loss, []), exact)
         if wrong:
             verdict, text = "differs", wrong
             break
@@ -151,14 +153,14 @@ def _others(batch: Callable[[int], Any]) -> Callable[[int], Any]:
     return lambda step: batch(step + 1000)
 
 
-def _stock(model: nn.Module, dtype: str, shard: Any, steps: int, batch: Any, loss: Any) -> tuple[Trained, Any]:
+def _stock(model: nn.Module, dtype: str, shard: Any, batch: Any, loss: Any) -> tuple[Trained, Any]:
     """Layer by layer; as one group if stock itself cannot do the first (layers that are used without being called)."""
     try:
-        return _train(model, dtype, shard, steps, batch, loss, None), shard
+        return _train(model, dtype, shard, batch, loss, None), shard
     except Exception:
         if shard is shard_root:
             raise
-        return _train(model, dtype, shard_root, steps, batch, loss, None), shard_root
+        return _train(model, dtype, shard_root, batch, loss, None), shard_root
 
 
 def shard_layers(model: nn.Module, **options: Any) -> None:
@@ -182,7 +184,7 @@ def shard_root(model: nn.Module, **options: Any) -> None:
     fully_shard(model, **options)
 
 
-def _train(model: nn.Module, dtype: str, shard: Any, steps: int, batch: Any, loss: Any, rows: list[Any] | None) -> Trained:
+def _train(model: nn.Module, dtype: str, shard: Any, batch: Any, loss: Any, rows: list[Any] | None) -> Trained:
     """rows: None for stock; else CommFuse trains, and the report's rows are put there."""
     model = copy.deepcopy(model)
     wide = dtype == "fp64"
@@ -199,7 +201,7 @@ def _train(model: nn.Module, dtype: str, shard: Any, steps: int, batch: Any, los
         touched: set[str] = set()
         optimizer = torch.optim.SGD([param for param in params.values() if param.requires_grad], lr=LEARNING_RATE)
         losses = []
-        for step in range(steps):
+        for step in range(STEPS):
             torch.manual_seed(step)
             random.seed(step)
             numpy.random.seed(step)

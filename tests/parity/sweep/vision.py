@@ -31,14 +31,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "swinv2_tiny_window8_256": {"img_size": 32, "embed_dim": 16, "depths": (1, 1), "num_heads": (2, 4), "window_size": 4},
     "convnext_atto": {**_STAGES},
     "convnextv2_atto": {**_STAGES},
-    "mixer_s32_224": {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_blocks": 2},
-    "resmlp_12_224": {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_blocks": 2},
-    "gmlp_ti16_224": {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_blocks": 2},
+    "mixer": {"block_layer": "MixerBlock"},
+    "resmlp": {"block_layer": "ResBlock", "mlp_ratio": 4},
+    "gmlp": {"block_layer": "SpatialGatingBlock", "mlp_ratio": 6},
     "resnet18": {"channels": (8, 16, 16, 32)},
     "resnet26": {"channels": (8, 8, 8, 16)},
     "resnext26ts": {},
     "regnetx_002": {},
-    "efficientnet_b0": {"channel_multiplier": 0.2},
+    "efficientnet_b0": {},
     "mobilenetv3_small_050": {},
     "densenet121": {"growth_rate": 4, "block_config": (2, 2, 2, 2)},
     "edgenext_xx_small": {},
@@ -56,7 +56,15 @@ PICTURE = {"levit_128s": 224, "maxvit_nano_rw_256": 64}
 def prepare(name: str) -> tuple[nn.Module, Callable[[int], dict[str, Any]], Callable[[Any], torch.Tensor]]:
     timm = import_timm()
     torch.manual_seed(0)
-    model = timm.create_model(name, pretrained=False, num_classes=5, **MODELS[name])
+    settings = MODELS[name]
+    if "block_layer" in settings:  # timm's names for these fix all sizes
+        mixers = timm.models.mlp_mixer
+        settings = {**settings, "block_layer": getattr(mixers, settings["block_layer"])}
+        if name == "gmlp":
+            settings["mlp_layer"] = timm.layers.GatedMlp
+        model = mixers.MlpMixer(5, 32, patch_size=8, num_blocks=2, embed_dim=32, **settings)
+    else:
+        model = timm.create_model(name, pretrained=False, num_classes=5, **settings)
     size = sum(param.numel() for param in model.parameters())
     if size > 20_000_000:
         raise ValueError(f"{size:,} parameters: not tiny")

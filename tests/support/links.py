@@ -1,0 +1,19 @@
+"""A mark for tests that need shaped links, with the reason for which this machine makes none."""
+
+from __future__ import annotations
+
+import pytest
+
+from commfuse_dp.launch import netns
+
+
+def _why_not() -> str:
+    try:
+        with netns.shaped_world(2, "1gbit"):
+            return ""
+    except netns.LinkError as error:
+        return str(error)
+
+
+_REASON = _why_not()
+needs_link = pytest.mark.skipif(bool(_REASON), reason=_REASON or "shaped links work")
