@@ -2,7 +2,7 @@
 
     python benchmarks/tensor_parallel.py --op mlp --link 0.56x                      forward, as the paper measured
     python benchmarks/tensor_parallel.py --op mlp --link 0.56x --pass both          and backward
-    python benchmarks/tensor_parallel.py --op mlp --link 0.56x --sweep sequence     four lengths of the sequence, 16 : 1
+    python benchmarks/tensor_parallel.py --op mlp --tokens 2048 --sweep sequence    five lengths of the sequence, 16 : 1
     python benchmarks/tensor_parallel.py --op attention --variants compute,vanilla,commfuse-row,commfuse
     python benchmarks/tensor_parallel.py --op mlp --world-size 4 --sleep 30         more ranks than cores: compute sleeps
     python benchmarks/tensor_parallel.py --op llama --world-size 4 --dp 2 --sleep 15 --link 1.0x

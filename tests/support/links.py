@@ -16,4 +16,5 @@ def _why_not() -> str:
 
 
 _REASON = _why_not()
+# Containers without the right to make namespaces have no links at all. pytest prints every skip with the reason (-rs).
 needs_link = pytest.mark.skipif(bool(_REASON), reason=_REASON or "shaped links work")

@@ -16,21 +16,18 @@ PROGRAM = str(Path(__file__).with_name("program.py"))
 CHECKS = sorted(re.findall(r"^def (check_\w+)", Path(PROGRAM).read_text(), re.MULTILINE))
 
 IN_TIME_S = 240.0
-"""For what hangs: ranks that wait for nobody's end sleep longer, and a busy machine may take a minute to start a job."""
+"""For what hangs: the ranks that a job must end sleep longer, and a busy machine may take a minute to start one."""
 
 pytestmark = pytest.mark.skipif(mpiexec() is None, reason="needs mpi4py and mpiexec (pip install mpi4py mpich)")
 
 
-def job(processes: int, what: str, *, options: tuple[str, ...] = (), timeout_s: float = IN_TIME_S) -> tuple[int, str, float]:
-    start = time.monotonic()
-    command = ["-m", "commfuse_dp.run", PROGRAM, what]
-    code, output = run_job(processes, command, timeout_s=timeout_s, options=options)
-    return code, output, time.monotonic() - start
+def job(processes: int, what: str) -> tuple[int, str]:
+    return run_job(processes, ["-m", "commfuse_dp.run", PROGRAM, what], timeout_s=IN_TIME_S)
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    code, output, _ = job(4, "checks")
+    code, output = job(4, "checks")
     print(output)
     found = re.search(r"^RESULT (.*)$", output, re.MULTILINE)
     assert found is not None, output[-6000:]
@@ -68,7 +65,7 @@ def _is_zombie(pid: int) -> bool:
 @pytest.mark.slow
 def test_a_rank_that_raises_ends_the_job() -> None:
     """Without MPI_Abort, ranks 0 and 1 would wait in MPI_Finalize for rank 2, which knows of nothing."""
-    code, output, _ = job(3, "raise")
+    code, output = job(3, "raise")
     assert code != 0
     assert "ValueError: on purpose" in output, output
     lost = re.search(r"PeerLostError: rank 0: rank 1 .* has closed its transport mpi", output)
@@ -91,14 +88,14 @@ def test_a_rank_that_exits_with_a_status_ends_the_job(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_job() -> None:
     """That is the launcher's doing; ours is that nothing of it stays."""
-    code, output, _ = job(2, "die")
+    code, output = job(2, "die")
     assert code != 0
     _gone(output, 2)
 
 
 @pytest.mark.slow
 def test_a_stuck_rank_is_named_and_the_job_ends() -> None:
-    code, output, _ = job(2, "stop")
+    code, output = job(2, "stop")
     assert code != 0
     assert "DeadlineError: rank 0 waited 1 s for rank 1: to send Tag(" in output, output
     _gone(output, 2)

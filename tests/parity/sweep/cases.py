@@ -33,6 +33,7 @@ class Case(NamedTuple):
     """a key of adapters.ADAPTERS: PEFT over the model"""
     checkpointing: bool = False
     dtypes: tuple[str, ...] = ("fp32", "bf16")
+    """fp32 first: bf16 is measured against it"""
 
     def __str__(self) -> str:
         extra = [self.adapter, "checkpointing" if self.checkpointing else ""]

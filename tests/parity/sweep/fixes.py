@@ -75,7 +75,6 @@ _INTRACLASS = {
 _LCNET = {
     **_ALL_LEVELS,
     "backbone_config.stem_channels": [3, 8, 16],
-    "backbone_config.stage_out_channels": [16, 16, 32, 32],
     "backbone_config.block_configs": [
         [[3, 16, 16, 1, True]],
         [[3, 16, 16, 2, False]],
@@ -84,11 +83,6 @@ _LCNET = {
     ],
 }
 _ROPE_OF_ATOMS = {"num_spatial_rope_pairs_per_axis": 1, "num_uid_rope_pairs": 1}
-_SHARING = {  # layers that have keys and values of their own, and layers that take those of others
-    "text_config.layer_types": ["full_attention"] * 2,
-    "text_config.num_kv_shared_layers": 1,
-    "backbone_hidden_size": 32,
-}
 _ERNIE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
 FIXES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), _LATENT),
@@ -365,7 +359,11 @@ FIXES: dict[str, dict[str, Any]] = {
     "florence_vision": {"num_groups": [2, 2, 2, 2]},
     "mllama_vision_model": {"intermediate_layers_indices": [0, 1], "num_global_layers": 1},
     "moshi_depth": {"input_size": 32, "audio_vocab_size": VOCABULARY},
-    "gemma4_unified_assistant": _SHARING,
+    "gemma4_unified_assistant": {  # one layer with keys and values of its own, and one that takes those of another
+        "text_config.layer_types": ["full_attention"] * 2,
+        "text_config.num_kv_shared_layers": 1,
+        "backbone_hidden_size": 32,
+    },
     "yolos": {"image_size": [32, 32], "num_detection_tokens": 10},
     "vits": {
         "resblock_kernel_sizes": [3],
@@ -392,7 +390,6 @@ FIXES: dict[str, dict[str, Any]] = {
         **{f"structure_head.diffusion_module.atom_encoder.{name}": pairs for name, pairs in _ROPE_OF_ATOMS.items()},
         "lm_encoder.lm_dropout": 0.0,
     },
-    "jev": {"num_verbalizers": 24},
     "phi4_multimodal_audio": {
         "ext_pw_out_channel": 32,
         "depthwise_separable_out_channel": 32,

@@ -106,6 +106,10 @@ def _ones(*shape: int, dtype: torch.dtype = torch.long) -> Callable[[Draw], torc
     return lambda draw: torch.ones(shape, dtype=dtype)
 
 
+def _zeros(*shape: int, dtype: torch.dtype = torch.long) -> Callable[[Draw], torch.Tensor]:
+    return lambda draw: torch.zeros(shape, dtype=dtype)
+
+
 def _floats(*shape: int) -> Callable[[Draw], torch.Tensor]:
     return lambda draw: draw.floats(*shape)
 
@@ -194,10 +198,6 @@ def _counted(draw: Draw) -> torch.Tensor:
     return torch.arange(_TOKENS).expand(tiny.BATCH, -1)
 
 
-def _zeros(*shape: int, dtype: torch.dtype = torch.long) -> Callable[[Draw], torch.Tensor]:
-    return lambda draw: torch.zeros(shape, dtype=dtype)
-
-
 _FOLD: dict[str, Callable[[Draw], Any]] = {
     "token_index": _counted,
     "residue_index": _counted,
@@ -239,7 +239,7 @@ SPECIAL: dict[str, dict[str, Callable[[Draw], Any]]] = {
     },
     "gemma3n_audio": {
         "audio_mel": _floats(tiny.BATCH, FRAMES, 128),
-        "audio_mel_mask": lambda draw: torch.zeros(tiny.BATCH, FRAMES, dtype=torch.bool),
+        "audio_mel_mask": _zeros(tiny.BATCH, FRAMES, dtype=torch.bool),
     },
     "idefics2_perceiver": {"context": _floats(tiny.BATCH, 16, 32), "attention_mask": _ones(tiny.BATCH, 16)},
     "instructblip": {"input_ids": _placed(4), "pixel_values": VALUES["pixel_values"], "qformer_input_ids": VALUES["input_ids"]},
@@ -344,8 +344,8 @@ SPECIAL: dict[str, dict[str, Callable[[Draw], Any]]] = {
     "t5gemma2_decoder": {**_TEXT, "encoder_hidden_states": Draw.hidden},
     "timesfm": {
         "past_values": _floats(tiny.BATCH, 64),
-        "past_values_padding": lambda draw: torch.zeros(tiny.BATCH, 64, dtype=torch.long),
-        "freq": lambda draw: torch.zeros(tiny.BATCH, 1, dtype=torch.long),
+        "past_values_padding": _zeros(tiny.BATCH, 64),
+        "freq": _zeros(tiny.BATCH, 1),
     },
     "timesfm2_5": {"past_values": _floats(tiny.BATCH, 64)},
     "unlimited_ocr_vision_encoder": {"patch_embeds": _floats(tiny.BATCH, 32, 4, 4)},
@@ -395,7 +395,7 @@ SPECIAL: dict[str, dict[str, Callable[[Draw], Any]]] = {
     "xclip_vision_model": {"pixel_values": _floats(16, 3, 32, 32)},
     "gemma4_audio": {"input_features": _floats(tiny.BATCH, FRAMES, 128), "attention_mask": _ones(tiny.BATCH, FRAMES)},
     **dict.fromkeys(("hunyuan_vl",), _TEXT),
-    "molmo2": {**_TEXT, "mm_token_type_ids": lambda draw: torch.zeros(tiny.BATCH, tiny.LENGTH, dtype=torch.long)},
+    "molmo2": {**_TEXT, "mm_token_type_ids": _zeros(tiny.BATCH, tiny.LENGTH)},
     "moshi_depth": {"input_ids": _words(tiny.BATCH, 8), "last_hidden_state": _floats(tiny.BATCH, 1, 32)},
     "blt_local_encoder": {
         **_TEXT,

@@ -86,28 +86,19 @@ def run(rank: int, world_size: int, case: Case) -> Row:
         model, batch, loss = _prepared(case)
     except Exception as error:
         return Row(case, "no model", "", _brief(error), {}, {}, {}, time.monotonic() - start)
-    exact: Trained | None = None
     shard = shard_layers
-    if case.dtypes[0] == "bf16":
-        try:
-            exact, shard = _stock(model, "fp32", shard, batch, loss)
-        except Exception as error:
-            return Row(case, "stock cannot", "fp32", _brief(error), {}, {}, {}, time.monotonic() - start)
-    dtypes = list(case.dtypes)
-    for dtype in dtypes:
+    for dtype in case.dtypes:
         if case.adapter == QUANTISED and dtype == "bf16":
             model, batch, loss = _prepared(case, torch.bfloat16)
         try:
             stock, shard = _stock(model, dtype, shard, batch, loss)
         except Exception as error:
-            if dtypes == ["bf16"]:
-                dtypes.append("fp32")  # one of both is asked for, and stock has told already that it can that
-            elif dtype == case.dtypes[0]:
+            if dtype == "fp32":
                 verdict, text = "stock cannot", _brief(error)
                 break
             text = f"{dtype}: stock cannot: {_brief(error)}"
             continue
-        if exact is None or dtype == "fp32":
+        if dtype == "fp32":
             exact = stock
         try:
             ours = _train(model, dtype, shard, batch, loss, rows)

@@ -33,7 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "convnextv2_atto": {**_STAGES},
     "mixer": {"block_layer": "MixerBlock"},
     "resmlp": {"block_layer": "ResBlock", "mlp_ratio": 4},
-    "gmlp": {"block_layer": "SpatialGatingBlock", "mlp_ratio": 6},
+    "gmlp": {"block_layer": "SpatialGatingBlock", "mlp_layer": "GatedMlp", "mlp_ratio": 6},
     "resnet18": {"channels": (8, 16, 16, 32)},
     "resnet26": {"channels": (8, 8, 8, 16)},
     "resnext26ts": {},
@@ -59,9 +59,7 @@ def prepare(name: str) -> tuple[nn.Module, Callable[[int], dict[str, Any]], Call
     settings = MODELS[name]
     if "block_layer" in settings:  # timm's names for these fix all sizes
         mixers = timm.models.mlp_mixer
-        settings = {**settings, "block_layer": getattr(mixers, settings["block_layer"])}
-        if name == "gmlp":
-            settings["mlp_layer"] = timm.layers.GatedMlp
+        settings = {key: getattr(mixers, value) if isinstance(value, str) else value for key, value in settings.items()}
         model = mixers.MlpMixer(5, 32, patch_size=8, num_blocks=2, embed_dim=32, **settings)
     else:
         model = timm.create_model(name, pretrained=False, num_classes=5, **settings)
