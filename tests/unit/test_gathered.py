@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from commfuse_dp.ops.gathered import gather_parameters
 from commfuse_dp.ops.operands import register_operand
+from tests.support import graphs
 from tests.unit.local_operand import LocalOperand
 
 SHAPES = {"vectors": [(7,), (7,)], "one": [(5,)], "table": [(9, 4)], "planes": [(3, 2, 4), (3, 2, 4)]}
@@ -70,7 +71,7 @@ def test_opcheck(shapes):
 def test_compiled_norm_without_a_graph_break():
     operand = operand_of_shapes([(7,), (7,)])
     handle = register_operand(operand)
-    torch._dynamo.reset()
+    graphs.fresh()
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def run(x: torch.Tensor) -> torch.Tensor:

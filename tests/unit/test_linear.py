@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from commfuse_dp.ops import linear as fused
 from commfuse_dp.ops.gathered import gather_parameters
 from commfuse_dp.ops.operands import operand_of, register_operand
+from tests.support import graphs
 from tests.support.cells import INDUCTOR
 from tests.unit.local_operand import LocalOperand
 
@@ -222,7 +223,7 @@ def test_a_bias_beside_the_operand_is_added_before_the_product_is_rounded():
     def call() -> torch.Tensor:
         return fused.fused_linear(x, operand, handle, bias)
 
-    torch._dynamo.reset()
+    graphs.fresh()
     found = []
     for run in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
         x.grad = bias.grad = None
@@ -244,7 +245,7 @@ def test_under_autocast_a_compiled_linear_computes_the_bits_of_eager_mode():
         with torch.autocast("cpu", torch.bfloat16):
             return fused.fused_linear(x, operand, handle)
 
-    torch._dynamo.reset()
+    graphs.fresh()
     found = []
     for run in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
         x.grad = None
@@ -274,7 +275,7 @@ def test_a_compiled_function_keeps_the_weight_gradient_of_an_unused_input_gradie
     """Dead code elimination must not take the backward op away when x needs no gradient."""
     operand = LocalOperand([torch.randn(7, 4), torch.randn(7)], 0, 2, 1)
     handle = register_operand(operand)
-    torch._dynamo.reset()
+    graphs.fresh()
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -293,7 +294,7 @@ def called_twice(rank: int, world_size: int, backend: str) -> None:
     linear = LocalOperand([torch.randn(7, 4), torch.randn(7)], 0, 2, 1)
     norm = LocalOperand([torch.ones(7), torch.zeros(7)], 0, 2, 1)
     handles = register_operand(linear), register_operand(norm)
-    torch._dynamo.reset()
+    graphs.fresh()
 
     @torch.compile(backend=backend, fullgraph=True)
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -331,7 +332,7 @@ def in_order(rank: int, world_size: int, sizes: tuple[int, ...]) -> None:
     operands = [Noted([torch.randn(width, 8)], 0, 2, 1) for width in widths]
     handles = [register_operand(operand) for operand in operands]
     mixes = [torch.randn(width, 8) for width in widths]
-    torch._dynamo.reset()
+    graphs.fresh()
 
     @torch.compile(backend="inductor", fullgraph=True, dynamic=False)
     def run(x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 
 import commfuse_dp
 from tests.parity.fsdp2 import pair
+from tests.support import graphs
 from tests.support.cells import INDUCTOR, slow
 
 BLOCKS = 11  # more than dynamo recompiles a function (8): a graph per block would fall back to eager, with a break counted
@@ -24,8 +25,7 @@ def fresh_processes(workers):
 
 
 def compiled_blocks(rank: int, world_size: int, how: str, backend: str, blocks: int) -> dict[str, int]:
-    torch._dynamo.reset()
-    counters.clear()
+    graphs.fresh()
     stock, net = pair.build(blocks), pair.build(blocks)
     with pair.applied(net, transport="tcp") as report:
         if how == "method":
@@ -66,7 +66,7 @@ def test_inductor(workers):
 
 
 def mixed_precision(rank: int, world_size: int) -> None:
-    torch._dynamo.reset()
+    graphs.fresh()
     policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     stock, net = pair.build(2, mp_policy=policy), pair.build(2, mp_policy=policy)
     with pair.applied(net):

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.parity.fsdp2 import pair
+from tests.support import graphs
 from tests.support.cells import INDUCTOR
 
 WIDTH, HEADS, HIDDEN, TOKENS = 24, 2, 37, 11
@@ -94,7 +95,7 @@ def step(net: Any, run: Any, rank: int, *, autocast: bool, accumulate: bool) -> 
 
 
 def cell(rank: int, compiled: str, backend: str, checkpointed: str, autocast: bool) -> None:
-    torch._dynamo.reset()
+    graphs.fresh()
     stock, net = build(checkpointed), build(checkpointed)
     with pair.applied(net):
         run: Any = net

@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import commfuse_dp
 from tests.parity.fsdp2 import pair
+from tests.support import graphs
 
 
 def saved_and_loaded(module: nn.Module) -> nn.Module:
@@ -192,7 +193,7 @@ def test_copies_of_claimed_blocks_and_models(workers):
 
 
 def called_functionally(rank: int, world_size: int, compiled: bool) -> None:
-    torch._dynamo.reset()
+    graphs.fresh()
     net, other = pair.build(2), pair.build(2, seed=1)
     report = commfuse_dp.apply(net, pair.config())
     if compiled:
@@ -237,7 +238,7 @@ def test_functional_call_computes_with_what_it_is_given(workers, compiled):
 
 
 def copies_of_compiled(rank: int, world_size: int) -> None:
-    torch._dynamo.reset()
+    graphs.fresh()
     net = pair.build(1)
     commfuse_dp.apply(net, pair.config())
     layer, x = net.blocks[0].up, torch.randn(4, pair.WIDTH)

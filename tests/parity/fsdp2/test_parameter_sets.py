@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from commfuse_dp import CommFuseError
 from tests.parity.fsdp2 import pair
+from tests.support import graphs
 from tests.support.versions import NEEDS_RESET
 
 REFUSED = r"set of parameters.*functional_call.*backward\(\).*exclude=\["
@@ -28,7 +29,7 @@ def output(net: nn.Module, parameters: dict[str, torch.Tensor] | None, data: Any
 
 
 def two_sets(rank: int, world_size: int, compiled: bool) -> None:
-    torch._dynamo.reset()
+    graphs.fresh()
     net, other = pair.build(1), pair.build(1, seed=1)
     with pair.applied(net) as report:
         if compiled:

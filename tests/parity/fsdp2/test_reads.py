@@ -22,6 +22,7 @@ from tests.parity.fsdp2.models import ByteModel, mean_square, shard_layers, shar
 from tests.parity.fsdp2.readers import WIDTH, Readers
 from tests.parity.fsdp2.test_precision import Reference, check
 from tests.parity.fsdp2.twin import Twin, settings
+from tests.support import graphs
 from tests.support.cells import slow
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -282,8 +283,7 @@ def test_where_nobody_reads_nothing_is_paid(workers):
 
 
 def compiled(rank: int, world_size: int, patterns: tuple[str, ...]) -> int:
-    torch._dynamo.reset()
-    counters.clear()
+    graphs.fresh()
 
     def prepare(model: Readers) -> None:
         for layer in model.layers:

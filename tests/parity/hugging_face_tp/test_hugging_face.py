@@ -14,6 +14,7 @@ from torch import nn
 
 from commfuse_dp.errors import ConfigError
 from tests.parity.hugging_face_tp.models import alike, batch, full, gradients, load, saved, train
+from tests.support import graphs
 from tests.support.serving import applied
 
 
@@ -244,7 +245,7 @@ def _a_forward(layers: nn.ModuleList) -> None:
 
 def _compiled(rank: int, n: int, part: Callable[[nn.ModuleList], None], early: bool) -> None:
     """Behind a layer that is not: nothing may enter a graph that only stands for a tensor."""
-    torch._dynamo.reset()
+    graphs.fresh()
     with saved("llama") as path:
         whole, model = load(path), load(path, n)
     wanted = gradients(whole, batch(0))
@@ -256,7 +257,7 @@ def _compiled(rank: int, n: int, part: Callable[[nn.ModuleList], None], early: b
             part(model.model.layers)
         found = gradients(model, batch(0))
         alike({name.replace("._orig_mod", ""): value for name, value in found.items()}, wanted)
-    torch._dynamo.reset()
+    graphs.fresh()
 
 
 @pytest.mark.slow

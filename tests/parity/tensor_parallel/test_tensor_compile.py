@@ -22,6 +22,7 @@ import commfuse_dp
 from tests.parity.tensor_parallel.block import Llama, batch, parallelize, whole
 from tests.parity.tensor_parallel.test_tensor_layers import alike, gradients, mesh_of
 from tests.parity.tensor_parallel.test_tensor_parallel import close, train
+from tests.support import graphs
 from tests.support.cells import INDUCTOR
 from tests.support.serving import applied
 
@@ -82,13 +83,8 @@ def _sent(model: nn.Module, tokens: torch.Tensor) -> tuple[int, int]:
     return since.param_bytes_sent, since.grad_bytes_sent
 
 
-def _reset() -> None:
-    torch.compiler.reset()
-    counters.clear()
-
-
 def _trained(rank: int, n: int, layers: int, backend: str, settings: dict[str, Any]) -> None:
-    _reset()
+    graphs.fresh()
     mesh, tokens = mesh_of(n), batch(0)
     stock, model = parallelize(whole(layers=layers), mesh), parallelize(whole(layers=layers), mesh)
     for one in (stock, model):
@@ -127,7 +123,7 @@ WAYS = (_checkpointed, _whole, _inner, _broken, _read)
 
 
 def _ways(rank: int, n: int, way: Callable[[Llama, str], None]) -> None:
-    _reset()
+    graphs.fresh()
     mesh, tokens = mesh_of(n), batch(0)
     stock, model = parallelize(whole(), mesh), parallelize(whole(), mesh)
     model.run_block = lambda block, x: block(x + 0)
@@ -148,7 +144,7 @@ def test_ways_of_compiling(workers: Any, way: Callable[[Llama, str], None]) -> N
 
 def _low(rank: int, n: int, dtype: torch.dtype, cast: bool) -> None:
     """At most twice as far from float64 as stock is, outside of graphs as well."""
-    _reset()
+    graphs.fresh()
     mesh, tokens = mesh_of(n), batch(0)
     exact = gradients(parallelize(whole(), mesh), tokens)
 
@@ -177,7 +173,7 @@ def test_low_precision(workers: Any, dtype: torch.dtype, cast: bool) -> None:
 
 def _uneven(rank: int, n: int) -> None:
     """In a graph every rank is taken to have as many positions as this one."""
-    _reset()
+    graphs.fresh()
     model = parallelize(whole(), mesh_of(n))
     with applied(model):
         block = torch.compile(model.layers[0].feed_forward, backend="aot_eager")

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.utils.checkpoint import checkpoint
 
 import commfuse_dp
+from tests.support import graphs
 from tests.support.serving import config
 
 WIDTH, OWN, POSITIONS = 9, 7, 3  # two data-parallel ranks cut 9 rows into 5 and 4, 7 into 4 and 3
@@ -232,7 +233,7 @@ def test_ways_of_calling(workers: Any) -> None:
 
 def _compiled(rank: int, world_size: int) -> None:
     """In a graph weights are gathered whole; the sequence is moved slice by slice, as ever."""
-    torch.compiler.reset()
+    graphs.fresh()
     mesh = grid(world_size)
     stock, net = build(mesh), build(mesh)
 
