@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from commfuse_dp.integrations import tensor_parallel
 from torch import nn
 
@@ -24,6 +25,7 @@ def applied(model: nn.Module, **settings: Any) -> Iterator[Any]:
     report = commfuse_dp.apply(model, config(**settings))
     try:
         yield report
+        dist.barrier()  # where an error was caught: a rank that is behind meets its own, not one of a peer that is gone
     finally:
         if tensor_parallel.applied(model):
             commfuse_dp.remove(model)
