@@ -15,6 +15,7 @@ from commfuse_dp.integrations.attach.transaction import Transaction
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from commfuse_dp.engine.engine import Engine, in_backward
 
@@ -96,19 +97,19 @@ def hook_root(
         engine.begin_step()
         engine.enter_forward()
 
-    lasting: list[RemovableHandle] = []  # hooks of tensors that no forward makes: a parameter may be returned in every step
+    lasting = WeakTensorKeyDictionary()  # hooks of tensors that no forward makes: a parameter may be returned by every forward
 
     def forget() -> None:
-        while lasting:
-            lasting.pop().remove()
+        for handle in lasting.values():
+            handle.remove()
 
     def returned(output: Any) -> None:
-        forget()
         wanted = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         for tensor in wanted:
-            handle = tensor.register_hook(arm)
-            if tensor.is_leaf:
-                lasting.append(handle)
+            if not tensor.is_leaf:
+                tensor.register_hook(arm)
+            elif tensor not in lasting:
+                lasting[tensor] = tensor.register_hook(arm)
         after()
         engine.end_forward(bool(wanted))
 

@@ -89,12 +89,12 @@ def test_nothing_is_left_for_the_garbage_collector() -> None:
 
 
 class Weighted(nn.Linear):
-    def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(x), self.weight
+    def forward(self, x: torch.Tensor, weighted: bool = True) -> Any:
+        return super().forward(x), self.weight if weighted else None
 
 
-def test_a_parameter_that_is_returned_in_every_step_has_one_hook():
-    """And none once everything is taken back."""
+def test_a_parameter_that_forwards_return_has_one_hook():
+    """Which another forward does not take away, and none once everything is taken back."""
     told = collections.Counter()
     engine = SimpleNamespace(breakage=SimpleNamespace(forward_raised=None))
     for name in ("begin_step", "enter_forward", "end_forward", "leave_forward", "arm"):
@@ -107,5 +107,10 @@ def test_a_parameter_that_is_returned_in_every_step_has_one_hook():
         told.clear()
         outputs[use].sum().backward()
         assert told["arm"]
+    outputs = model(torch.ones(2))
+    model(torch.ones(2), weighted=False)
+    told.clear()
+    outputs[1].sum().backward()
+    assert told["arm"]
     transaction.roll_back()
     assert not model.weight._backward_hooks
