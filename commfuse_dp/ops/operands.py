@@ -19,7 +19,6 @@ graph ("expected all tensors_saved_with_vc_check to be Tensors").
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -27,6 +26,7 @@ import torch
 
 from commfuse_dp.errors import CommFuseError
 from commfuse_dp.ops.compat import constant_in_graphs, prepare_compiler
+from commfuse_dp.ops.numbers import Numbers
 from commfuse_dp.ops.pieces import Piece
 
 
@@ -118,17 +118,11 @@ def other_parameters(layer: str) -> CommFuseError:
 
 
 # ---- numbers for compiled graphs -------------------------------------------------------------------------------------
-_OPERANDS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_next_handle = 0
 _calls = itertools.count(1)
-
-
-def register_operand(operand: Any) -> int:
-    """A number under which the registered ops find the operand again; it does not keep it alive."""
-    global _next_handle
-    _next_handle += 1
-    _OPERANDS[_next_handle] = operand
-    return _next_handle
+_OPERANDS: Numbers[Any] = Numbers(
+    "this compiled graph uses a layer whose CommFuse integration was removed: compile the model again"
+)
+register_operand, operand_of = _OPERANDS.of, _OPERANDS.find
 
 
 @constant_in_graphs
@@ -136,11 +130,3 @@ def call_number() -> int:
     """A number for each call that is traced: see [Note: Calls in graphs]. Runs while dynamo traces, before inductor."""
     prepare_compiler()
     return next(_calls)
-
-
-def operand_of(handle: int) -> Any:
-    """The operand registered under `handle`."""
-    operand = _OPERANDS.get(handle)
-    if operand is None:
-        raise RuntimeError("this compiled graph uses a layer whose CommFuse integration was removed: compile the model again")
-    return operand

@@ -1,14 +1,11 @@
 """Where an op communicates: a process group or a transport, as a number for ops that take tensors and numbers only; and what
 the ops over the sequence have in common.
 
-Numbers are given on first use and hold nothing alive. Inside a graph they are constants, guarded by the group or transport.
+Inside a graph the number is a constant, guarded by the group or transport.
 """
 
 from __future__ import annotations
 
-import itertools
-import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,34 +16,24 @@ from commfuse_dp.collectives import sessions
 from commfuse_dp.collectives.agreement import agree
 from commfuse_dp.collectives.arguments import check_sizes
 from commfuse_dp.ops.compat import constant_in_graphs
+from commfuse_dp.ops.numbers import Numbers
 from commfuse_dp.transport.base import Transport
 
 _DEFAULT = 0  # the default group, whichever that is when the op runs
-_lock = threading.Lock()
-_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-_places: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_next = itertools.count(1)
+_PLACES: Numbers[Any] = Numbers("this compiled graph uses a process group or transport that is gone: compile the model again")
 
 
 @constant_in_graphs
 def place_of(group: dist.ProcessGroup | None, transport: Transport | None) -> int:
     """The number of a place."""
     where = transport if transport is not None else group
-    if where is None:
-        return _DEFAULT
-    with _lock:
-        if where not in _numbers:
-            _numbers[where] = next(_next)
-            _places[_numbers[where]] = where
-        return _numbers[where]
+    return _DEFAULT if where is None else _PLACES.of(where)
 
 
 def _find(place: int) -> tuple[dist.ProcessGroup | None, Transport | None]:
     if place == _DEFAULT:
         return None, None
-    where = _places.get(place)
-    if where is None:
-        raise RuntimeError("this compiled graph uses a process group or transport that is gone: compile the model again")
+    where = _PLACES.find(place)
     return (None, where) if isinstance(where, Transport) else (where, None)
 
 

@@ -18,9 +18,11 @@ T = TypeVar("T")
 class Ranks:
     """The ranks of one mesh, over process groups along its dimensions. No group: this rank alone.
 
-    groups: the first is the one that collectives inside of an action go over, if there are any."""
+    groups: the first is the one that collectives inside of an action go over, if there are any.
+    doing: what they do together, as errors name it."""
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup | None]) -> None:
+    def __init__(self, groups: Sequence[dist.ProcessGroup | None], doing: str = "attach CommFuse") -> None:
+        self._doing = doing
         self.groups: list[dist.ProcessGroup] = []
         for group in groups:
             members = dist.get_process_group_ranks(group) if group is not None else []
@@ -56,7 +58,7 @@ class Ranks:
                 except TransportError as error:  # a rank has died: the groups that follow hear of it from this one
                     own = own if own is not None else error
                     failures = {_rank(): (type(own).__name__, str(own)), **failures}
-            wrong = own if own is not None else _of_another(failures)
+            wrong = own if own is not None else _of_another(failures, self._doing)
             if wrong is not None:
                 if self.groups:
                     setattr(wrong, _TOLD, True)
@@ -76,9 +78,9 @@ def _refuse() -> NoReturn:
     )
 
 
-def _of_another(failures: Failures) -> CommFuseError | None:
+def _of_another(failures: Failures, doing: str) -> CommFuseError | None:
     for rank, (kind, text) in sorted(failures.items()):
-        return _class_of(kind)(f"rank {rank} could not attach CommFuse ({kind}): {text.rstrip('.')}. No rank has it now.")
+        return _class_of(kind)(f"rank {rank} could not {doing} ({kind}): {text.rstrip('.')}. No rank has it now.")
     return None
 
 

@@ -273,7 +273,9 @@ def _transport_of(group: Any, config: CommFuseConfig, device: torch.device) -> t
             )
 
         try:
-            opened[wish] = Ranks([group]).together(lambda: transaction.acquire(made, lambda found: found[0].close()))
+            opened[wish] = Ranks([group], "open a transport for Ulysses").together(
+                lambda: transaction.acquire(made, lambda found: found[0].close())
+            )
         except BaseException:
             transaction.roll_back()
             raise

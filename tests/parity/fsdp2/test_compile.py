@@ -88,7 +88,7 @@ def removed_while_compiled(rank: int, world_size: int) -> str:
     commfuse_dp.apply(net, pair.config())
     from commfuse_dp.ops import operands
 
-    handle = max(operands._OPERANDS)
+    handle = operands.register_operand(net) - 1  # of the last layer: numbers count up
     pair.loss_of(net, pair.batch(rank, world_size, 0)).backward()
     commfuse_dp.remove(net)
     with pytest.raises(RuntimeError) as error:
