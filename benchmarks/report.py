@@ -145,6 +145,8 @@ def _warnings(records: dict[str, VariantRecord], rows: dict[str, Summary], linke
         share = row["bytes_over_minimum"]
         if linked and name != "compute" and share is not None and share < 0.5:
             found.append(f"{name} moved only {share:.2f} of the minimum bytes over the link: it took another way.")
+        if row["notes"].get("tried") == []:
+            found.append(f"{name} is not stock at its best: its settings were not searched for (--search-rounds 0).")
     if "compute" in rows:
         idle = sum(rows["compute"]["cpu"]["other_threads_s"].values()) * 1e3 / rows["compute"]["step_ms"]["p50"]
         if idle > 0.02:

@@ -83,6 +83,9 @@ def test_warnings() -> None:
     assert re.search(r"50\.0% of a core.*spinner", found)
     found = "\n".join(report.summarize(_result(noisy), steps=1, link_bytes_per_s=1e9)["warnings"])
     assert re.search(r"fsdp2: p80 is .* not quiet", found)
+    untried = VariantRecord("fsdp2-best", [[_block(1.0)]], losses=[2.0, 1.0], notes={"settings": {}, "tried": []})
+    found = "\n".join(report.summarize(_result(untried), steps=1, link_bytes_per_s=None)["warnings"])
+    assert "fsdp2-best is not stock at its best" in found
     quiet = report.summarize(_result(_record("compute", [(1.0, 1.0)])), steps=1, link_bytes_per_s=1e9)
     assert quiet["warnings"] == []
 
