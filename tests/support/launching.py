@@ -31,6 +31,9 @@ _SITE = """
     def leave_before_finalization():
         gloo = any("pt_gloo" in open(path).read() for path in glob.glob("/proc/self/task/*/comm"))
         if gloo and not hasattr(sys, "last_value"):  # a script that raised ends as Python ends it
+            MPI = sys.modules.get("mpi4py.MPI")
+            if MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized():
+                MPI.Finalize()  # which removes MPI's shared memory
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
