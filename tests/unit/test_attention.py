@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from commfuse_dp.ops import attention
-from commfuse_dp.ops.attention import Attended, Gradients, add_gradients, parts
+from commfuse_dp.ops.attention import block
+from commfuse_dp.ops.attention.block import Attended, Gradients, add_gradients, parts
 
 
 @pytest.fixture(params=["library", "plain"])
 def backend(request, monkeypatch):
     if request.param == "plain":
-        monkeypatch.setattr(attention, "cpu_flash_attention", lambda: None)
+        monkeypatch.setattr(block, "cpu_flash_attention", lambda: None)
     return request.param
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from commfuse_dp.errors import MismatchError
 from commfuse_dp.ops import ulysses_attention
-from commfuse_dp.ops.ulysses import LAYOUTS, laid_out
+from commfuse_dp.ops.attention.ulysses import LAYOUTS, laid_out
 from commfuse_dp.transport.base import Sending
 from tests.conformance.collectives.worlds import Moved, in_world
 from tests.support.inproc import Faults, InprocWorld

@@ -14,11 +14,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from commfuse_dp.collectives import reference
-from commfuse_dp.ops import context, row_attention, ulysses
+from commfuse_dp.ops.attention import ring, row_parallel, ulysses
+from commfuse_dp.ops.attention.arguments import refuse
+from commfuse_dp.ops.attention.ulysses import laid_out, rows_first
 from commfuse_dp.ops.linear import autocast
-from commfuse_dp.ops.places import refuse
 from commfuse_dp.ops.sequence_reference import gather_sequence, scatter_sequence
-from commfuse_dp.ops.ulysses import laid_out, rows_first
 from commfuse_dp.transport.base import Transport
 
 
@@ -40,9 +40,9 @@ def row_parallel_attention_reference(
     **refused: object,
 ) -> torch.Tensor:
     """What `row_parallel_attention` computes: attention, projection, one reduce-scatter."""
-    refuse(row_attention.NAME, refused)
+    refuse(row_parallel.NAME, refused)
     q, k, v, weight = autocast(q), autocast(k), autocast(v), autocast(weight)
-    lines, partial_dtype = row_attention.prepare(
+    lines, partial_dtype = row_parallel.prepare(
         q, k, v, weight, dim, sizes, group, reduce_dtype, slices_per_rank, order, None, causal
     )
     o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
@@ -131,9 +131,9 @@ def ring_attention_reference(
     **refused: object,
 ) -> torch.Tensor:
     """What `ring_attention` computes: all keys and values gathered, attention of the own queries."""
-    refuse(context.NAME, refused)
+    refuse(ring.NAME, refused)
     q, k, v = autocast(q), autocast(k), autocast(v)
-    lines = ulysses.prepare(context.NAME, q, k, v, layout, sizes, group, slices_per_rank, order, None)
+    lines = ulysses.prepare(ring.NAME, q, k, v, layout, sizes, group, slices_per_rank, order, None)
     keys, values = (gather_sequence(rows_first(tensor, layout), 0, lines.sizes, group) for tensor in (k, v))
     mask = None
     if causal:

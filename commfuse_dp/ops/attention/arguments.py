@@ -1,8 +1,4 @@
-"""Where an op communicates: a process group or a transport, as a number for ops that take tensors and numbers only; and what
-the ops over the sequence have in common.
-
-Inside a graph the number is a constant, guarded by the group or transport.
-"""
+"""What the attentions over ranks are given beside their tensors, as one call; and what they do not take."""
 
 from __future__ import annotations
 
@@ -10,41 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from commfuse_dp.collectives import sessions
 from commfuse_dp.collectives.agreement import agree
 from commfuse_dp.collectives.arguments import check_sizes
-from commfuse_dp.ops.compat import constant_in_graphs
-from commfuse_dp.ops.numbers import Numbers
-from commfuse_dp.transport.base import Transport
-
-_DEFAULT = 0  # the default group, whichever that is when the op runs
-_PLACES: Numbers[Any] = Numbers("this compiled graph uses a process group or transport that is gone: compile the model again")
-
-
-@constant_in_graphs
-def place_of(group: dist.ProcessGroup | None, transport: Transport | None) -> int:
-    """The number of a place."""
-    where = transport if transport is not None else group
-    return _DEFAULT if where is None else _PLACES.of(where)
-
-
-def _find(place: int) -> tuple[dist.ProcessGroup | None, Transport | None]:
-    if place == _DEFAULT:
-        return None, None
-    where = _PLACES.find(place)
-    return (None, where) if isinstance(where, Transport) else (where, None)
-
-
-@constant_in_graphs
-def rank_at(place: int) -> int:
-    return sessions.rank_and_size(*_find(place))[0]
-
-
-@constant_in_graphs
-def world_size_at(place: int) -> int:
-    return sessions.rank_and_size(*_find(place))[1]
+from commfuse_dp.ops.attention.places import find, rank_at, world_size_at
 
 
 class Lines(NamedTuple):
@@ -73,13 +39,13 @@ class Lines(NamedTuple):
 
     def calls(self) -> dict[str, Any]:
         """Arguments of every collective."""
-        group, transport = _find(self.place)
+        group, transport = find(self.place)
         return {"group": group, "transport": transport, "order": self.order, "slices_per_rank": self.slices_per_rank}
 
     def agree(self, what: str, device: torch.device, description: Mapping[str, object]) -> None:
         """See collectives/agreement.py."""
         how = {"sizes": self.sizes, "slices_per_rank": self.slices_per_rank, "order": self.order}
-        agree(sessions.transport_for(*_find(self.place), device), what, {**description, **how})
+        agree(sessions.transport_for(*find(self.place), device), what, {**description, **how})
 
 
 class AttentionCall(NamedTuple):

@@ -32,20 +32,11 @@ import torch.distributed as dist
 from commfuse_dp.collectives import Owner, all_gather, reduce_scatter
 from commfuse_dp.collectives.arguments import check_summable, even_sizes
 from commfuse_dp.collectives.summation import wide_dtype
-from commfuse_dp.ops.attention import Attended, Gradients, add_gradients, default_scale
+from commfuse_dp.ops.attention.arguments import ATTENTION_CALL, AttentionCall, Lines, check_heads, refuse, sizes_of
+from commfuse_dp.ops.attention.block import Attended, Gradients, add_gradients, default_scale
+from commfuse_dp.ops.attention.places import place_of, rank_at, world_size_at
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.operands import call_number
-from commfuse_dp.ops.places import (
-    ATTENTION_CALL,
-    AttentionCall,
-    Lines,
-    check_heads,
-    place_of,
-    rank_at,
-    refuse,
-    sizes_of,
-    world_size_at,
-)
 from commfuse_dp.program.orders import check_order
 from commfuse_dp.transport.base import Transport
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from commfuse_dp.ops.blocks import BackwardBlocks, ForwardBlocks, Span, arrivals, runs
+from commfuse_dp.ops.attention.block_order import BackwardBlocks, ForwardBlocks, Span, arrivals, runs
 from commfuse_dp.program.build import build
 from commfuse_dp.program.operations import Consume, Problem
 

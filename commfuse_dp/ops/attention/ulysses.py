@@ -3,7 +3,7 @@
     o = ulysses_attention(q, k, v, causal=True)      # q, k, v, o: own positions, all heads
 
 R ranks; rank r has its s_r positions of q [B, s_r, H, d] and of k, v [B, s_r, G, d]. Two all-to-alls, each of which runs while
-blocks of attention are computed (`blocks.py` says which when). A slice is one message between each pair of ranks:
+blocks of attention are computed (`block_order.py` says which when). A slice is one message between each pair of ranks:
 
 | pass | produced (own last) | moves | consumed (own first) |
 | --- | --- | --- | --- |
@@ -29,21 +29,12 @@ import torch.distributed as dist
 
 from commfuse_dp.collectives import Owner, all_to_all
 from commfuse_dp.collectives.summation import wide_dtype
-from commfuse_dp.ops.attention import Attended, Gradients, add_gradients, default_scale
-from commfuse_dp.ops.blocks import BackwardBlocks, ForwardBlocks, Span, arrivals
+from commfuse_dp.ops.attention.arguments import ATTENTION_CALL, AttentionCall, Lines, check_heads, refuse, sizes_of
+from commfuse_dp.ops.attention.block import Attended, Gradients, add_gradients, default_scale
+from commfuse_dp.ops.attention.block_order import BackwardBlocks, ForwardBlocks, Span, arrivals
+from commfuse_dp.ops.attention.places import place_of, rank_at, world_size_at
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.operands import call_number
-from commfuse_dp.ops.places import (
-    ATTENTION_CALL,
-    AttentionCall,
-    Lines,
-    check_heads,
-    place_of,
-    rank_at,
-    refuse,
-    sizes_of,
-    world_size_at,
-)
 from commfuse_dp.program.layout import cut
 from commfuse_dp.program.orders import check_order
 from commfuse_dp.transport.base import Transport

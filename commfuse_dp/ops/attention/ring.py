@@ -27,11 +27,11 @@ import torch.distributed as dist
 
 from commfuse_dp.collectives import Owner, all_gather, reduce_scatter
 from commfuse_dp.collectives.summation import wide_dtype
-from commfuse_dp.ops.attention import Attended, Gradients, add_gradients, default_scale
+from commfuse_dp.ops.attention.arguments import ATTENTION_CALL, AttentionCall, Lines, refuse
+from commfuse_dp.ops.attention.block import Attended, Gradients, add_gradients, default_scale
+from commfuse_dp.ops.attention.ulysses import LAYOUTS, describe, heads_first, laid_out, prepare, rows_first
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.operands import call_number
-from commfuse_dp.ops.places import ATTENTION_CALL, AttentionCall, Lines, refuse
-from commfuse_dp.ops.ulysses import LAYOUTS, describe, heads_first, laid_out, prepare, rows_first
 from commfuse_dp.program.layout import slices_of_sizes
 from commfuse_dp.program.orders import gather_owners
 from commfuse_dp.transport.base import Transport
