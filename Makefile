@@ -3,6 +3,8 @@
 #   PYTHON      the interpreter that .venv is made from (3.10 or newer)
 #   TORCH_SPEC  what pip installs as torch, before everything else, so that no other build of it comes in as a dependency:
 #               make test TORCH_SPEC=torch==2.11.0
+#   CONSTRAINTS the file with the versions of all other packages that the tests run with; CONSTRAINTS= for the newest (in another
+#               VENV, or after make clean)
 #   VENV_FLAGS  e.g. --system-site-packages, to use a torch >= 2.11 that is already installed (with TORCH_SPEC='torch>=2.11')
 #   JOBS        how many processes run the tests (each file in one of them; all of DeepSpeed's in the same one): one more than
 #               cores, for tests wait for other processes now and then
@@ -12,7 +14,8 @@ PYTHON ?= python3
 VENV ?= .venv
 VENV_FLAGS ?=
 TORCH_SPEC ?= torch==2.13.0
-TIMM_SPEC ?= timm>=1.0.20
+TIMM_SPEC ?= timm==1.0.31
+CONSTRAINTS ?= tests/constraints.txt
 JOBS ?= 3
 ARGS ?=
 
@@ -24,7 +27,7 @@ CODE := commfuse_dp integrations examples tests benchmarks
 # With bytecode kept, whatever the shell says: else each of the many processes compiles all modules, and pytest rewrites all tests.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0
 
-.PHONY: demo test test-slow test-all sweep peer-suites bench bench-tp gpu-check lint format clean
+.PHONY: demo test test-slow test-all sweep peer-suites bench bench-tp gpu-check lint format constraints clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -73,6 +76,15 @@ format: $(STAMP_DEV)
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
+# The newest versions that go together, for every Python and platform; $(CONSTRAINTS) says why without those that come with torch.
+constraints: $(STAMP)
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --extra sweep --no-header --no-annotate pyproject.toml > $(VENV)/newest.txt
+	grep '^#' tests/constraints.txt > $(VENV)/constraints.txt
+	grep -vE '^(torch|triton|nvidia-.*|cuda-(toolkit|bindings|pathfinder)|setuptools|sympy|mpmath|networkx|jinja2|markupsafe|fsspec|filelock|commfuse-dp)==' \
+		$(VENV)/newest.txt >> $(VENV)/constraints.txt
+	mv $(VENV)/constraints.txt tests/constraints.txt
+
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH_SPEC)"
@@ -80,14 +92,14 @@ $(STAMP): pyproject.toml
 	touch $@
 
 # What the tests and the comparisons need besides: DeepSpeed, Accelerate, Transformers, MPI, linters.
-$(STAMP_DEV): $(STAMP)
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+$(STAMP_DEV): $(STAMP) $(CONSTRAINTS)
+	$(BIN)/python -m pip install --quiet $(addprefix --constraint ,$(CONSTRAINTS)) --editable ".[dev]"
 	touch $@
 
 # What test-all, sweep and peer-suites need besides. torch stays as it is; timm comes alone, see tests/support/timm_alone.py.
 $(STAMP_SWEEP): $(STAMP_DEV)
 	$(BIN)/python -c 'import torch; print("torch==" + torch.__version__)' > $(VENV)/torch.txt
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/torch.txt --editable ".[sweep]"
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/torch.txt $(addprefix --constraint ,$(CONSTRAINTS)) --editable ".[sweep]"
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/timm "$(TIMM_SPEC)"
 	touch $@
 

@@ -31,6 +31,14 @@ _MIMI = {
     "codebook_dim": 32,
     "vector_quantization_hidden_dimension": 32,
 }
+_WAV = {
+    "num_filters": 4,
+    "upsampling_ratios": [4, 2],
+    "codebook_dim": 32,
+    "decoder_intermediate_size": 48,
+    "decoder_num_layers": 2,
+}
+_CODEBOOKS = {"vision_config.codebook_size": 16, "audio_config.codebook_size": 16}  # they end the vocabulary
 _VIBE = {"num_filters": 4, "depths": [1, 1, 1], "downsampling_ratios": [2, 2]}
 _LATENT = {"num_key_value_heads": 4}  # every head has keys of its own, in latent attention
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
@@ -86,7 +94,7 @@ _ROPE_OF_ATOMS = {"num_spatial_rope_pairs_per_axis": 1, "num_uid_rope_pairs": 1}
 _ERNIE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
 FIXES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), _LATENT),
-    **dict.fromkeys(("minicpm3", "youtu", "dots3_note_text", "esmc", "mistral4", "mistral_large4_text"), _LATENT),
+    **dict.fromkeys(("minicpm3", "youtu", "dots3_note_text", "esmc", "mistral4", "mistral_large4_text", "sarvam_mla"), _LATENT),
     **{name: {"rotary_dim": 4} for name in ("codegen", "gptj")},
     **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "ministral3")},
     **{name: {"decoder_start_token_id": 0} for name in ("t5", "longt5", "switch_transformers")},
@@ -211,6 +219,7 @@ FIXES: dict[str, dict[str, Any]] = {
     "tvp": {"max_img_size": 32, "visual_prompt_size": 4, "num_frames": 2, "backbone_config": _RESNET},
     "univnet": {"model_hidden_channels": 8, "kernel_predictor_hidden_channels": 8, "num_mel_bins": 16, "model_in_channels": 8},
     "upernet": {"backbone_config": _RESNET, "use_auxiliary_head": False},
+    **dict.fromkeys(("wavtokenizer", "wavtokenizer_encoder"), _WAV),
     "vibevoice_acoustic_tokenizer": _VIBE,
     "vibevoice_acoustic_tokenizer_encoder": _VIBE,
     "vibevoice_acoustic_tokenizer_decoder": _VIBE,
@@ -292,6 +301,9 @@ FIXES: dict[str, dict[str, Any]] = {
     "superpoint": {"descriptor_decoder_dim": 32},
     "xclip_vision_model": {"mit_hidden_size": 32, "mit_num_attention_heads": 4, "mit_intermediate_size": 48},
     "efficientloftr": {"out_features": [16, 16, 16, 32], "num_attention_heads": 8, "num_key_value_heads": 8},
+    "inkling2_vision": {"projection_hidden_dim": 48},
+    "apertus1p5_vision_tokenizer": _VQ,
+    "apertus1p5": {"image_token_offset": 64, "audio_token_offset": 80, **_CODEBOOKS},
     "instructblip": {"num_query_tokens": 4, "image_token_index": 5},
     "instructblipvideo": {"num_query_tokens": 4, "video_token_index": 5},
     "blip-2": {"num_query_tokens": 4, "image_token_index": 5},

@@ -403,6 +403,10 @@ SPECIAL: dict[str, dict[str, Callable[[Draw], Any]]] = {
         "patch_ids": lambda draw: (torch.arange(tiny.LENGTH) // 4).expand(tiny.BATCH, -1),
     },
     "blt_local_decoder": {"inputs_embeds": Draw.hidden, "patch_embeds": _floats(tiny.BATCH, 4, 32)},
+    **{
+        name: {"input_values": _floats(tiny.BATCH, 1, SAMPLES)}
+        for name in ("omniasr_audio", "omniasr_ctc", "wavtokenizer", "wavtokenizer_encoder")
+    },
     "inkling_audio": {"audio_input_ids": _words(tiny.BATCH, tiny.LENGTH, 80)},
     "inkling_vision": {"pixel_values": _floats(4, 2, 8, 8, 3)},
     "inkling2_vision": {

@@ -26,7 +26,8 @@ UNMADE: dict[str, str] = {
         base: dinat
     """,
     "transformers has no model with a forward for this configuration alone: it is a part of another one, or a name for it": """
-        base: bark chameleon_vqgan edgetam_mask_decoder edgetam_prompt_encoder edgetam_video_mask_decoder
+        base: apertus1p5_vision_tokenizer
+            bark chameleon_vqgan edgetam_mask_decoder edgetam_prompt_encoder edgetam_video_mask_decoder
             edgetam_video_prompt_encoder emu3_vqgan gemma4_unified_audio gemma4_unified_vision glm_image_vqmodel
             idefics_perciever idefics_vision layoutxlm nougat pp_chart2table_vision qwen2_5_omni
             qwen3_omni_moe sam2_mask_decoder sam2_prompt_encoder sam2_video_mask_decoder
@@ -54,11 +55,14 @@ UNMADE: dict[str, str] = {
     "its experts' weights are left as the memory was (torch.empty without an initialization), at times not finite": """
         base: qwen3_omni_moe_talker_text
     """,
+    "fails in transformers 5.24 without pictures: its output wants those of its vision model": """
+        text-of-multimodal: llama4
+    """,
     "transformers refuses its own default configuration": """
         base: gemma4_assistant
     """,
     "nothing comes out that a gradient could come from: codes, by argmax": """
-        base: flava_image_codebook
+        base: flava_image_codebook wavtokenizer_encoder
     """,
     "batch norm carries last bits beyond the bound, and its head computes in float32 whatever the model's dtype: no fp64": """
         base: slanet
