@@ -47,6 +47,7 @@ class Case:
     kernels: str = "auto"
     schedule: str = "auto"  # "alternating" blocks, or "one-by-one": built, timed and freed in turn; "auto": by memory
     peak_tflops: float | None = None  # of one device, for the model FLOPs utilisation
+    sleep_gflops: float | None = None  # compute is replaced by sleeping, at this speed
     job: bool = False  # a rank of a job that was started by torchrun: its network is not the benchmark's to count
 
     def save(self, path: Path) -> None:

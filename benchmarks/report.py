@@ -226,7 +226,8 @@ def markdown(record: Summary) -> str:
         f"    {about['command']}",
         "",
         f"Model {settings['model']}, {settings['tokens']} tokens a rank, {_precision(settings)}, AdamW "
-        f"({settings['optimizer']}), seed {settings['seed']}; {settings['rounds']} rounds of {settings['steps']} steps, "
+        f"({settings['optimizer']}), seed {settings['seed']}; {_sleeping(settings)}"
+        f"{settings['rounds']} rounds of {settings['steps']} steps, "
         f"{'' if settings.get('job') else 'variants alternating in rotated order; '}a step's time is the slowest rank's; "
         "p50 (p20-p80).",
     ]
@@ -243,6 +244,11 @@ def _precision(settings: Summary) -> str:
     if settings.get("sequence"):
         words += f", sequences of {settings['sequence']}"
     return words + (", activations recomputed" if settings.get("checkpoint_activations") else "")
+
+
+def _sleeping(settings: Summary) -> str:
+    gflops = settings.get("sleep_gflops")
+    return f"**compute replaced by sleeping** ({gflops:g} GFLOP/s a rank); " if gflops else ""
 
 
 def _case_lines(case: Summary) -> list[str]:

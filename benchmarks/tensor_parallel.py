@@ -12,7 +12,7 @@
 run over one transport (tcp) in one run, alternating; `dtensor` is what a user has today: PyTorch's styles over gloo, whose
 reduce-scatter is an all-reduce. fp32, one batch entry. What the variants do: benchmarks/tp/variants.py.
 
-`--sleep GFLOPS`: products and attention take the time of a device of that speed, and no core (benchmarks/tp/sleeping.py).
+`--sleep GFLOPS`: products and attention take the time of a device of that speed, and no core (benchmarks/sleeping.py).
 `--op llama`: unmodified PyTorch (benchmarks/tp/llama.py); `--link 1.0x` is then a link on which the bytes that dtensor sends
 take as long as its compute; compute runs in processes of its own.
 

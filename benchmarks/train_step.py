@@ -4,9 +4,11 @@
     python benchmarks/train_step.py --link none,4gbit,2gbit,1gbit       one table per link, and a picture over link speeds
     python benchmarks/train_step.py --link 1.5x                         link on which minimum communication = 1.5 x compute
     python benchmarks/train_step.py --suite issue                       the cases that the project's targets are stated for
+    python benchmarks/train_step.py --sleep 40 --world-size 4 --link 1x      compute sleeps: more ranks than cores
     torchrun --nproc-per-node 8 benchmarks/train_step.py --device cuda --model llama3-8b --peak-tflops 989
 
-Links need root and iproute2. Namespaces and ranks are removed also on Ctrl-C.
+Links need root and iproute2. Namespaces and ranks are removed also on Ctrl-C. `--sleep GFLOPS`: products take the time of a
+device of that speed, and no core (sleeping.py); losses then say nothing.
 
 Under torchrun every process is one rank: nothing is launched, there are no links, rank 0 prints and stores. The variants are
 then fsdp2, fsdp2-symm (NCCL's symmetric memory), fsdp2-rs-group (a communicator of its own for reduce-scatter) and commfuse;
@@ -302,6 +304,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--peak-tflops", type=float, help="llama3: of one device, to report the model FLOPs utilisation")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: under torchrun only")
+    parser.add_argument("--sleep", dest="sleep_gflops", type=float, metavar="GFLOPS", help="sleep in place of computing")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mtu", type=int, default=netns.DEFAULT_MTU, help="of the shaped link, bytes (%(default)s)")
     parser.add_argument(
@@ -340,6 +343,8 @@ def _case(arguments: argparse.Namespace, job: torchrun.Job | None = None) -> Cas
         )
     if (arguments.world_size or 2) % arguments.ranks_per_host:
         raise ConfigError(f"--ranks-per-host {arguments.ranks_per_host}: must divide --world-size {arguments.world_size or 2}.")
+    if arguments.sleep_gflops is not None and (arguments.sleep_gflops <= 0 or job is not None):
+        raise ConfigError(f"--sleep {arguments.sleep_gflops:g}: must be above 0, and torchrun's ranks compute.")
     if job is None and arguments.apart is not None:
         raise ConfigError("--apart is for torchrun: without it all variants live in the ranks that are launched.")
     shared = {name: getattr(arguments, name) for name in Case.__dataclass_fields__ if hasattr(arguments, name)}

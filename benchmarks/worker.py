@@ -25,6 +25,7 @@ from benchmarks.case import DEEPSPEED, FLAT, SEPARATE, BenchmarkError, Block, Ca
 from benchmarks.clock import Clock, Footprint, clock_of
 from benchmarks.cuda_variants import Fsdp2SeparateGroup, Fsdp2Symmetric, resident_bytes, why_not
 from benchmarks.models import Batch, batches
+from benchmarks.sleeping import SleepingDevice
 from benchmarks.variants import CommFuse, Compute, Ddp, Fsdp2, Variant, gathered_bytes
 from commfuse_dp.launch.ranks import run_as_rank
 from commfuse_dp.observe.clock import clock_domain
@@ -59,6 +60,7 @@ def work(case: Case, say: Callable[[str], None]) -> CaseResult:
         dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
+    device = SleepingDevice(case.sleep_gflops) if case.sleep_gflops else None  # its kernels live as long as it does
     try:
         result = measure(case, dist.get_rank(), say)
         meet()
@@ -66,6 +68,7 @@ def work(case: Case, say: Callable[[str], None]) -> CaseResult:
         if case.device == "cpu":  # NCCL would wait for collectives that the others may never join: the process's end is quicker
             dist.destroy_process_group()
         raise
+    del device
     dist.destroy_process_group()
     return result
 

@@ -9,7 +9,8 @@ Foundation: imports neither torch nor, until it is asked for, mpi4py.
 there, spinning, for peers that compute, or that wait for it somewhere where nobody tells them. Once MPI is in use here, an
 uncaught exception therefore ends the whole job: the traceback is printed, the transports say goodbye (so that peers that wait
 in them raise an error that names this rank), peers get LINGER_S seconds to print theirs, then `MPI_Abort` is called. `python
--m mpi4py` does the same, but for the goodbye. A clean end is left to mpi4py.
+-m mpi4py` does the same, but for the goodbye. MPICH removes its shared memory in MPI_Finalize alone, so this process removes
+that of its host before it aborts. A clean end is left to mpi4py.
 """
 
 from __future__ import annotations
@@ -341,4 +342,13 @@ def _abort_if_failed(pid: int) -> None:
             with contextlib.suppress(Exception):
                 stream.flush()
         time.sleep(LINGER_S)
+        for segment in mpich_segments():
+            with contextlib.suppress(OSError):  # a peer of this host that aborts, too, was first
+                os.unlink(segment)
         MPI.COMM_WORLD.Abort(1)
+
+
+def mpich_segments() -> list[str]:
+    """The files in /dev/shm by which MPICH shares memory between this process and its peers on this host."""
+    with open("/proc/self/maps") as file:
+        return sorted({line.split(maxsplit=5)[5].strip() for line in file if "/dev/shm/mpich_shm_" in line})

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.case import BenchmarkError, CaseResult, VariantRecord
+from benchmarks.sleeping import SleepingDevice
 from benchmarks.tp.llama import LlamaVariant
 from benchmarks.tp.models import Shape, forward, least_bytes, weights
-from benchmarks.tp.sleeping import SleepingDevice
 from benchmarks.tp.stock import stock
 from benchmarks.tp.variants import CommFuse, Compute, RowOnly, Seams, Slicing, Vanilla
 from benchmarks.worker import PROGRESS, Trial, check_losses, facts_of, gather_objects, meet, run_rounds

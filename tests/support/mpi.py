@@ -27,6 +27,7 @@ from typing import Any
 
 import pytest
 
+from commfuse_dp.mpi_launch import mpich_segments
 from commfuse_dp.transport.base import Transport
 from tests.support.threads import ExchangeFn
 
@@ -70,8 +71,10 @@ def run_job(
     *,
     timeout_s: float,
     options: Sequence[str] = (),
+    leaves_segments: bool = True,
 ) -> tuple[int, str]:
-    """(exit code, output of all ranks). Raises AssertionError with the output if the job does not end in time."""
+    """(exit code, output of all ranks). Raises AssertionError with the output if the job does not end in time, or leaves shared
+    memory of MPI although it should not."""
     job = start_job(processes, command, environment, options=options)
     late, output = False, ""
     try:
@@ -82,9 +85,11 @@ def run_job(
         output, _ = job.communicate()
     finally:
         end_job(job)
-        for segment in told_segments(output):
+        left = [segment for segment in told_segments(output) if segment.exists()]
+        for segment in left:
             segment.unlink(missing_ok=True)
     assert not late, f"the MPI job did not end within {timeout_s} s:\n{output[-6000:]}"
+    assert leaves_segments or (told_segments(output) and not left), f"the MPI job left {left}:\n{output[-6000:]}"
     return job.returncode, output
 
 
@@ -108,9 +113,7 @@ def told_segments(output: str) -> list[Path]:
 # ---- inside the job ----------------------------------------------------------------------------------------------------
 def tell_segments() -> None:
     """For programs whose ranks do not come to MPI's own end, which removes its shared memory: `run_job` removes it instead."""
-    with open("/proc/self/maps") as file:
-        places = {line.split(maxsplit=5)[5].strip() for line in file if "/dev/shm/mpich_shm_" in line}
-    print("".join(f"{_SEGMENT}{place}\n" for place in sorted(places)), end="", flush=True)
+    print("".join(f"{_SEGMENT}{segment}\n" for segment in mpich_segments()), end="", flush=True)
 
 
 class _Post:

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import launch, train_step
 from benchmarks.case import BenchmarkError, Case
+from benchmarks.models import HIDDEN, PAIRS, WIDTH
 from benchmarks.worker import check_losses
 from commfuse_dp.errors import ConfigError
 from commfuse_dp.launch import netns
@@ -58,6 +59,20 @@ def test_bytes_on_the_link_are_those_of_the_algorithms(tmp_path: Path) -> None:
     assert rows["ddp"]["bytes_over_minimum"] == pytest.approx(2 / 3, rel=0.03)
     assert rows["ddp"]["notes"]["tried"][0]["bucket_mb"] == 25
     assert target.with_suffix(".md").read_text() == done.stdout[:-1]
+
+
+@pytest.mark.slow
+def test_products_sleep_as_long_as_a_device_of_that_speed_computes(tmp_path: Path) -> None:
+    target = tmp_path / "run.json"
+    small = ["--steps", "2", "--rounds", "1", "--warmup", "1", "--tokens", "16", "--world-size", "3"]
+    what = ["--sleep", "20", "--variants", "compute,commfuse", "--json", str(target), "--quiet"]
+    done = subprocess.run([sys.executable, SCRIPT, *small, *what], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "compute replaced by sleeping** (20 GFLOP/s" in done.stdout
+    multiplied = 16 * WIDTH * HIDDEN * 2 * PAIRS  # in a pass; no dgrad of the first layer
+    least_ms = 1e3 * 2 * (3 * multiplied - 16 * WIDTH * HIDDEN) / 20e9
+    for name, row in json.loads(target.read_text())["cases"][0]["summary"]["variants"].items():
+        assert row["step_ms"]["p50"] > 0.99 * least_ms, (name, row["step_ms"])  # a sleep that was too long shortens the next
 
 
 # The script with ranks that only say that they run, or with its own, which import torch first.
@@ -154,6 +169,7 @@ def test_timeout_is_an_error() -> None:
         (["--link", "0x"], "factor above 0"),
         (["--link", "1x", "--world-size", "1"], "at least two ranks"),
         (["--variants", "fsdp3"], "fsdp3"),
+        (["--sleep", "0"], "above 0"),
         (["--variants", "ddp,ddp"], "at most once"),
     ],
 )
