@@ -56,6 +56,13 @@ def test_runs_that_left_all_numbers_are_not_taken_for_equal(pools, values, equal
     assert [not wrong for wrong in pools(2).run(_compared, values, timeout=300)] == [equal, equal]
 
 
+def test_only_size_is_luck_and_only_where_fp32_could_not_judge():
+    assert train.is_luck({"fp32": 0.08, "fp64": 1e-10, "bf16": 4.7}, "bf16")
+    assert not train.is_luck({"fp32": 1e-6, "bf16": 4.7}, "bf16")
+    for wrong_in_kind in (float("inf"), float("nan")):
+        assert not train.is_luck({"fp32": 0.08, "fp64": 1e-10, "bf16": wrong_in_kind}, "bf16")
+
+
 @pytest.mark.parametrize("case", sorted(COMPARED), ids=str)
 def test_what_must_be_compared_may_fall_out_in_no_dtype(case):
     assert case in everything()

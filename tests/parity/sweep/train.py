@@ -11,7 +11,10 @@ by both in fp64, and held to the same there.
 bf16: two orders of summation differ by roundings of 2^-9 each, and there is no exact answer but fp32's. So both are held
 against stock's fp32 run: CommFuse's error is at most MARGIN times stock's own, for the whole, and MARGIN_EACH times for each
 parameter plus a share of its update. A model that fails this is trained with other data once more: what a rounding decides
-(which expert a token goes to, where two are as good) is luck, and a defect is not.
+(which expert a token goes to, where two are as good) is luck, and a defect is not. A model that fp64 had to judge, as roundings
+of 2^-24 turn its update around, may fail it twice: no run in bf16, nor stock's in fp32, is near any truth that it could be held
+to. (Phi-4's vision tower on a processor with AMX: stock's update in bf16 is 1.8 times as far from fp32's as that is large.)
+That the same parameters get finite gradients is asked of it, too.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import math
 import random
 import time
 import traceback
@@ -112,6 +116,9 @@ def run(rank: int, world_size: int, case: Case) -> Row:
         elif wrong:  # did rounding send a token to another expert?
             exact, stock = (_train(model, each, shard, _others(batch), loss, None) for each in ("fp32", dtype))
             worst[dtype], wrong = compare(stock, _train(model, dtype, shard, _others(batch), loss, []), exact)
+            if wrong and is_luck(worst, dtype):
+                text, wrong = f"{dtype}: roundings of fp32 decide already; {wrong}", ""
+                del worst[dtype]
         if wrong:
             verdict, text = "differs", wrong
             break
@@ -123,6 +130,11 @@ def run(rank: int, world_size: int, case: Case) -> Row:
     if next(_CASES) % 8 == 0:  # all of transformers' classes are looked at: a tenth of the time if it were every time
         gc.collect()
     return Row(case, verdict, dtype, text, worst, dict(paths), dict(reasons), time.monotonic() - start)
+
+
+def is_luck(worst: dict[str, float], dtype: str) -> bool:
+    """How far bf16 is off says nothing of a model that fp32 could not judge. (inf, NaN: it is wrong in kind.)"""
+    return "fp64" in worst and math.isfinite(worst[dtype])
 
 
 def _prepared(case: Case, *dtype: torch.dtype) -> tuple[nn.Module, Any, Any]:
