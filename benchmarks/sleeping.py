@@ -37,7 +37,8 @@ class SleepingDevice:
             return y
 
         def into(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-            return out.copy_(product(a, b))
+            self._sleep(2 * out.numel() * a.shape[-1])
+            return out.zero_()
 
         def onto(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **_: Any) -> torch.Tensor:
             self._sleep(2 * total.numel() * a.shape[-1])
