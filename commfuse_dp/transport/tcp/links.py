@@ -72,6 +72,12 @@ class Link:
                 return number, lane[0].number
         return None
 
+    def sends_collective(self) -> bool:
+        """What is under way, or comes next, is of a collective."""
+        if self.chunk is not None and self.chunk.lane == COLLECTIVE_LANE:
+            return True
+        return bool(self.lanes[COLLECTIVE_LANE])
+
     def next_is_empty(self) -> bool:
         """That frame has no payload."""
         return next((not len(lane[0].view) for lane in self.lanes.values() if lane), False)

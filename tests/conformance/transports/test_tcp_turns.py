@@ -1,4 +1,4 @@
-"""What a rank sends over tcp to several peers leaves one after the other."""
+"""What a rank sends over tcp to several peers: collectives leave one after the other, all else side by side."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pytest
 
 from commfuse_dp.transport.tcp import turns
 from commfuse_dp.transport.tcp.links import (
+    COLLECTIVE_LANE,
     CONTROL_ROLE,
     DATA_ROLE,
     GRAD_LANE,
@@ -49,7 +50,7 @@ def sending_to(peers: int) -> Iterator[tuple[Wire, dict[int, socket.socket]]]:
             sock.close()
 
 
-def transfer(number: int, nbytes: int, lane: int = PARAM_LANE) -> Outgoing:
+def transfer(number: int, nbytes: int, lane: int = COLLECTIVE_LANE) -> Outgoing:
     return Outgoing(lane, message(number), memoryview(bytes(nbytes)))
 
 
@@ -99,7 +100,7 @@ def test_the_next_peer_has_its_turn_without_anything_else_happening(monkeypatch:
     with sending_to(3) as (wire, far), ThreadPoolExecutor(3) as pool:
         given = [(generator.choice([1, 2, 3]), generator.choice([0, 1, 1000, 400_000])) for _ in range(120)]
         for number, (peer, nbytes) in enumerate(given):
-            wire.data(peer, transfer(number, nbytes, generator.choice([PARAM_LANE, GRAD_LANE])))
+            wire.data(peer, transfer(number, nbytes, generator.choice([COLLECTIVE_LANE, PARAM_LANE, GRAD_LANE])))
         sent = {peer: {message(n): size for n, (to, size) in enumerate(given) if to == peer and size} for peer in far}
         taking = {peer: pool.submit(take, sock, sum(sent[peer].values())) for peer, sock in far.items()}
         for peer, got in taking.items():
@@ -107,19 +108,50 @@ def test_the_next_peer_has_its_turn_without_anything_else_happening(monkeypatch:
         until(wire.idle)
 
 
-def test_what_has_priority_does_not_wait_for_a_transfer_to_another_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lane", [PARAM_LANE, GRAD_LANE])
+def test_what_has_priority_does_not_wait_for_a_transfer_to_another_peer(lane: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the chunk under way, and what the kernel has taken."""
-    monkeypatch.setattr(turns, "PATIENCE_S", 20.0)
+    monkeypatch.setattr(turns, "PATIENCE_S", 1000.0)
     with sending_to(2) as (wire, far):
-        wire.data(1, transfer(1, LARGE, GRAD_LANE))
+        wire.data(1, transfer(1, LARGE, lane))
         until(lambda: waiting(far[1]) > 0)
-        wire.data(2, transfer(2, 5, PARAM_LANE))
+        wire.data(2, transfer(2, 5))
         taken = 0
         while not waiting(far[2]):
             taken += sum(take(far[1], 1).values())
         assert taken < LARGE
         assert take(far[2], 5) == {message(2): 5}
         assert take(far[1], LARGE - taken) == {message(1): LARGE - taken}
+
+
+@pytest.mark.parametrize("lanes", [(PARAM_LANE, PARAM_LANE), (GRAD_LANE, GRAD_LANE), (PARAM_LANE, GRAD_LANE)])
+def test_slices_go_side_by_side(lanes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that takes nothing, as its own link is full, say, leaves this rank's link to the others at once."""
+    monkeypatch.setattr(turns, "PATIENCE_S", 1000.0)
+    with sending_to(2) as (wire, far):
+        for peer, lane in enumerate(lanes, start=1):
+            wire.data(peer, transfer(peer, LARGE, lane))
+        until(lambda: waiting(far[1]) > 0)
+        assert take(far[2], LARGE) == {message(2): LARGE}  # nobody has read what was sent to 1
+        assert take(far[1], LARGE) == {message(1): LARGE}
+
+
+def test_slices_pause_for_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a transfer no more leaves than the chunk under way and what the kernel has taken, until the collective has left."""
+    monkeypatch.setattr(turns, "PATIENCE_S", 1000.0)
+    with sending_to(3) as (wire, far):
+        for peer, lane in ((1, PARAM_LANE), (3, GRAD_LANE)):
+            wire.data(peer, transfer(peer, 2 * LARGE, lane))
+        until(lambda: waiting(far[1]) > 0 and waiting(far[3]) > 0)
+        wire.data(2, transfer(2, LARGE))
+        until(lambda: waiting(far[2]) > 0)
+        taken = 0
+        while (come := waiting(far[1])) or taken < CHUNK:  # all that there is, the end of the chunk included
+            taken += sum(take(far[1], 1).values()) if come else 0
+        assert taken < LARGE
+        assert take(far[2], LARGE) == {message(2): LARGE}
+        assert take(far[3], 2 * LARGE) == {message(3): 2 * LARGE}
+        assert take(far[1], 2 * LARGE - taken) == {message(1): 2 * LARGE - taken}
 
 
 def test_a_peer_that_takes_nothing_loses_its_turn() -> None:
