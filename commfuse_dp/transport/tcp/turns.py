@@ -73,18 +73,24 @@ class Turns:
                 return link
         if not waiting:
             self._taken = -1  # the time in which nobody waits does not count
-        if holder is not None and holder.open:
-            if holder.sends_collective() and (holder.under_way() or self.keeps(holder)):
+        first = _first_collective(waiting)
+        if holder is not None:
+            if holder.open and holder.sends_collective() and (holder.under_way() or self.keeps(holder)):
                 self._stay()
                 if not (waiting and holder.writing and self._stuck(holder)):
                     return holder
-            elif _first_collective(waiting) and not self._has_left(holder):
+                self._holder = None
+            elif first is not None and holder.open and not self._has_left(holder):
                 return None
+        if first is not None:
+            self._stay()
+            self._holder, self._taken = first, -1
+            return first
+        # Parameters and gradients. A holder stays one: what it was given last may not have left when the next collective comes.
         self._stay()
-        self._holder, self._taken = None, -1
-        waiting = self._waiting()
-        self._holder = _first_collective(waiting)
-        return self._holder or min(waiting, key=waiting.get, default=None)  # type: ignore[arg-type]
+        if holder is not None and holder.open and not holder.writing and (own := holder.next_up()) is not None:
+            waiting[holder] = own
+        return min(waiting, key=waiting.get, default=None)  # type: ignore[arg-type]
 
     def _has_left(self, holder: Link) -> bool:
         """Of what it was given for its turn, the kernel has sent so much that the turn may pass on."""

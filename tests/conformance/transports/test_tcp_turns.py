@@ -33,14 +33,14 @@ LARGE = 24 << 20  # more than the kernel's queues of a connection take
 
 
 @contextmanager
-def sending_to(peers: int) -> Iterator[tuple[Wire, dict[int, socket.socket]]]:
+def sending_to(peers: int, handler: Recorder | None = None) -> Iterator[tuple[Wire, dict[int, socket.socket]]]:
     """A wire, and by peer the other end of its data connection."""
     near, far = {}, {}
     for peer, role in itertools.product(range(1, peers + 1), (DATA_ROLE, CONTROL_ROLE)):
         near[peer, role], far[peer, role] = tcp_pair()
         # Not settimeout(), which makes a MSG_WAITALL return what is there.
         far[peer, role].setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 20, 0))
-    wire = Wire(0, near, Recorder({}), chunk_bytes=CHUNK)
+    wire = Wire(0, near, handler or Recorder({}), chunk_bytes=CHUNK)
     wire.start()
     try:
         yield wire, {peer: far[peer, DATA_ROLE] for peer in range(1, peers + 1)}
@@ -93,6 +93,26 @@ def test_peers_are_served_in_the_order_in_which_they_were_given(monkeypatch: pyt
         until(wire.idle)
 
 
+def test_what_is_given_later_waits_for_what_the_kernel_has_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first message is with the kernel, whole, when the second one is given: not a byte of that overtakes it."""
+    monkeypatch.setattr(turns, "PATIENCE_S", 1000.0)
+    queued = iter([turns.UNSENT_BYTES + 1] * 50)
+    asked = []
+
+    def unsent(sock: socket.socket) -> int:
+        asked.append(next(queued, 0))
+        return asked[-1]
+
+    monkeypatch.setattr(turns, "unsent", unsent)
+    with sending_to(2) as (wire, far):
+        wire.data(1, transfer(1, 1000))
+        assert take(far[1], 1000) == {message(1): 1000}
+        until(wire.idle)
+        wire.data(2, transfer(2, 1000))
+        assert take(far[2], 1000) == {message(2): 1000}
+        assert asked[-1] == 0 and len(asked) == 51
+
+
 def test_the_next_peer_has_its_turn_without_anything_else_happening(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages to peers in turn: nothing but the kernel's word that one has left lets the next one go."""
     monkeypatch.setattr(turns, "PATIENCE_S", 1000.0)
@@ -136,22 +156,29 @@ def test_slices_go_side_by_side(lanes: tuple[int, int], monkeypatch: pytest.Monk
         assert take(far[1], LARGE) == {message(1): LARGE}
 
 
-def test_slices_pause_for_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a transfer no more leaves than the chunk under way and what the kernel has taken, until the collective has left."""
-    monkeypatch.setattr(turns, "PATIENCE_S", 1000.0)
-    with sending_to(3) as (wire, far):
-        for peer, lane in ((1, PARAM_LANE), (3, GRAD_LANE)):
-            wire.data(peer, transfer(peer, 2 * LARGE, lane))
+def test_slices_pause_for_a_collective() -> None:
+    """All peers read; while a collective leaves, hardly more than the chunk under way does of another transfer."""
+    slices = {peer: transfer(peer, 4 * LARGE, lane) for peer, lane in ((1, PARAM_LANE), (3, GRAD_LANE))}
+    collective = transfer(2, LARGE)
+    left: list[int] = []
+
+    class Noting(Recorder):
+        def sent(self, peer: int, item: Outgoing) -> None:
+            if item is collective:
+                left.extend(other.done for other in slices.values())
+
+    with sending_to(3, Noting({})) as (wire, far), ThreadPoolExecutor(2) as pool:
+        for peer, item in slices.items():
+            wire.data(peer, item)
         until(lambda: waiting(far[1]) > 0 and waiting(far[3]) > 0)
-        wire.data(2, transfer(2, LARGE))
+        before = [item.done for item in slices.values()]
+        wire.data(2, collective)
         until(lambda: waiting(far[2]) > 0)
-        taken = 0
-        while (come := waiting(far[1])) or taken < CHUNK:  # all that there is, the end of the chunk included
-            taken += sum(take(far[1], 1).values()) if come else 0
-        assert taken < LARGE
+        taking = [pool.submit(take, far[peer], 4 * LARGE) for peer in slices]
         assert take(far[2], LARGE) == {message(2): LARGE}
-        assert take(far[3], 2 * LARGE) == {message(3): 2 * LARGE}
-        assert take(far[1], 2 * LARGE - taken) == {message(1): 2 * LARGE - taken}
+        assert [taken.result() for taken in taking] == [{message(1): 4 * LARGE}, {message(3): 4 * LARGE}]
+    for earlier, later in zip(before, left, strict=True):
+        assert later - earlier < LARGE // 4  # side by side, as much as the collective has
 
 
 def test_a_peer_that_takes_nothing_loses_its_turn() -> None:
