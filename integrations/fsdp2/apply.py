@@ -20,9 +20,8 @@ from commfuse_dp.integrations.attach.reads import Scope
 from commfuse_dp.integrations.attach.report import ParameterRow, Path, Report
 from commfuse_dp.integrations.attach.root import hook_root
 from commfuse_dp.integrations.attach.rules import check_exclude, form_of, how_computed, original_type, require_fused
-from commfuse_dp.integrations.fsdp2 import compat
+from commfuse_dp.integrations.fsdp2 import compat, hooks
 from commfuse_dp.integrations.fsdp2.claim import ClaimPolicy, follow, read_whole
-from commfuse_dp.integrations.fsdp2.hooks import StockAllGather, StockReduceScatter, StreamAllGather, StreamReduceScatter
 from commfuse_dp.integrations.fsdp2.layers import GroupPolicy, ModuleParameter, ShardedGradients, TensorLayer, gathered_shape
 from commfuse_dp.integrations.fsdp2.select import Left, Selection, select
 from torch import nn
@@ -276,18 +275,19 @@ def _hook_rest(attachment: Attachment, selection: Selection, engine: Engine) -> 
         if id(group) in selection.foreign or all(item.group is not group for item in selection.left):
             continue
         assert isinstance(module, FSDPModule)
-        gather, reduce = (StockAllGather(), StockReduceScatter()) if selection.missing else compat.collectives(group)
+        stock = hooks.StockCollective(hooks.all_gather), hooks.StockCollective(hooks.reduce_scatter)
+        gather, reduce = stock if selection.missing else compat.collectives(group)
         try:
             module.set_custom_all_gather(gather)
         except ValueError:
             selection.foreign[id(group)] = "FSDP2 allows no custom collectives for a module with several parameter groups"
             continue
         attachment.transaction.do(
-            functools.partial(module.set_custom_all_gather, StreamAllGather(port)),
+            functools.partial(module.set_custom_all_gather, hooks.StreamAllGather(port)),
             functools.partial(module.set_custom_all_gather, gather),
         )
         attachment.transaction.do(
-            functools.partial(module.set_custom_reduce_scatter, StreamReduceScatter(port)),
+            functools.partial(module.set_custom_reduce_scatter, hooks.StreamReduceScatter(port)),
             functools.partial(module.set_custom_reduce_scatter, reduce),
         )
         served.add(id(group))
