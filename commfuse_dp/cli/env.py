@@ -164,7 +164,7 @@ def _autoload() -> Finding:
     value = os.environ.get(_TORCH_VARIABLE, "1")
     if value != "1":
         return Finding(False, f"{_TORCH_VARIABLE}={value}: switched off for all of PyTorch; use python -m commfuse_dp.run")
-    if os.environ.get("COMMFUSE", "").strip().lower() in autoload.OFF:
+    if autoload.wish() in autoload.OFF:
         return Finding(False, f"COMMFUSE={os.environ['COMMFUSE']}: switched off")
     try:
         names = [entry.name for entry in importlib.metadata.entry_points(group="torch.backends")]
