@@ -11,7 +11,6 @@ rank that dies here is missed, and named, by that exchange.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hmac
 import os
 import secrets
@@ -22,6 +21,7 @@ import time
 from typing import NamedTuple
 
 from commfuse_dp.errors import MismatchError, TransportError
+from commfuse_dp.mpi_launch import address_of
 from commfuse_dp.transport.base import ExchangeFn
 from commfuse_dp.transport.checks import raise_failures
 from commfuse_dp.transport.membership import called_in
@@ -38,7 +38,6 @@ _HELLO_MAGIC = b"CFTCP/1\0"
 _RETRY_S = 0.05
 _REFUSED_S = 1.0  # whoever listened there a moment ago, and refuses for so long, is gone
 _ROLES = (CONTROL_ROLE, DATA_ROLE)
-_SIOCGIFADDR = 0x8915
 _NO_SET_UP = "the tcp transport could not be set up: "
 
 
@@ -112,9 +111,8 @@ def choose_address() -> str:
 
 def interface_address(name: str) -> str:
     """IPv4 address of an interface, or else its first routable IPv6 address. Raises TransportError."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        return socket.inet_ntoa(answer[20:24])
+    if (address := address_of(name)) is not None:
+        return address
     with contextlib.suppress(OSError), open("/proc/net/if_inet6") as table:
         for line in table:
             digits, _, _, scope, _, interface = line.split()
