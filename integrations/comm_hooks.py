@@ -36,7 +36,7 @@ from commfuse_dp.errors import CommFuseError, ConfigError, TransportError
 from commfuse_dp.probe import WAIT, Probe
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.budget import Footprint
-from commfuse_dp.transport.select import open_transport
+from commfuse_dp.transport.select import open_for
 
 log = logging.getLogger("commfuse_dp")
 
@@ -273,14 +273,7 @@ class HookState:
                 f"order='hierarchical' is for FSDP2 and ZeRO-3, whose layers are fused; {self.framework}'s hook sends buckets: "
                 "use order='auto', 'pairwise' or 'ring'"
             )
-        transport, self.transport_reason = open_transport(
-            self.config.transport,
-            group=self.group,
-            inbox_bytes=self.config.inbox_bytes,
-            deadline_s=self.config.deadline_s,
-            probe=self.probe,
-            device=self.device,
-        )
+        transport, self.transport_reason = open_for(self.config, group=self.group, device=self.device, probe=self.probe)
         self.transport_name = transport.name
         self.thread = CollectiveThread(transport, f"commfuse-{self.framework.lower()}")
         self._finalizer = weakref.finalize(self, self.thread.close)  # with the model, or at exit: peers are told goodbye

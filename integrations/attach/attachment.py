@@ -27,11 +27,10 @@ from commfuse_dp.engine.room import least_ring, most_bytes, published_bytes
 from commfuse_dp.errors import ConfigError
 from commfuse_dp.ops.gathered import gather_parameters
 from commfuse_dp.ops.linear import fused_linear, register_operand
-from commfuse_dp.probe import Probe
 from commfuse_dp.transport.backends import check_replicas
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.compat import default_store
-from commfuse_dp.transport.select import open_transport
+from commfuse_dp.transport.select import open_for
 
 _NOT_ON = "commfuse_dp.remove(): this model has no CommFuse; apply() was not called for it, or remove() already"
 
@@ -72,15 +71,12 @@ class Attachment:
         def opened() -> tuple[Transport, str]:
             if replicate_group is not None:
                 check_replicas(replicate_group)
-            return open_transport(
-                config.transport,
+            return open_for(
+                config,
                 group=group,
-                inbox_bytes=config.inbox_bytes,
+                device=device,
                 least_ring=least_ring(units, group.size(), streams=device.type != "cpu"),
                 most_bytes=most_bytes(numel) if device.type == "cpu" else None,  # streams may need more: engine/room.py
-                deadline_s=config.deadline_s,
-                probe=Probe(),
-                device=device,
                 stream_ordered=True,
                 order=order,
                 published_bytes=published_bytes(units),
@@ -116,22 +112,11 @@ class Attachment:
 
     def connect(self, config: CommFuseConfig, *, group: dist.ProcessGroup, device: torch.device) -> Transport:
         """Collective: a transport alone, among the ranks of `group`, for what is served without an engine."""
-
-        def opened() -> tuple[Transport, str]:
-            return open_transport(
-                config.transport,
-                group=group,
-                inbox_bytes=config.inbox_bytes,
-                deadline_s=config.deadline_s,
-                probe=Probe(),
-                device=device,
+        self.transport, self._transport_reason = self._ranks.together(
+            lambda: self.transaction.acquire(
+                lambda: open_for(config, group=group, device=device), lambda found: found[0].close()
             )
-
-        def close(found: tuple[Transport, str]) -> None:
-            found[0].close()
-
-        found = self._ranks.together(lambda: self.transaction.acquire(opened, close))
-        self.transport, self._transport_reason = found
+        )
         self._close_with_holder(self.transport)
         return self.transport
 

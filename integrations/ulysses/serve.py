@@ -33,9 +33,8 @@ from commfuse_dp.integrations.ulysses.settings import current
 
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.ops import ulysses_attention
-from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import Transport
-from commfuse_dp.transport.select import open_transport
+from commfuse_dp.transport.select import open_for
 
 Forward = Callable[..., Any]
 
@@ -261,20 +260,11 @@ def _transport_of(group: Any, config: CommFuseConfig, device: torch.device) -> t
     wish = device.type, config.transport, config.inbox_bytes, config.deadline_s
     if wish not in opened:
         transaction = Transaction()
-
-        def made() -> tuple[Transport, str]:
-            return open_transport(
-                config.transport,
-                group=group,
-                inbox_bytes=config.inbox_bytes,
-                deadline_s=config.deadline_s,
-                probe=Probe(),
-                device=device,
-            )
-
         try:
             opened[wish] = Ranks([group], "open a transport for Ulysses").together(
-                lambda: transaction.acquire(made, lambda found: found[0].close())
+                lambda: transaction.acquire(
+                    lambda: open_for(config, group=group, device=device), lambda found: found[0].close()
+                )
             )
         except BaseException:
             transaction.roll_back()

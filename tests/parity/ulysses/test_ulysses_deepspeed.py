@@ -102,8 +102,8 @@ def another_transport(rank: int, n: int) -> None:
             opened.append(stock_open(*args, **kwargs))
             return opened[-1]
 
-        stock, stock_open = gradients(attention(*inputs, 0)), serve.open_transport
-        with mock.patch.object(serve, "open_transport", side_effect=recording):
+        stock, stock_open = gradients(attention(*inputs, 0)), serve.open_for
+        with mock.patch.object(serve, "open_for", side_effect=recording):
             with served(home, transport="shm"):
                 before = attention(*inputs, 0)
             with served(home, transport="p2p"):
@@ -137,11 +137,11 @@ def one_has_none(rank: int, n: int, when: str) -> None:
                 raise OSError("no memory, on purpose")
             return opened[-1]
 
-        original = serve.open_transport
+        original = serve.open_for
         with served(home, transport="shm"):
             kind = OSError if rank == n - 1 else CommFuseError
             with (
-                mock.patch.object(serve, "open_transport", failing),
+                mock.patch.object(serve, "open_for", failing),
                 pytest.raises(kind, match="no memory, on purpose") as error,
             ):
                 attention(*inputs, 0)
