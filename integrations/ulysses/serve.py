@@ -58,14 +58,6 @@ def install(module: ModuleType) -> None:
     cls.forward.commfuse = True
 
 
-def uninstall() -> None:
-    """Give DeepSpeed its own forwards back."""
-    for home, name in compat.CLASSES.items():
-        cls = getattr(sys.modules.get(home), name, None)
-        if cls is not None and hasattr(cls.forward, "commfuse"):
-            cls.forward = cls.forward.__wrapped__
-
-
 # ---- DistributedAttention --------------------------------------------------------------------------------------------
 def _distributed(original: Forward) -> Forward:
     @functools.wraps(original)
@@ -270,14 +262,6 @@ def _transport_of(group: Any, config: CommFuseConfig, device: torch.device) -> t
             transaction.roll_back()
             raise
     return opened[wish]
-
-
-def close_transports() -> None:
-    """Of all groups; attention that is called afterwards opens others."""
-    for opened in list(_transports.values()):
-        for transport, _ in opened.values():
-            transport.close()
-    _transports.clear()
 
 
 def _name(thing: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from commfuse_dp.integrations.ulysses import LocalAttention, report, serve, settings
+from commfuse_dp.integrations.ulysses import LocalAttention, compat, report, serve, settings
 from torch import nn
 
 from commfuse_dp.config import CommFuseConfig
@@ -33,8 +34,19 @@ def deepspeed_at(rank: int, n: int) -> Iterator[Any]:
         finally:
             dist.barrier()
             settings.configure(None)
-            serve.uninstall()
-            serve.close_transports()
+            give_back()
+
+
+def give_back() -> None:
+    """DeepSpeed has its own forwards again; attention that is served afterwards opens other transports."""
+    for home, name in compat.CLASSES.items():
+        cls = getattr(sys.modules.get(home), name, None)
+        if cls is not None and hasattr(cls.forward, "commfuse"):
+            cls.forward = cls.forward.__wrapped__
+    for opened in serve._transports.values():
+        for transport, _ in opened.values():
+            transport.close()
+    serve._transports.clear()
 
 
 @contextmanager
