@@ -23,7 +23,7 @@ from typing import NamedTuple
 from commfuse_dp.errors import MismatchError, TransportError
 from commfuse_dp.mpi_launch import address_of
 from commfuse_dp.transport.base import ExchangeFn
-from commfuse_dp.transport.checks import raise_failures
+from commfuse_dp.transport.checks import all_together, raise_failures
 from commfuse_dp.transport.membership import called_in
 from commfuse_dp.transport.shm.sockets import receive_exactly
 from commfuse_dp.transport.tcp.links import CONTROL_ROLE, DATA_ROLE
@@ -80,19 +80,12 @@ def connect_all(rank: int, exchange: ExchangeFn, *, deadline_s: float, inbox_byt
         sockets: dict[tuple[int, int], socket.socket] = {}
         limit = time.monotonic() + deadline_s
         steps = (lambda: _connect_all(rank, cards, sockets, limit), lambda: _accept(rank, cards, listener, sockets, limit))
-        try:
-            for step in steps:
-                failure = None
-                try:
-                    step()
-                except (OSError, TransportError) as error:
-                    failure = str(error) or type(error).__name__
-                # Everybody hears of every failure: without this the others would meet it later, as a peer lost for no reason.
-                raise_failures(exchange, exchange(failure), _NO_SET_UP)
-        except BaseException:
+
+        def close() -> None:
             for sock in sockets.values():
                 sock.close()
-            raise
+
+        all_together(exchange, steps, close, start=_NO_SET_UP)
         return Links(sockets, [f"pid {card.pid} at {card.host}" for card in cards])
     finally:
         if listener is not None:
