@@ -20,9 +20,7 @@ from commfuse_dp.integrations.fsdp2 import remove as remove_fsdp2
 from commfuse_dp.integrations.fsdp2.layers import TensorLayer
 from commfuse_dp.integrations.hugging_face_tp.compat import sharded
 from commfuse_dp.integrations.hugging_face_tp.install import install as install_hugging_face
-from commfuse_dp.integrations.hugging_face_tp.layers import ColumnGroup as HeldColumns
 from commfuse_dp.integrations.hugging_face_tp.layers import HeldForward
-from commfuse_dp.integrations.hugging_face_tp.layers import RowLayer as HeldRow
 from commfuse_dp.integrations.hugging_face_tp.select import select as select_hugging_face
 from commfuse_dp.integrations.tensor_parallel import autohook, compat
 from commfuse_dp.integrations.tensor_parallel.layers import (
@@ -32,6 +30,7 @@ from commfuse_dp.integrations.tensor_parallel.layers import (
     GatherHook,
     PassHook,
     RowLayer,
+    ServedLayer,
     StyleHook,
 )
 from commfuse_dp.integrations.tensor_parallel.rows import left_rows, module_rows, shared_gather
@@ -200,7 +199,7 @@ def _tensor_layers(model: nn.Module) -> list[TensorLayer]:
         service, held = vars(module).get(SERVICE), vars(module).get("forward")
         forward = held.compute if isinstance(held, HeldForward) else getattr(service, "compute", None)
         layer = getattr(forward, "__self__", None)
-        if isinstance(layer, (ColumnGroup, RowLayer, HeldColumns, HeldRow)) and layer.takes_units:
+        if isinstance(layer, ServedLayer) and layer.takes_units:
             found.append(tensor_layer(module, forward, layer.mesh, layer.name, layer.sharded_dim))
     return found
 
