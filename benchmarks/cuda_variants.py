@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from commfuse_dp.integrations.fsdp2.hooks import StockReduceScatter
+from commfuse_dp.integrations.fsdp2.hooks import StockCollective, reduce_scatter
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -65,21 +65,15 @@ class Fsdp2SeparateGroup(Fsdp2):
             self.notes["separate_group"] = "set_custom_reduce_scatter"
 
 
-class GroupReduceScatter(StockReduceScatter):
+class GroupReduceScatter(StockCollective):
     """What FSDP2 does by itself, over another group of the same ranks in the same order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(reduce_scatter)
         self._group = group
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        return super().__call__(output_tensor, input_tensor, self._group, op, async_op)
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **how: Any) -> dist.Work | None:
+        return super().__call__(output_tensor, input_tensor, **{**how, "group": self._group})
 
 
 def reduce_over_own_group(model: nn.Module) -> None:

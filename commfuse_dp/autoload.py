@@ -43,14 +43,14 @@ _watching_exit = False
 def activate() -> None:
     """Be ready for the frameworks in FRAMEWORKS. Called by torch, and by `python -m commfuse_dp.run`. Never raises."""
     try:
-        if _wish() in OFF and not _flagged():
+        if wish() in OFF and not _flagged():
             return
         if not active():
             sys.meta_path.insert(0, _Finder())
         for framework in FRAMEWORKS:
             if framework in sys.modules:  # torch is being imported by it, or was imported after it
                 register(framework)
-        if _wish() in ON and "RANK" in os.environ:
+        if wish() in ON and "RANK" in os.environ:
             warn_at_exit()
     except Exception as error:
         if os.environ.get("COMMFUSE"):
@@ -122,7 +122,7 @@ def _check_use() -> None:
     """Whatever uses CommFuse makes a probe."""
     probe = sys.modules.get("commfuse_dp.probe")
     used = probe is not None and probe.Probe.made > 0
-    if used or _wish() not in ON or hasattr(sys, "last_type"):
+    if used or wish() not in ON or hasattr(sys, "last_type"):
         return
     warn(
         "CommFuse was asked for (COMMFUSE=1), but no integration switched it on in this process. With FSDP2, call "
@@ -145,7 +145,8 @@ def _flagged() -> bool:
     return any(word.startswith("--commfuse") for word in getattr(sys, "argv", ()))
 
 
-def _wish() -> str:
+def wish() -> str:
+    """COMMFUSE of the environment, in small letters; empty if unset."""
     return os.environ.get("COMMFUSE", "").strip().lower()
 
 

@@ -135,6 +135,15 @@ class CommFuseConfig(BaseModel):
         return cls(**{**settings, **overrides, **off})
 
 
+def resolved(config: CommFuseConfig | None) -> CommFuseConfig:
+    """The configuration given, else that of the environment. Raises ConfigError for anything else."""
+    if config is None:
+        return CommFuseConfig.from_environment()
+    if not isinstance(config, CommFuseConfig):
+        raise ConfigError(f"config must be a CommFuseConfig, got {type(config).__name__}; use CommFuseConfig(**settings)")
+    return config
+
+
 def asked_for() -> bool:
     """Whether the environment asks for CommFuse: COMMFUSE is 1, true, yes or on. Raises ConfigError for any other word."""
     return _switch() is True

@@ -118,7 +118,7 @@ def obstacle() -> str | None:
     loaded = sys.modules.get("mpi4py.MPI")
     version = None if loaded is None else _first_line(loaded.Get_library_version())
     if version is None:
-        answer = _library()
+        answer = library()
         if not answer.startswith("="):
             return f"mpi4py cannot load an MPI library ({answer}): {INSTALL}"
         version = answer[1:]
@@ -207,13 +207,16 @@ def _first_line(version: str) -> str:
 
 
 @functools.cache
-def _library() -> str:
-    """ "=" and the version of the MPI library that mpi4py loads, or the error."""
+def library() -> str:
+    """ "=" and the version of the MPI library that mpi4py loads, or the error. Asked in a process of its own, which an MPI that
+    does not fit may end."""
     code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print('=' + MPI.Get_library_version())"
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI_", "MPI_LOCAL"))}
     clean["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     try:
-        done = subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=clean, capture_output=True, text=True, errors="replace", timeout=60, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     if done.returncode == 0:
@@ -282,15 +285,16 @@ def own_addresses() -> list[str]:
     interfaces = [name for _, name in socket.if_nameindex()]
     if os.environ.get(_INTERFACE):
         wanted = os.environ[_INTERFACE].split(",")
-        return [address for name in wanted if (address := _address_of(name)) is not None]
+        return [address for name in wanted if (address := address_of(name)) is not None]
     found = []
     with contextlib.suppress(OSError):
         found.append(socket.gethostbyname(socket.gethostname()))
-    found += [address for name in interfaces if (address := _address_of(name)) is not None]
+    found += [address for name in interfaces if (address := address_of(name)) is not None]
     return [address for address in dict.fromkeys(found) if not address.startswith("127.")]
 
 
-def _address_of(interface: str) -> str | None:
+def address_of(interface: str) -> str | None:
+    """Its IPv4 address; None: it has none, or there is no such interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))

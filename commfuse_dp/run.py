@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         request = _parse(words)
         os.environ.update(request.variables)
-        if os.environ.get("COMMFUSE", "").strip().lower() not in autoload.OFF:
+        if autoload.wish() not in autoload.OFF:
             _switch_on()
     except CommFuseError as error:
         _fail(str(error))

@@ -19,23 +19,24 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.attach.fingerprint import check_equal
 from commfuse_dp.integrations.attach.ranks import Ranks
+from commfuse_dp.integrations.attach.report import ParameterRow
 from commfuse_dp.integrations.attach.transaction import Transaction
 from torch import nn
 
 from commfuse_dp.collectives.arguments import SUMMABLE
 from commfuse_dp.collectives.end_of_backward import EndOfBackward, at_end_of_backward
-from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.config import CommFuseConfig, resolved
 from commfuse_dp.errors import CommFuseError, ConfigError, TransportError
 from commfuse_dp.probe import WAIT, Probe
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.budget import Footprint
-from commfuse_dp.transport.select import open_transport
+from commfuse_dp.transport.select import open_for
 
 log = logging.getLogger("commfuse_dp")
 
@@ -151,17 +152,7 @@ class CollectiveThread:
             del item, job, then  # do not hold tensors while waiting for the next job
 
 
-Path = Literal["hooks", "stock"]
-
-
 FROZEN = "frozen: it has no gradient"
-
-
-class HookRow(NamedTuple):
-    name: str
-    path: Path
-    reason: str
-    numel: int
 
 
 class HookReport:
@@ -170,7 +161,7 @@ class HookReport:
     def __init__(
         self,
         framework: str,
-        rows: Sequence[HookRow],
+        rows: Sequence[ParameterRow],
         *,
         world_size: int,
         transport: str,
@@ -219,7 +210,7 @@ class HookState:
         config: CommFuseConfig | None,
         device: torch.device,
         facts: list[tuple[str, str]],
-        rows: Callable[[], Sequence[HookRow]],
+        rows: Callable[[], Sequence[ParameterRow]],
     ) -> None:
         """Collective over `group`. facts: what else must be equal on all ranks, as (what, value). rows: of the report."""
         self.ranks = Ranks([group if group is not None else _default_group()])
@@ -246,7 +237,7 @@ class HookState:
                 self.config.exclude,
             )
 
-    def _set_up(self, rows: Callable[[], Sequence[HookRow]]) -> None:
+    def _set_up(self, rows: Callable[[], Sequence[ParameterRow]]) -> None:
         if self.world_size > 1:
             self._open()
         self.report = HookReport(
@@ -282,14 +273,7 @@ class HookState:
                 f"order='hierarchical' is for FSDP2 and ZeRO-3, whose layers are fused; {self.framework}'s hook sends buckets: "
                 "use order='auto', 'pairwise' or 'ring'"
             )
-        transport, self.transport_reason = open_transport(
-            self.config.transport,
-            group=self.group,
-            inbox_bytes=self.config.inbox_bytes,
-            deadline_s=self.config.deadline_s,
-            probe=self.probe,
-            device=self.device,
-        )
+        transport, self.transport_reason = open_for(self.config, group=self.group, device=self.device, probe=self.probe)
         self.transport_name = transport.name
         self.thread = CollectiveThread(transport, f"commfuse-{self.framework.lower()}")
         self._finalizer = weakref.finalize(self, self.thread.close)  # with the model, or at exit: peers are told goodbye
@@ -362,10 +346,7 @@ class LeftBehind:
 
 def checked_config(config: CommFuseConfig | None) -> CommFuseConfig:
     """The configuration given, else that of the environment. Raises ConfigError for what hooks cannot do."""
-    if config is None:
-        config = CommFuseConfig.from_environment()
-    if not isinstance(config, CommFuseConfig):
-        raise ConfigError(f"config must be a CommFuseConfig, got {type(config).__name__}; use CommFuseConfig(**settings)")
+    config = resolved(config)
     if config.fuse == "always":
         raise ConfigError(
             "fuse='always', but communication hooks get whole buckets of gradients and cannot fuse them with compute; "
@@ -397,7 +378,6 @@ __all__ = [
     "SUMMABLE",
     "CollectiveThread",
     "HookReport",
-    "HookRow",
     "HookState",
     "Job",
     "attach_hook",

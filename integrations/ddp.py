@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from commfuse_dp.integrations.attach.report import ParameterRow
 from commfuse_dp.integrations.comm_hooks import (
     FROZEN,
     SUMMABLE,
     HookReport,
-    HookRow,
     HookState,
     Job,
     attach_hook,
@@ -60,7 +60,7 @@ class DDPState(HookState):
         facts = [] if model is None else [(f"parameter {name}", _describe(p)) for name, p in model.named_parameters()]
         super().__init__(group, config, _device(model, group), facts, lambda: self._rows(model))
 
-    def _rows(self, model: DistributedDataParallel | None) -> list[HookRow]:
+    def _rows(self, model: DistributedDataParallel | None) -> list[ParameterRow]:
         if model is None:
             return []
         ignored = model.parameters_to_ignore
@@ -75,7 +75,7 @@ class DDPState(HookState):
                 reason = self.transport_reason
             elif param.dtype not in SUMMABLE:
                 reason = f"{param.dtype} cannot be summed here"
-            rows.append(HookRow(name, "hooks" if reason == "in a DDP bucket" else "stock", reason, param.numel()))
+            rows.append(ParameterRow(name, "hooks" if reason == "in a DDP bucket" else "stock", reason, param.numel()))
         return rows
 
     def reduce(self, buffer: torch.Tensor, last: bool) -> Future[torch.Tensor]:

@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 from commfuse_dp.integrations import fsdp1_compat as compat
+from commfuse_dp.integrations.attach.report import ParameterRow
 from commfuse_dp.integrations.comm_hooks import (
     FROZEN,
     SUMMABLE,
     HookReport,
-    HookRow,
     HookState,
     Job,
     attach_hook,
@@ -81,7 +81,7 @@ class FSDP1State(HookState):
         facts = [(f"parameter {name}", n) for name, n in sizes]
         super().__init__(model.process_group, config, model.compute_device, facts, lambda: self._rows(model))
 
-    def _rows(self, model: FullyShardedDataParallel) -> list[HookRow]:
+    def _rows(self, model: FullyShardedDataParallel) -> list[ParameterRow]:
         rows = []
         for name, numel, flat in compat.original_parameters(model):
             reason = "in a flat parameter" if self.blocking is None else f"in a flat parameter, blocking: {self.blocking}"
@@ -90,7 +90,7 @@ class FSDP1State(HookState):
                 path, reason = "stock", FROZEN
             elif self.thread is None:
                 path, reason = "stock", self.transport_reason
-            rows.append(HookRow(name, path, reason, numel))
+            rows.append(ParameterRow(name, path, reason, numel))
         return rows
 
     def tell_modules_apart(self) -> None:

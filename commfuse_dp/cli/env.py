@@ -6,8 +6,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 import commfuse_dp
-from commfuse_dp import autoload
+from commfuse_dp import autoload, mpi_launch
 from commfuse_dp.cli.env_integrations import ask_integrations
 from commfuse_dp.cli.env_transports import Finding, ask_kernels, try_transports
 from commfuse_dp.config import CommFuseConfig
@@ -78,7 +76,7 @@ def _versions() -> dict[str, str | None]:
     if found["torch"] is not None:
         found["torch"] = _attempt(_torch_version)
     if found["mpi4py"] is not None:
-        found["mpi library"] = _attempt(_mpi_version)
+        found["mpi library"] = mpi_launch.library().removeprefix("=")
     return found
 
 
@@ -94,16 +92,6 @@ def _torch_version() -> str:
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     return f"{torch.__version__} ({build})"
-
-
-def _mpi_version() -> str:
-    """Of the library that mpi4py loads. In a process of its own: an MPI that does not fit may end the process."""
-    code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, errors="replace", timeout=30, check=False
-    )
-    lines = (done.stdout if done.returncode == 0 else done.stderr).strip("\0\n ").splitlines() or [f"status {done.returncode}"]
-    return " ".join(lines[0 if done.returncode == 0 else -1].split())
 
 
 def _machine() -> dict[str, Any]:
@@ -164,7 +152,7 @@ def _autoload() -> Finding:
     value = os.environ.get(_TORCH_VARIABLE, "1")
     if value != "1":
         return Finding(False, f"{_TORCH_VARIABLE}={value}: switched off for all of PyTorch; use python -m commfuse_dp.run")
-    if os.environ.get("COMMFUSE", "").strip().lower() in autoload.OFF:
+    if autoload.wish() in autoload.OFF:
         return Finding(False, f"COMMFUSE={os.environ['COMMFUSE']}: switched off")
     try:
         names = [entry.name for entry in importlib.metadata.entry_points(group="torch.backends")]

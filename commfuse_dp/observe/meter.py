@@ -63,11 +63,6 @@ class StepSummary:
     window_bytes_peak: int
     exposed_ms_by_layer: dict[str, float]  # mean a step, worst layer first: which layer is to blame
 
-    @property
-    def exposed_share(self) -> float:
-        """Part of the step in which compute was blocked, 0 .. 1."""
-        return self.exposed_ms / self.wall_ms if self.wall_ms else 0.0
-
 
 class StepMeter:
     """Reads a probe around each step.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -139,6 +139,24 @@ def raise_failures(exchange: ExchangeFn, answers: Iterable[str | None], start: s
     failures = [f"rank {called_in(exchange, rank)}: {text}" for rank, text in enumerate(answers) if text]
     if failures:
         raise TransportError(f"{start}{'; '.join(failures)}{end}")
+
+
+def all_together(
+    exchange: ExchangeFn, steps: Iterable[Callable[[], object]], close: Callable[[], object], *, what: str = "", start: str = ""
+) -> None:
+    """Collective: every step succeeds on all ranks, or all of them close and raise TransportError. Otherwise the peers would
+    meet a failure later, as a rank lost for no reason. what: stands before a rank's own text, start: before all."""
+    try:
+        for step in steps:
+            failure = None
+            try:
+                step()
+            except (OSError, TransportError) as error:
+                failure = what + (str(error) or type(error).__name__)
+            raise_failures(exchange, exchange(failure), start)
+    except BaseException:
+        close()
+        raise
 
 
 def count_message(counters: Counters, channel: int, nbytes: int, *, sent: bool) -> None:

@@ -10,6 +10,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from commfuse_dp.device.base import Event
 from commfuse_dp.transport.base import Transport
@@ -18,6 +19,7 @@ CLOSE_S = 5.0  # longest time that close() waits for a transport's streams, and 
 
 _log = logging.getLogger("commfuse_dp")
 never_freed: list[object] = []  # memory that streams may still touch: see `never_free`
+left_to_parent: weakref.WeakSet[Any] = weakref.WeakSet()  # whose copies in a child made by fork are told `leave_to_parent`
 _open: weakref.WeakKeyDictionary[Transport, Callable[[Transport], object]] = weakref.WeakKeyDictionary()
 
 
@@ -52,6 +54,15 @@ def never_free(transport: Transport, why: str, *memory: object) -> None:
     """The end of a transport whose streams cannot be freed: what they may still touch is kept until the process ends."""
     never_freed.append(memory)
     _log.warning("rank %d: transport %s: %s", transport.membership.called(transport.rank), transport.name, why)
+
+
+def _after_fork() -> None:
+    for copy in list(left_to_parent):
+        copy.leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def done_within(events: Sequence[Event], seconds: float, meanwhile: Callable[[], object] = lambda: None) -> bool:

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
+from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.errors import ConfigError, MismatchError, TransportError
 from commfuse_dp.probe import Probe
 from commfuse_dp.program.hosts import Hosts, check_hosts
@@ -123,6 +124,21 @@ def open_transport(
     if group is not None:
         transport.membership.numbers = dist.get_process_group_ranks(group)
     return transport, reason
+
+
+def open_for(
+    config: CommFuseConfig, *, group: dist.ProcessGroup | None, device: torch.device, probe: Probe | None = None, **more: Any
+) -> tuple[Transport, str]:
+    """`open_transport` with the settings of a configuration. more: its other arguments."""
+    return open_transport(
+        config.transport,
+        group=group,
+        inbox_bytes=config.inbox_bytes,
+        deadline_s=config.deadline_s,
+        probe=probe,
+        device=device,
+        **more,
+    )
 
 
 class Wanted(NamedTuple):

@@ -24,13 +24,15 @@ from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.plan import Unit
 from commfuse_dp.engine.replicas import ReplicaGroup, open_replicas
 from commfuse_dp.engine.room import least_ring, most_bytes, published_bytes
+from commfuse_dp.errors import ConfigError
 from commfuse_dp.ops.gathered import gather_parameters
 from commfuse_dp.ops.linear import fused_linear, register_operand
-from commfuse_dp.probe import Probe
 from commfuse_dp.transport.backends import check_replicas
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.compat import default_store
-from commfuse_dp.transport.select import open_transport
+from commfuse_dp.transport.select import open_for
+
+_NOT_ON = "commfuse_dp.remove(): this model has no CommFuse; apply() was not called for it, or remove() already"
 
 
 class Attachment:
@@ -69,15 +71,12 @@ class Attachment:
         def opened() -> tuple[Transport, str]:
             if replicate_group is not None:
                 check_replicas(replicate_group)
-            return open_transport(
-                config.transport,
+            return open_for(
+                config,
                 group=group,
-                inbox_bytes=config.inbox_bytes,
+                device=device,
                 least_ring=least_ring(units, group.size(), streams=device.type != "cpu"),
                 most_bytes=most_bytes(numel) if device.type == "cpu" else None,  # streams may need more: engine/room.py
-                deadline_s=config.deadline_s,
-                probe=Probe(),
-                device=device,
                 stream_ordered=True,
                 order=order,
                 published_bytes=published_bytes(units),
@@ -113,22 +112,11 @@ class Attachment:
 
     def connect(self, config: CommFuseConfig, *, group: dist.ProcessGroup, device: torch.device) -> Transport:
         """Collective: a transport alone, among the ranks of `group`, for what is served without an engine."""
-
-        def opened() -> tuple[Transport, str]:
-            return open_transport(
-                config.transport,
-                group=group,
-                inbox_bytes=config.inbox_bytes,
-                deadline_s=config.deadline_s,
-                probe=Probe(),
-                device=device,
+        self.transport, self._transport_reason = self._ranks.together(
+            lambda: self.transaction.acquire(
+                lambda: open_for(config, group=group, device=device), lambda found: found[0].close()
             )
-
-        def close(found: tuple[Transport, str]) -> None:
-            found[0].close()
-
-        found = self._ranks.together(lambda: self.transaction.acquire(opened, close))
-        self.transport, self._transport_reason = found
+        )
         self._close_with_holder(self.transport)
         return self.transport
 
@@ -208,6 +196,12 @@ def attachment_of(holder: Any, key: str = ATTACHMENT) -> Attachment | None:
     return found if found is not None and found._holder() is holder else None
 
 
+def engine_of(holder: Any) -> Engine | None:
+    """The engine that serves a model (or a DeepSpeed engine), for measurements and tests."""
+    attachment = attachment_of(holder)
+    return attachment.engine if attachment is not None else None
+
+
 @contextlib.contextmanager
 def attaching(holder: Any, ranks: Ranks | None = None, key: str = ATTACHMENT) -> Iterator[Attachment]:
     """`with attaching(model) as attachment`: what its body does to anything is taken back if the body raises."""
@@ -284,10 +278,19 @@ def gathered(
     return make
 
 
-def remove_from(holder: Any, missing: str, key: str = ATTACHMENT) -> None:
-    """Take CommFuse off `holder`. Raises ConfigError with the text `missing` if it is not on."""
-    from commfuse_dp.errors import ConfigError
+def check_absent(model: nn.Module, key: str = ATTACHMENT) -> None:
+    """Raises ConfigError if CommFuse is on for the model or for a part of it."""
+    if attachment_of(model, key) is not None:
+        raise ConfigError(
+            "commfuse_dp.apply() was called twice for this model; call commfuse_dp.remove(model) before the second"
+        )
+    inside = [name for name, module in model.named_modules() if attachment_of(module, key) is not None]
+    if inside:
+        raise ConfigError(f"commfuse_dp.apply() was already called for the submodule {inside[0]!r}; remove() it first")
 
+
+def remove_from(holder: Any, missing: str = _NOT_ON, key: str = ATTACHMENT) -> None:
+    """Take CommFuse off `holder`. Raises ConfigError with the text `missing` if it is not on."""
     attachment = attachment_of(holder, key)
     if attachment is None:
         raise ConfigError(missing)

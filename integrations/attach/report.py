@@ -70,6 +70,19 @@ class Report:
         """Bytes one rank receives in a textbook step: (N-1)/N x (parameters of every all-gather + gradients), with two
         all-gathers of whatever is resharded after forward. The window can go below it: see engine/window.py."""
 
+    @classmethod
+    def untouched(cls, rows: list[ParameterRow], config: CommFuseConfig, why: str, world_size: int) -> Report:
+        """Of a model of which nothing is served."""
+        return cls(
+            rows,
+            transport="none",
+            transport_reason=why,
+            config=config,
+            probe=Probe(),
+            world_size=world_size,
+            minimum_bytes_per_step=0,
+        )
+
     def numel_by_path(self) -> dict[str, int]:
         total: Counter[str] = Counter()
         for row in self.rows:

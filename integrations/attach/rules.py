@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+from collections.abc import Iterable
 
 import torch
 from commfuse_dp.integrations.attach.forwards import Served, own_class
@@ -46,12 +47,25 @@ def check_exclude(model: nn.Module, config: CommFuseConfig) -> None:
             )
 
 
+def require_fused(config: CommFuseConfig, lost: Iterable[str]) -> None:
+    """Raises ConfigError if fuse='always' asks for linears that cannot be fused. lost: their names, with reasons."""
+    if config.enabled and config.fuse == "always" and (names := "; ".join(lost)):
+        raise ConfigError(f"fuse='always', but these linears cannot be fused: {names}. Use fuse='auto'.")
+
+
 def excluded(name: str, config: CommFuseConfig) -> str | None:
     """By which pattern the configuration excludes a module, as a reason."""
     for pattern in config.exclude:
         if fnmatch.fnmatchcase(name, pattern):
             return f"excluded by {pattern!r}"
     return None
+
+
+def how_computed(kind: type[nn.Module], form: LinearForm | None) -> str:
+    """Reason in the report for a layer of class `kind` that computes a linear of this form; None: no linear."""
+    if form is None:
+        return f"{kind.__name__} cannot be computed by row slices"
+    return "nn.Linear" if kind is nn.Linear else f"{kind.__name__} computes a linear"
 
 
 def module_obstacle(

@@ -17,7 +17,7 @@ from commfuse_dp.integrations.attach.linears import LinearForm, looks_linear, ow
 from commfuse_dp.integrations.attach.ranks import Ranks
 from commfuse_dp.integrations.attach.report import ParameterRow, Path, Report
 from commfuse_dp.integrations.attach.root import hook_root
-from commfuse_dp.integrations.attach.rules import check_exclude, original_type
+from commfuse_dp.integrations.attach.rules import check_exclude, how_computed, original_type, require_fused
 from commfuse_dp.integrations.deepspeed import backend, compat, fetch_compat, flat_compat
 from commfuse_dp.integrations.deepspeed.deferred import DeferredGather, FlatGroup, unwatch, watch
 from commfuse_dp.integrations.deepspeed.select import Layer, Selection, numel, select
@@ -32,7 +32,6 @@ from commfuse_dp.engine.plan import Unit
 from commfuse_dp.errors import ConfigError
 from commfuse_dp.ops.gathered import gather_parameters
 from commfuse_dp.ops.linear import fused_linear, replicated_linear
-from commfuse_dp.probe import Probe
 from commfuse_dp.program.layout import flat_bounds
 from commfuse_dp.transport.select import open_transport
 
@@ -80,12 +79,6 @@ def remove(engine: Any) -> None:
     remove_from(engine, "CommFuse is not on for this DeepSpeed engine")
 
 
-def engine_of(engine: Any) -> Engine | None:
-    """The CommFuse engine that serves a DeepSpeed engine, for measurements and tests."""
-    attachment = attachment_of(engine)
-    return attachment.engine if attachment is not None else None
-
-
 def report_of(engine: Any) -> Report | None:
     attachment = attachment_of(engine)
     return attachment.report if attachment is not None else None
@@ -107,10 +100,8 @@ def _facts(engine: Any, config: CommFuseConfig) -> list[tuple[str, str]]:
 def _prepare(engine: Any, config: CommFuseConfig, group: dist.ProcessGroup) -> tuple[Selection, list[Unit]]:
     check_exclude(engine.module, config)
     selection = select(engine, config, group, torch.device(engine.device))
-    if config.fuse == "always":
-        lost = [f"{name} ({why})" for name, (_, why) in selection.left.items() if _is_linear(engine.module, name)]
-        if lost:
-            raise ConfigError(f"fuse='always', but these linears cannot be fused: {'; '.join(lost)}. Use fuse='auto'.")
+    lost = (f"{name} ({why})" for name, (_, why) in selection.left.items() if _is_linear(engine.module, name))
+    require_fused(config, lost)
     stage = int(engine.zero_optimization_stage())
     if stage != 3 and config.order == "hierarchical":  # their chains cross to a host once anyway
         raise ConfigError(
@@ -126,15 +117,7 @@ def _is_linear(model: nn.Module, name: str) -> bool:
 
 def _stock(engine: Any, config: CommFuseConfig, why: str) -> Report:
     rows = [ParameterRow(name, "stock", why, numel(param)) for name, param in engine.module.named_parameters()]
-    return Report(
-        rows,
-        transport="none",
-        transport_reason=why,
-        config=config,
-        probe=Probe(),
-        world_size=dist.get_world_size(),
-        minimum_bytes_per_step=0,
-    )
+    return Report.untouched(rows, config, why, dist.get_world_size())
 
 
 def _open(attachment: Attachment, zero: Any, units: list[Unit], config: CommFuseConfig, group: dist.ProcessGroup) -> None:
@@ -423,11 +406,8 @@ def _rows(selection: Selection, streams: bool) -> list[ParameterRow]:
     rows = []
     for layer in selection.layers:
         name = f"{layer.name}.weight" if layer.name else "weight"
-        kind = original_type(layer.module)
         path: Path = "gathered" if layer.form is None else "fused"
-        what = f"{kind.__name__} cannot be computed by row slices"
-        if layer.form is not None:
-            what = "nn.Linear" if kind is nn.Linear else f"{kind.__name__} computes a linear"
+        what = how_computed(original_type(layer.module), layer.form)
         rows.append(ParameterRow(name, path, what, numel(layer.param)))
     rest: Path = "stock" if streams else "hooks"
     why_stock = "; on a GPU, what is not fused stays with DeepSpeed's own collectives" if streams else ""

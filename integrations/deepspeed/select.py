@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.attach.linears import LinearForm
-from commfuse_dp.integrations.attach.rules import form_of, module_obstacle, tensor_obstacle
+from commfuse_dp.integrations.attach.rules import form_of, how_computed, module_obstacle, tensor_obstacle
 from commfuse_dp.integrations.deepspeed import compat, flat_compat
 from torch import nn
 
@@ -95,7 +95,7 @@ def _obstacle(
     if owners[id(param)] > 1:
         return "shared by several modules"
     if form_of(module) is None and not (stage == 3 and isinstance(module, nn.Embedding)):
-        return _kept(param, f"{type(module).__name__} cannot be computed by row slices")
+        return _kept(param, how_computed(type(module), None))
     if stage == 3:
         return compat.partition_obstacle(param, device, group) or tensor_obstacle(param.data)
     if id(param) not in places:

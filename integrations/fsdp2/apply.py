@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from commfuse_dp.integrations.attach.attachment import Attachment, attach, attachment_of, fused, gathered, remove_from
+from commfuse_dp.integrations.attach.attachment import Attachment, attach, check_absent, engine_of, fused, gathered, remove_from
 from commfuse_dp.integrations.attach.fingerprint import check_equal, describe
 from commfuse_dp.integrations.attach.forwards import whole_function
 from commfuse_dp.integrations.attach.linears import looks_linear
@@ -19,23 +19,21 @@ from commfuse_dp.integrations.attach.ranks import Ranks
 from commfuse_dp.integrations.attach.reads import Scope
 from commfuse_dp.integrations.attach.report import ParameterRow, Path, Report
 from commfuse_dp.integrations.attach.root import hook_root
-from commfuse_dp.integrations.attach.rules import check_exclude, form_of, original_type
-from commfuse_dp.integrations.fsdp2 import compat
+from commfuse_dp.integrations.attach.rules import check_exclude, form_of, how_computed, original_type, require_fused
+from commfuse_dp.integrations.fsdp2 import compat, hooks
 from commfuse_dp.integrations.fsdp2.claim import ClaimPolicy, follow, read_whole
-from commfuse_dp.integrations.fsdp2.hooks import StockAllGather, StockReduceScatter, StreamAllGather, StreamReduceScatter
 from commfuse_dp.integrations.fsdp2.layers import GroupPolicy, ModuleParameter, ShardedGradients, TensorLayer, gathered_shape
 from commfuse_dp.integrations.fsdp2.select import Left, Selection, select
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.config import CommFuseConfig, resolved
 from commfuse_dp.engine.broken import resetting
 from commfuse_dp.engine.collective_port import CollectivePort
 from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.plan import Unit, UnitPolicy
 from commfuse_dp.errors import CommFuseError, ConfigError
-from commfuse_dp.probe import Probe
 
 log = logging.getLogger("commfuse_dp")
 
@@ -66,9 +64,6 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None, *, tensor_laye
     return report
 
 
-_NOT_ON = "commfuse_dp.remove(): this model has no CommFuse; apply() was not called for it, or remove() already"
-
-
 def remove(model: nn.Module) -> None:
     """Give stock FSDP2 back. Between steps only; all ranks call it. Of a step that was broken off nothing is left."""
     engine = engine_of(model)
@@ -79,15 +74,7 @@ def remove(model: nn.Module) -> None:
                     engine.on_recovery()
             _reshard(model)
     finally:  # also if peers that the framework waits for are gone
-        remove_from(
-            model, "commfuse_dp.remove(): this model has no CommFuse; apply() was not called for it, or remove() already"
-        )
-
-
-def engine_of(model: nn.Module) -> Engine | None:
-    """The engine that serves a model, for measurements and tests."""
-    attachment = attachment_of(model)
-    return attachment.engine if attachment is not None else None
+        remove_from(model)
 
 
 def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
@@ -100,21 +87,13 @@ def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
 def _prepare(
     model: nn.Module, config: CommFuseConfig | None, tensor_layers: Sequence[TensorLayer]
 ) -> tuple[CommFuseConfig, Selection]:
-    config = config if config is not None else CommFuseConfig.from_environment()
-    if not isinstance(config, CommFuseConfig):
-        raise ConfigError(f"config must be a CommFuseConfig, got {type(config).__name__}; use CommFuseConfig(**settings)")
-    if attachment_of(model) is not None:
-        raise ConfigError(
-            "commfuse_dp.apply() was called twice for this model; call commfuse_dp.remove(model) before the second"
-        )
+    config = resolved(config)
+    check_absent(model)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(
             "commfuse_dp.apply() found no FSDP2 module in this model. Call fully_shard on the layers and on the model first: "
             "for layer in model.layers: fully_shard(layer); fully_shard(model); commfuse_dp.apply(model)"
         )
-    inside = [name for name, module in model.named_modules() if module is not model and attachment_of(module)]
-    if inside:
-        raise ConfigError(f"commfuse_dp.apply() was already called for the submodule {inside[0]!r}; remove() it first")
     check_exclude(model, config)
     return config, select(model, config, {id(layer.module): layer for layer in tensor_layers})
 
@@ -136,18 +115,12 @@ def _begin(model: nn.Module, selection: Selection, config: CommFuseConfig) -> Re
     if not config.enabled or selection.shard_group is None:
         reason = "enabled=False" if not config.enabled else "no parameter group that CommFuse can serve"
         return _untouched(selection, config, reason)
-    if config.fuse == "always":
-        _require_fusion(selection)
+    lost = [f"{item.name} ({item.reason})" for item in selection.left if _is_linear(item)]
+    lost += [f"{name} ({why})" for name, layer, why in selection.plain if layer.fused]
+    require_fused(config, lost)
     if selection.missing is not None:
         _warn(selection)
     return None
-
-
-def _require_fusion(selection: Selection) -> None:
-    lost = [f"{item.name} ({item.reason})" for item in selection.left if _is_linear(item)]
-    lost += [f"{name} ({why})" for name, layer, why in selection.plain if layer.fused]
-    if lost:
-        raise ConfigError(f"fuse='always', but these linears cannot be fused: {'; '.join(lost)}. Use fuse='auto'.")
 
 
 def _is_linear(item: Left) -> bool:
@@ -173,15 +146,7 @@ def _untouched(selection: Selection, config: CommFuseConfig, why: str) -> Report
         for param_name, param in zip(adoption.param_names, adoption.fsdp_params, strict=True):
             rows.append(ParameterRow(f"{adoption.name}.{param_name}", "stock", why, param.sharded_param.numel()))
     world_size = selection.shard_group.size() if selection.shard_group is not None else 1
-    return Report(
-        rows,
-        transport="none",
-        transport_reason=why,
-        config=config,
-        probe=Probe(),
-        world_size=world_size,
-        minimum_bytes_per_step=0,
-    )
+    return Report.untouched(rows, config, why, world_size)
 
 
 def _plain_rows(selection: Selection) -> list[ParameterRow]:
@@ -269,11 +234,9 @@ def _serve(
     kind, form = original_type(module), form_of(module) if fusable else None
     if form is not None:
         attachment.serve(module, unit, fused(form, kind), scope, transposed=form.transposed)
-        reason = "nn.Linear" if kind is nn.Linear else f"{kind.__name__} computes a linear"
     else:
         attachment.serve(module, unit, gathered(whole_function(kind)), scope)
-        reason = f"{kind.__name__} cannot be computed by row slices"
-    reason += ", claimed" if claimed else ""
+    reason = how_computed(kind, form) + (", claimed" if claimed else "")
     return _rows(unit, "fused" if fusable else "gathered", reason)
 
 
@@ -312,18 +275,19 @@ def _hook_rest(attachment: Attachment, selection: Selection, engine: Engine) -> 
         if id(group) in selection.foreign or all(item.group is not group for item in selection.left):
             continue
         assert isinstance(module, FSDPModule)
-        gather, reduce = (StockAllGather(), StockReduceScatter()) if selection.missing else compat.collectives(group)
+        stock = hooks.StockCollective(hooks.all_gather), hooks.StockCollective(hooks.reduce_scatter)
+        gather, reduce = stock if selection.missing else compat.collectives(group)
         try:
             module.set_custom_all_gather(gather)
         except ValueError:
             selection.foreign[id(group)] = "FSDP2 allows no custom collectives for a module with several parameter groups"
             continue
         attachment.transaction.do(
-            functools.partial(module.set_custom_all_gather, StreamAllGather(port)),
+            functools.partial(module.set_custom_all_gather, hooks.StreamAllGather(port)),
             functools.partial(module.set_custom_all_gather, gather),
         )
         attachment.transaction.do(
-            functools.partial(module.set_custom_reduce_scatter, StreamReduceScatter(port)),
+            functools.partial(module.set_custom_reduce_scatter, hooks.StreamReduceScatter(port)),
             functools.partial(module.set_custom_reduce_scatter, reduce),
         )
         served.add(id(group))

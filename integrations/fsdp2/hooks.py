@@ -6,7 +6,7 @@ The all-gather returns a pending Work, so that FSDP2's prefetch overlaps it with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,27 +39,15 @@ class StreamAllGather(_Allocate):
         return self._port.all_gather(output_tensor, input_tensor)
 
 
-class StockAllGather(_Allocate):
+class StockCollective(_Allocate):
     """What FSDP2 does by itself. `remove` sets it where the public names do not say what was set before."""
 
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+    def __init__(self, collective: Callable[..., dist.Work | None]) -> None:
+        """collective: `all_gather` or `reduce_scatter`."""
+        self._collective = collective
 
-
-class StockReduceScatter(_Allocate):
-    """See `StockAllGather`."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **how: Any) -> dist.Work | None:
+        return self._collective(output_tensor, input_tensor, **how)
 
 
 class StreamReduceScatter(_Allocate):

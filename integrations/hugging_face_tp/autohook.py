@@ -3,31 +3,23 @@ on, and `attn_implementation="commfuse"`."""
 
 from __future__ import annotations
 
-import os
 from types import ModuleType
-from typing import Any
 
 
 def register() -> None:
     """Called once, when transformers is imported first."""
-    from commfuse_dp.autoload import ON, when_imported
+    from commfuse_dp.autoload import ON, when_imported, wish
 
-    if os.environ.get("COMMFUSE", "").strip().lower() in ON:
+    if wish() in ON:
         when_imported("transformers.distributed.mixin")(follow)
         when_imported("transformers.modeling_utils")(know_attention)
 
 
 def follow(module: ModuleType) -> None:
     """Have `module.apply_tensor_parallelism` remember the model: its weights are loaded afterwards, into the same object."""
-    import wrapt
-    from commfuse_dp.integrations.tensor_parallel.autohook import watch
+    from commfuse_dp.integrations.tensor_parallel import autohook
 
-    def note(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = wrapped(*args, **kwargs)
-        watch(result)
-        return result
-
-    wrapt.wrap_function_wrapper(module, "apply_tensor_parallelism", note)
+    autohook.follow(module, "apply_tensor_parallelism")
 
 
 def know_attention(module: ModuleType) -> None:

@@ -30,6 +30,9 @@ from commfuse_dp.integrations.hugging_face_tp.key_heads import PROJECTIONS, KeyH
 from commfuse_dp.integrations.hugging_face_tp.select import Block, Styled
 from commfuse_dp.integrations.hugging_face_tp.trial import INPUT, replaced_input
 from commfuse_dp.integrations.tensor_parallel.layers import (
+    Columns,
+    Over,
+    ServedLayer,
     as_dtensor,
     holds_own,
     local_bias,
@@ -40,6 +43,7 @@ from commfuse_dp.integrations.tensor_parallel.layers import (
 from commfuse_dp.integrations.tensor_parallel.stand_in import StandIn
 from commfuse_dp.integrations.tensor_parallel.units import holds_unit, sharded_weights, unit_layer
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
@@ -47,28 +51,20 @@ from commfuse_dp.collectives.arguments import even_sizes
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.errors import ConfigError, MismatchError
 from commfuse_dp.ops import row_parallel_attention
-from commfuse_dp.ops.column_parallel import column_parallel_of
 from commfuse_dp.ops.row_parallel import row_parallel_of
 from commfuse_dp.transport.base import Transport
 
 _SIZES = "_commfuse_sizes"  # keyword of a decoder layer that runs in shards; kept by activation checkpointing
 
 
-class Running:
+class Running(Over):
     """How the decoder layer that is running is sharded, and over what it communicates."""
 
     def __init__(self, transport: Transport, config: CommFuseConfig) -> None:
-        self.transport = transport
-        self.config = config
-        self.order = "ring" if config.order == "ring" else "pairwise"
+        super().__init__(transport, config)
         self.sizes: tuple[int, ...] | None = None  # positions of every rank; None: no layer runs, or not in shards
         self.allowed = False  # whether the forward that calls the layers may run in shards
         self.least = transport.world_size  # positions of a forward that does; stock serves shorter ones
-        self.gathered_inputs: dict[str, int] = {}  # block -> how often its input was needed whole
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"transport": self.transport, "slices_per_rank": self.config.slices_per_rank, "order": self.order}
 
     def site(self, name: str) -> Site:
         return Site(name, self.transport, self.order)
@@ -302,33 +298,25 @@ class HeldForward:
 Stock = Callable[[Any], Any]
 
 
-class ColumnGroup:
-    """Column-parallel layers that share one gather: of the input of the block that they are in, or of their own."""
-
-    sharded_dim = 0  # of their weights
+class ColumnGroup(Columns):
+    """They share the gather of the input of the block that they are in; or one has its own."""
 
     def __init__(self, name: str, members: list[Styled], running: Running, key_heads: KeyHeads | None = None) -> None:
-        self.name = name
-        self._key_heads = key_heads
-        self._shared = {id(found.module) for found in members if key_heads is not None and found.leaf in PROJECTIONS}
-        self._members = [weakref.ref(found.module) for found in members]
-        self._styles = {id(found.module): found.style for found in members}
-        self._running = running
         mesh = members[0].style.mesh
         assert mesh is not None
-        self.mesh = mesh
+        super().__init__(name, running, [found.module for found in members], mesh)
+        self._running, self._key_heads = running, key_heads
+        self._shared = {id(found.module) for found in members if key_heads is not None and found.leaf in PROJECTIONS}
+        self._styles = {id(found.module): found.style for found in members}
         self.takes_units = key_heads is None  # else parts of weights are moved before they are computed with
-
-    def holds_own(self) -> bool:
-        """Other weights may have been put in."""
-        return all(holds_own(member(), 0, self.mesh) for member in self._members)
 
     def forward(self, module: nn.Module, x: Any, stock: Stock) -> Any:
         """A member's."""
         if type(x) is not StandIn or x.group is not self:
             return stock(x)
         if x.outputs is None:
-            x.outputs = self._compute(x)
+            ys = self.compute(x, DIM, self._own)
+            x.outputs = {id(member()): y for member, y in zip(self._members, ys, strict=True)}
         y = x.outputs.pop(id(module), None)
         return stock(x) if y is None else self._finish(module, y)  # None: called a second time with the same input
 
@@ -336,34 +324,16 @@ class ColumnGroup:
         """Of a layer behind the decoder layers."""
         if type(x) is not StandIn or x.group is not None or not self.holds_own():
             return stock(x)
-        return self._finish(module, self._compute(x)[id(module)])
+        (y,) = self.compute(x, DIM, self._own)
+        return self._finish(module, y)
 
-    def _compute(self, x: StandIn) -> dict[int, torch.Tensor]:
-        members = [member() for member in self._members]
-        sharded = sharded_weights(members)
-        if sharded is not None:
-            weights, biases = list(sharded.weights), list(sharded.biases)
-        else:
-            weights = [self._own(member, local_weight(member, 0, self.mesh)) for member in members]  # type: ignore[misc]
-            biases = [self._own(member, local_bias(member)) for member in members]
-        ys = column_parallel_of(
-            self.name,
-            x.local,
-            weights,
-            biases,
-            dim=DIM,
-            sizes=x.sizes,
-            save=self._running.config.save_activations,
-            sharded=sharded,
-            **self._running.options,
-        )
-        return {id(member): y for member, y in zip(members, ys, strict=True)}
-
-    def _own(self, member: nn.Module | None, param: torch.Tensor | None) -> torch.Tensor | None:
-        """This rank's part of a weight or bias, as it is computed with."""
-        if param is None or self._key_heads is None or id(member) not in self._shared:
-            return param
-        return own_head(param, self._key_heads, self._running.site(self.name))
+    def _own(self, member: nn.Module | None, dim: int, mesh: DeviceMesh) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """This rank's part of weight and bias, as it is computed with."""
+        weight, bias = local_weight(member, dim, mesh), local_bias(member)
+        if self._key_heads is None or weight is None or id(member) not in self._shared:
+            return weight, bias
+        site = self._running.site(self.name)
+        return own_head(weight, self._key_heads, site), None if bias is None else own_head(bias, self._key_heads, site)
 
     def _finish(self, module: nn.Module, y: torch.Tensor) -> Any:
         """In the layout that the style promises."""
@@ -374,14 +344,13 @@ class ColumnGroup:
         return finish(module, as_dtensor(y, self.mesh, y.dim() - 1, module.out_features), self.mesh)  # type: ignore[arg-type]
 
 
-class RowLayer:
+class RowLayer(ServedLayer):
     """A row-parallel layer of a block."""
 
-    sharded_dim = 1  # of its weight
-    takes_units = True
+    sharded_dim = 1
 
     def __init__(self, found: Styled, running: Running) -> None:
-        self.name = found.name
+        super().__init__(found.name, running)
         self._running = running
         assert found.style.mesh is not None
         self.mesh = found.style.mesh

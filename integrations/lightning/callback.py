@@ -12,7 +12,7 @@ from commfuse_dp.integrations.wrapped import called_roots, kind_of
 from torch import nn
 
 import commfuse_dp
-from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.config import CommFuseConfig, resolved
 from commfuse_dp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ class CommFuseCallback(Callback):
     """
 
     def __init__(self, config: CommFuseConfig | None = None) -> None:
-        if config is not None and not isinstance(config, CommFuseConfig):
-            raise ConfigError(f"config must be a CommFuseConfig, got {type(config).__name__}; use CommFuseConfig(**settings)")
-        self.config = config
+        self.config = config if config is None else resolved(config)
         self.reports: list[Any] = []
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:

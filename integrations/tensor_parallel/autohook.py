@@ -9,7 +9,6 @@ That hook comes after torch has looked up which hooks the model itself has, so t
 
 from __future__ import annotations
 
-import os
 import weakref
 from types import ModuleType
 from typing import Any
@@ -20,14 +19,14 @@ _handle: Any = None  # of the hook ahead of every module
 
 def register() -> None:
     """Called once, when torch.distributed.tensor.parallel is imported first."""
-    from commfuse_dp.autoload import ON, when_imported
+    from commfuse_dp.autoload import ON, when_imported, wish
 
-    if os.environ.get("COMMFUSE", "").strip().lower() in ON:
+    if wish() in ON:
         when_imported("torch.distributed.tensor.parallel.api")(follow)
 
 
-def follow(module: ModuleType) -> None:
-    """Have `module.parallelize_module` remember what it is called with."""
+def follow(module: ModuleType, name: str = "parallelize_module") -> None:
+    """Have the function `name` of a module remember the model that it returns."""
     import wrapt
 
     def note(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -35,7 +34,7 @@ def follow(module: ModuleType) -> None:
         watch(result)
         return result
 
-    wrapt.wrap_function_wrapper(module, "parallelize_module", note)
+    wrapt.wrap_function_wrapper(module, name, note)
 
 
 def forget(model: Any) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,19 +41,32 @@ from commfuse_dp.ops.row_parallel import row_parallel_of
 from commfuse_dp.ops.sequence import GraphPlace, Place, exchange_lengths, place_of
 from commfuse_dp.transport.base import Transport
 
+Own = Callable[[nn.Module | None, int, DeviceMesh], tuple[torch.Tensor | None, torch.Tensor | None]]
 
-class Division:
+
+class Over:
+    """Over what the served layers of a model communicate, and how."""
+
+    def __init__(self, transport: Transport, config: CommFuseConfig) -> None:
+        self.transport, self.config = transport, config
+        self.order = "ring" if config.order == "ring" else "pairwise"
+        self.world_size = transport.world_size
+        self.gathered_inputs: dict[str, int] = {}  # group -> how often its input was needed whole
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"transport": self.transport, "slices_per_rank": self.config.slices_per_rank, "order": self.order}
+
+
+class Division(Over):
     """How the sequence of the forward under way is divided among the ranks.
 
     It is exchanged at the first gather of the root's forward; a layer that is called outside of that, or again in a backward
     (activation checkpointing), exchanges anew, for other sequences may have come in between."""
 
     def __init__(self, transport: Transport, config: CommFuseConfig, stock_gathers: Sequence[str]) -> None:
-        self.transport = transport
-        self.config = config
+        super().__init__(transport, config)
         self._stock_gathers = list(stock_gathers)
-        self.rank, self.world_size = transport.rank, transport.world_size
-        self.gathered_inputs: dict[str, int] = {}  # group -> how often the framework's own gather was needed
         self._lengths: tuple[int, ...] | None = None
         self._in_root = False
 
@@ -85,30 +98,61 @@ class Division:
             return self._lengths
         return even_sizes(length, self.world_size)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"transport": self.transport, "slices_per_rank": self.config.slices_per_rank, "order": self.order}
-
-    @property
-    def order(self) -> str:
-        return "ring" if self.config.order == "ring" else "pairwise"
-
 
 class ServedLayer:
     """What is served as one: a group of column-parallel layers, or a row-parallel one."""
 
     takes_units = True  # weights that data parallelism shards as well, by slices
+    sharded_dim: int  # of its weights
+    mesh: DeviceMesh
 
-    def __init__(self, name: str, division: Division) -> None:
-        self.name = name
-        self._division = division
-        self.in_graphs = GraphPlace(torch.tensor(register_operand(self), device="cpu"), division.rank, division.world_size)
+    def __init__(self, name: str, over: Over) -> None:
+        self.name, self._over = name, over
+        number = torch.tensor(register_operand(self), device="cpu")
+        self.in_graphs = GraphPlace(number, over.transport.rank, over.world_size)
 
     @property
     def place(self) -> Place:
         """Where a graph finds it: see ops/sequence_ops.py."""
-        division = self._division
-        return place_of(None, division.transport, division.order, division.config.slices_per_rank, self.name)
+        over = self._over
+        return place_of(None, over.transport, over.order, over.config.slices_per_rank, self.name)
+
+
+class Columns(ServedLayer):
+    """Column-parallel layers that share one gather."""
+
+    sharded_dim = 0
+
+    def __init__(self, name: str, over: Over, members: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+        super().__init__(name, over)
+        self._members = [weakref.ref(member) for member in members]
+        self.mesh = mesh
+
+    def holds_own(self) -> bool:
+        """`functional_call` may have put other weights in."""
+        return all(holds_own(member(), 0, self.mesh) for member in self._members)
+
+    def compute(self, input: StandIn | Traced, dim: int, own: Own | None = None) -> tuple[torch.Tensor, ...]:
+        """Outputs of all members. own: what one computes with, in place of `own_parameters`."""
+        members = [member() for member in self._members]
+        sharded = sharded_weights(members)
+        if sharded is not None:
+            weights, biases = list(sharded.weights), list(sharded.biases)
+        else:
+            take = own_parameters if own is None else own
+            weights, biases = map(list, zip(*(take(member, 0, self.mesh) for member in members), strict=True))  # type: ignore[assignment]
+        return column_parallel_of(
+            self.name,
+            input.local,
+            weights,
+            biases,
+            dim=dim,
+            sizes=input.sizes,
+            save=self._over.config.save_activations,
+            sharded=sharded,
+            served=self.in_graphs,
+            **self._over.options,
+        )
 
 
 # ---- hooks -----------------------------------------------------------------------------------------------------------
@@ -180,18 +224,14 @@ class FeaturesHook(StyleHook):
 
 
 # ---- columns ---------------------------------------------------------------------------------------------------------
-class ColumnGroup(ServedLayer):
-    """Column-parallel layers that share one gather."""
-
-    sharded_dim = 0  # of their weights
+class ColumnGroup(Columns):
+    """Inside of a module whose hook gathers, or one by itself."""
 
     def __init__(self, group: Group, division: Division) -> None:
-        self._module = weakref.ref(group.module)
-        self._members = [weakref.ref(member.module) for member in group.members]
-        super().__init__(group.name, division)
+        super().__init__(group.name, division, [member.module for member in group.members], group.style.mesh)
+        self._module, self._division = weakref.ref(group.module), division
         self.style, self.position = group.style, group.position
         self.alone = group.members[0].module is group.module
-        self.mesh = group.style.mesh
 
     @property
     def holder(self) -> nn.Module:
@@ -208,12 +248,8 @@ class ColumnGroup(ServedLayer):
     def takes(self, x: Any) -> bool:
         """Whether x is laid out as the style expects: this rank's shard."""
         if isinstance(x, DTensor):
-            return x.placements == (Shard(self._dim),) and x.device_mesh == self.mesh and self._holds_own()
-        return isinstance(x, torch.Tensor) and type(x) is not StandIn and x.dim() > self._dim + 1 and self._holds_own()
-
-    def _holds_own(self) -> bool:
-        """`functional_call` may have put other weights in."""
-        return all(holds_own(member(), 0, self.mesh) for member in self._members)
+            return x.placements == (Shard(self._dim),) and x.device_mesh == self.mesh and self.holds_own()
+        return isinstance(x, torch.Tensor) and type(x) is not StandIn and x.dim() > self._dim + 1 and self.holds_own()
 
     def input(self, x: torch.Tensor) -> torch.Tensor:
         """What stands for the gathered x."""
@@ -254,7 +290,7 @@ class ColumnGroup(ServedLayer):
         if input.group is not self:
             return stock_forward(module, replicated(input.whole(), self.mesh))
         if input.outputs is None:
-            ys = self._compute(input)
+            ys = self.compute(input, self._dim)
             input.outputs = {id(member()): y for member, y in zip(self._members, ys, strict=True)}
         y = input.outputs.pop(id(module), None)
         if y is None:  # called a second time with the same input
@@ -266,39 +302,20 @@ class ColumnGroup(ServedLayer):
         if found is None:
             return stock_forward(module, replicated(input, self.mesh))
         if found.outputs is None:
-            found.outputs = self._compute(found)
+            found.outputs = self.compute(found, self._dim)
         (y,) = [y for y, member in zip(found.outputs, self._members, strict=True) if member() is module]
         return as_dtensor(y, self.mesh, y.dim() - 1, module.out_features)  # type: ignore[arg-type]
-
-    def _compute(self, input: StandIn | Traced) -> tuple[torch.Tensor, ...]:
-        members = [member() for member in self._members]
-        sharded = sharded_weights(members)
-        if sharded is not None:
-            weights, biases = list(sharded.weights), list(sharded.biases)
-        else:
-            weights, biases = map(list, zip(*(own_parameters(member, 0, self.mesh) for member in members), strict=True))  # type: ignore[assignment]
-        return column_parallel_of(
-            self.name,
-            input.local,
-            weights,
-            biases,
-            dim=self._dim,
-            sizes=input.sizes,
-            save=self._division.config.save_activations,
-            sharded=sharded,
-            served=self.in_graphs,
-            **self._division.options,
-        )
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 class RowLayer(ServedLayer):
     """A row-parallel layer whose output is sharded along the sequence."""
 
-    sharded_dim = 1  # of its weight
+    sharded_dim = 1
 
     def __init__(self, member: Member, division: Division) -> None:
         super().__init__(member.name, division)
+        self._division = division
         layout = member.style.outputs[0]
         assert isinstance(layout, Shard)
         self._dim, self.mesh = layout.dim, member.style.mesh

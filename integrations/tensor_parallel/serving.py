@@ -7,22 +7,20 @@ import logging
 
 import torch
 import torch.distributed as dist
-from commfuse_dp.integrations.attach.attachment import Attachment, attach, attachment_of, remove_from
+from commfuse_dp.integrations.attach.attachment import Attachment, attach, attachment_of, check_absent, remove_from
 from commfuse_dp.integrations.attach.fingerprint import check_equal, check_same_left, describe
 from commfuse_dp.integrations.attach.forwards import SERVICE, TENSOR_ATTACHMENT, Service, serve
 from commfuse_dp.integrations.attach.ranks import Ranks, any_of
 from commfuse_dp.integrations.attach.report import ParameterRow, Report
 from commfuse_dp.integrations.attach.root import follow_forward
-from commfuse_dp.integrations.attach.rules import check_exclude, original_type
+from commfuse_dp.integrations.attach.rules import check_exclude, original_type, require_fused
 from commfuse_dp.integrations.attach.transaction import Transaction
 from commfuse_dp.integrations.fsdp2 import apply as apply_fsdp2
 from commfuse_dp.integrations.fsdp2 import remove as remove_fsdp2
 from commfuse_dp.integrations.fsdp2.layers import TensorLayer
 from commfuse_dp.integrations.hugging_face_tp.compat import sharded
 from commfuse_dp.integrations.hugging_face_tp.install import install as install_hugging_face
-from commfuse_dp.integrations.hugging_face_tp.layers import ColumnGroup as HeldColumns
 from commfuse_dp.integrations.hugging_face_tp.layers import HeldForward
-from commfuse_dp.integrations.hugging_face_tp.layers import RowLayer as HeldRow
 from commfuse_dp.integrations.hugging_face_tp.select import select as select_hugging_face
 from commfuse_dp.integrations.tensor_parallel import autohook, compat
 from commfuse_dp.integrations.tensor_parallel.layers import (
@@ -32,6 +30,7 @@ from commfuse_dp.integrations.tensor_parallel.layers import (
     GatherHook,
     PassHook,
     RowLayer,
+    ServedLayer,
     StyleHook,
 )
 from commfuse_dp.integrations.tensor_parallel.rows import left_rows, module_rows, shared_gather
@@ -42,10 +41,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from commfuse_dp.collectives.steps import follow_steps
-from commfuse_dp.config import CommFuseConfig
-from commfuse_dp.errors import ConfigError
+from commfuse_dp.config import CommFuseConfig, resolved
 from commfuse_dp.interrupts import unwatch
-from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import Transport
 
 log = logging.getLogger("commfuse_dp")
@@ -68,7 +65,7 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     group, served = selection.group, config
     ranks = Ranks([group, *groups])
     before, transaction = attachment_of(model), Transaction()
-    transaction.on_undo(lambda: remove_from(model, "", TENSOR_ATTACHMENT) if applied(model) else None)
+    transaction.on_undo(lambda: remove_from(model, key=TENSOR_ATTACHMENT) if applied(model) else None)
     transaction.on_undo(lambda: remove_fsdp2(model) if attachment_of(model) is not before else None)
     try:
         if group is not None and config.enabled:
@@ -93,11 +90,7 @@ def remove(model: nn.Module) -> None:
     """Give stock DTensor (and FSDP2) back. Between steps only; all ranks call it."""
     if attachment_of(model) is not None:
         remove_fsdp2(model)
-    remove_from(
-        model,
-        "commfuse_dp.remove(): this model has no CommFuse; apply() was not called for it, or remove() already",
-        TENSOR_ATTACHMENT,
-    )
+    remove_from(model, key=TENSOR_ATTACHMENT)
 
 
 def applied(model: nn.Module) -> bool:
@@ -118,21 +111,12 @@ def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
 
 
 def _prepare(model: nn.Module, config: CommFuseConfig | None) -> tuple[CommFuseConfig, Selected]:
-    config = config if config is not None else CommFuseConfig.from_environment()
-    if not isinstance(config, CommFuseConfig):
-        raise ConfigError(f"config must be a CommFuseConfig, got {type(config).__name__}; use CommFuseConfig(**settings)")
-    if applied(model):
-        raise ConfigError(
-            "commfuse_dp.apply() was called twice for this model; call commfuse_dp.remove(model) before the second"
-        )
-    inside = [name for name, module in model.named_modules() if module is not model and applied(module)]
-    if inside:
-        raise ConfigError(f"commfuse_dp.apply() was already called for the submodule {inside[0]!r}; remove() it first")
+    config = resolved(config)
+    check_absent(model, TENSOR_ATTACHMENT)
     check_exclude(model, config)
     selection = select_hugging_face(model, config) if sharded(model) else select(model, config)
     lost = [f"{name} ({why})" for name, why in selection.left.items() if _is_linear(model.get_submodule(name))]
-    if config.fuse == "always" and config.enabled and lost:
-        raise ConfigError(f"fuse='always', but these linears cannot be fused: {'; '.join(lost)}. Use fuse='auto'.")
+    require_fused(config, lost)
     return config, selection
 
 
@@ -204,15 +188,8 @@ def _follow_steps(model: nn.Module, group: dist.ProcessGroup | None) -> None:
 
 # ---- report ----------------------------------------------------------------------------------------------------------
 def _untouched(model: nn.Module, selection: Selected, config: CommFuseConfig, why: str) -> Report:
-    return Report(
-        left_rows(model, selection.left, set()),
-        transport="none",
-        transport_reason=why,
-        config=config,
-        probe=Probe(),
-        world_size=selection.mesh.size() if selection.mesh is not None else 1,
-        minimum_bytes_per_step=0,
-    )
+    world_size = selection.mesh.size() if selection.mesh is not None else 1
+    return Report.untouched(left_rows(model, selection.left, set()), config, why, world_size)
 
 
 def _tensor_layers(model: nn.Module) -> list[TensorLayer]:
@@ -222,7 +199,7 @@ def _tensor_layers(model: nn.Module) -> list[TensorLayer]:
         service, held = vars(module).get(SERVICE), vars(module).get("forward")
         forward = held.compute if isinstance(held, HeldForward) else getattr(service, "compute", None)
         layer = getattr(forward, "__self__", None)
-        if isinstance(layer, (ColumnGroup, RowLayer, HeldColumns, HeldRow)) and layer.takes_units:
+        if isinstance(layer, ServedLayer) and layer.takes_units:
             found.append(tensor_layer(module, forward, layer.mesh, layer.name, layer.sharded_dim))
     return found
 

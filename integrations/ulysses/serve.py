@@ -33,9 +33,8 @@ from commfuse_dp.integrations.ulysses.settings import current
 
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.ops import ulysses_attention
-from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import Transport
-from commfuse_dp.transport.select import open_transport
+from commfuse_dp.transport.select import open_for
 
 Forward = Callable[..., Any]
 
@@ -57,14 +56,6 @@ def install(module: ModuleType) -> None:
     make = _distributed if module.__name__ == compat.LAYER else _hugging_face
     cls.forward = make(cls.forward)
     cls.forward.commfuse = True
-
-
-def uninstall() -> None:
-    """Give DeepSpeed its own forwards back."""
-    for home, name in compat.CLASSES.items():
-        cls = getattr(sys.modules.get(home), name, None)
-        if cls is not None and hasattr(cls.forward, "commfuse"):
-            cls.forward = cls.forward.__wrapped__
 
 
 # ---- DistributedAttention --------------------------------------------------------------------------------------------
@@ -261,33 +252,16 @@ def _transport_of(group: Any, config: CommFuseConfig, device: torch.device) -> t
     wish = device.type, config.transport, config.inbox_bytes, config.deadline_s
     if wish not in opened:
         transaction = Transaction()
-
-        def made() -> tuple[Transport, str]:
-            return open_transport(
-                config.transport,
-                group=group,
-                inbox_bytes=config.inbox_bytes,
-                deadline_s=config.deadline_s,
-                probe=Probe(),
-                device=device,
-            )
-
         try:
             opened[wish] = Ranks([group], "open a transport for Ulysses").together(
-                lambda: transaction.acquire(made, lambda found: found[0].close())
+                lambda: transaction.acquire(
+                    lambda: open_for(config, group=group, device=device), lambda found: found[0].close()
+                )
             )
         except BaseException:
             transaction.roll_back()
             raise
     return opened[wish]
-
-
-def close_transports() -> None:
-    """Of all groups; attention that is called afterwards opens others."""
-    for opened in list(_transports.values()):
-        for transport, _ in opened.values():
-            transport.close()
-    _transports.clear()
 
 
 def _name(thing: Any) -> str:

@@ -53,7 +53,7 @@ def body_broken_registration(rank: int, world_size: int, kind: str, broken: tupl
 
 def body_broken_opening(rank: int, world_size: int, kind: str, broken: tuple[int, ...]) -> None:
     model, running = wrapped(kind), set(threading.enumerate())
-    opened = comm_hooks.open_transport
+    opened = comm_hooks.open_for
 
     def open_and_fail(*args: Any, **kwargs: Any) -> Any:
         found = opened(*args, **kwargs)
@@ -62,12 +62,12 @@ def body_broken_opening(rank: int, world_size: int, kind: str, broken: tuple[int
             refuse()
         return found
 
-    comm_hooks.open_transport = open_and_fail
+    comm_hooks.open_for = open_and_fail
     try:
         with pytest.raises((OSError, CommFuseError), match="injected"):
             REGISTER[kind](model, config())
     finally:
-        comm_hooks.open_transport = opened
+        comm_hooks.open_for = opened
     assert not started_since(running)
     REGISTER[kind](model, config())  # nothing is in the way of a second try
     train(model)

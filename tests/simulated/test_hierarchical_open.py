@@ -46,8 +46,8 @@ def parts(names: str, *, survey: str = "", inner: str = "", between: str = ""):
         dist.all_gather_object(everyone, me in between, group=group)
         if any(everyone):
             raise TransportError("cannot make a communicator")
-        seen.update(rail=dist.get_process_group_ranks(group), control=None)
-        return SimpleNamespace(control=None, rank=dist.get_rank(group))
+        seen.update(rail=dist.get_process_group_ranks(group))
+        return SimpleNamespace(rank=dist.get_rank(group))
 
     def fake_transport(rank: int, hosts: Any, inner: Any, outer: Any, **settings: Any) -> Any:
         return SimpleNamespace(name="hierarchical", rank=rank, hosts=hosts)

@@ -47,12 +47,6 @@ def open_fake_nccl(
     kind: type[NcclTransport] = NcclTransport,
 ) -> NcclTransport:
     """Collective: one rank's transport."""
-    box = exchange({})[0]
-    return kind(
-        FakeGroupedExchange(board, rank),
-        exchange,
-        device=board.world.devices[rank],
-        inbox_bytes=inbox_bytes,
-        deadline_s=deadline_s,
-        ballot=FakeBallot(box, rank, board.world.world_size) if compare else None,
-    )
+    box, grouped = exchange({})[0], FakeGroupedExchange(board, rank)
+    grouped.ballot = FakeBallot(box, rank, board.world.world_size) if compare else None
+    return kind(grouped, exchange, device=board.world.devices[rank], inbox_bytes=inbox_bytes, deadline_s=deadline_s)

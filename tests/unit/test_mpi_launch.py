@@ -130,10 +130,10 @@ def test_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mpi_launch.obstacle() is None
     assert "mpi4py.MPI" not in set(sys.modules) - before, "asking must not initialise MPI"
     monkeypatch.setenv("PMI_RANK", "0")
-    monkeypatch.setattr(mpi_launch, "_library", lambda: "=Open MPI v5.0.8")
+    monkeypatch.setattr(mpi_launch, "library", lambda: "=Open MPI v5.0.8")
     text = mpi_launch.obstacle()
     assert text is not None and "built for another MPI" in text and "Open MPI v5.0.8" in text
-    monkeypatch.setattr(mpi_launch, "_library", lambda: "ImportError: libmpi.so.12: cannot open shared object file")
+    monkeypatch.setattr(mpi_launch, "library", lambda: "ImportError: libmpi.so.12: cannot open shared object file")
     text = mpi_launch.obstacle()
     assert text is not None and "libmpi.so.12" in text and "pip install" in text
 

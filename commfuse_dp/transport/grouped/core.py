@@ -15,7 +15,7 @@ from commfuse_dp.probe import RECEIVE, SEND, Probe
 from commfuse_dp.transport.base import GRAD_LANE, PARAM_LANE
 from commfuse_dp.transport.closing import CLOSE_S, done_within
 from commfuse_dp.transport.grouped.exchange import GroupedExchange, Labels, Part
-from commfuse_dp.transport.grouped.watch import Ballot, ExchangeWatch, Label, Step
+from commfuse_dp.transport.grouped.watch import ExchangeWatch, Label, Step
 from commfuse_dp.transport.membership import Membership
 from commfuse_dp.transport.streams.core import StreamCore
 
@@ -47,9 +47,7 @@ class Core(StreamCore):
     no_graph = "its steps are taken together with the peers"
     watch: ExchangeWatch
 
-    def __init__(
-        self, grouped: GroupedExchange, device: Device, *, name: str, deadline_s: float, ballot: Ballot | None, probe: Probe
-    ) -> None:
+    def __init__(self, grouped: GroupedExchange, device: Device, *, name: str, deadline_s: float, probe: Probe) -> None:
         membership = Membership(grouped.world_size, grouped.numbers)
         super().__init__(grouped.rank, membership, grouped.world_size, name=name, device=device, probe=probe)
         self._given = [Account() for _ in range(self.world_size)]  # by peer
@@ -63,7 +61,7 @@ class Core(StreamCore):
             device,
             deadline_s=deadline_s,
             abort=grouped.abort,
-            ballot=ballot,
+            ballot=grouped.ballot,
             name=name,
             say=self._say,
         )

@@ -38,6 +38,7 @@ import torch.distributed as dist
 
 from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.transport.base import CONTROL_LANE, GRAD_LANE, NOWHERE, PARAM_LANE
+from commfuse_dp.transport.grouped.watch import Ballot
 from commfuse_dp.transport.two_sided.p2p import open_lanes, transfer_error
 
 Part = tuple[int, torch.Tensor]  # (peer, contiguous tensor on the exchange's device)
@@ -55,14 +56,15 @@ class GroupedExchange:
 
     Args:
         lanes: a communicator for each of PARAM_LANE and GRAD_LANE, of the same ranks. All ranks must take part in the first
-            exchange of each (torch makes NCCL's communicator then): `open_grouped` does that. If there is one for CONTROL_LANE,
-            it is `control`, for the user's own purposes.
+            exchange of each (torch makes NCCL's communicator then): `open_grouped` does that. One for CONTROL_LANE is for the
+            `ballot`.
         device: of what is exchanged.
         deadline_s: longest wait of the host, in seconds (CPU).
         keep: called by `close` if the communicators can be used again.
     """
 
     numbers: Sequence[int] | None = None  # of the ranks in the default group, for errors; None: their own
+    ballot: Ballot | None = None  # how the ranks compare what they do; None: not at all
 
     def __init__(
         self,
@@ -73,7 +75,8 @@ class GroupedExchange:
         keep: Callable[[], None] | None = None,
     ) -> None:
         self._lanes = {lane: lanes[lane] for lane in LANES}
-        self.control = lanes.get(CONTROL_LANE)
+        control = lanes.get(CONTROL_LANE)
+        self.ballot = Ballot(control) if control is not None else None
         self.rank, self.world_size = lanes[PARAM_LANE].rank(), lanes[PARAM_LANE].size()
         self.device, self.deadline_s = device, deadline_s
         self._keep = keep

@@ -60,7 +60,7 @@ from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.grouped.core import Core
 from commfuse_dp.transport.grouped.exchange import GroupedExchange, open_grouped
 from commfuse_dp.transport.grouped.messages import Messages
-from commfuse_dp.transport.grouped.watch import Ballot, Step
+from commfuse_dp.transport.grouped.watch import Step
 from commfuse_dp.transport.one_sided.parts import own_segments
 
 
@@ -96,7 +96,6 @@ class NcclTransport(Messages):
         device: may be simulated.
         inbox_bytes: room for what is computed for a peer, and for what comes from it and is not released: 2 * inbox_bytes per
             peer in all, once more for each further channel that is used.
-        ballot: how ranks compare what they do; None: not at all.
     """
 
     name: ClassVar[str] = "p2p"
@@ -111,14 +110,13 @@ class NcclTransport(Messages):
         device: Device,
         inbox_bytes: int,
         deadline_s: float,
-        ballot: Ballot | None = None,
         probe: Probe | None = None,
     ) -> None:
         super().__init__(grouped.rank, grouped.world_size, message_limit=inbox_bytes, deadline_s=deadline_s, probe=probe)
         self.device = device
         self.probe.measure_by(EventTimer(device, self.probe))
         self._exchange = exchange
-        self._core = Core(grouped, device, name=self.name, deadline_s=deadline_s, ballot=ballot, probe=self.probe)
+        self._core = Core(grouped, device, name=self.name, deadline_s=deadline_s, probe=self.probe)
         self.membership = self._core.membership
         self._core.layers = lambda: self.layers
         self._gather = device.side_stream("gather")
@@ -246,6 +244,5 @@ def open_nccl(
         device=device,
         inbox_bytes=inbox_bytes,
         deadline_s=deadline_s,
-        ballot=Ballot(grouped.control) if grouped.control is not None else None,
         probe=probe,
     )

@@ -72,7 +72,6 @@ def open_on_gpus(
     Raises TransportError on all ranks alike: what is missing, on which rank.
     """
     from commfuse_dp.transport.grouped.exchange import open_grouped
-    from commfuse_dp.transport.grouped.watch import Ballot
     from commfuse_dp.transport.hierarchical.rail import Rail
     from commfuse_dp.transport.hierarchical.transport import HierarchicalTransport
     from commfuse_dp.transport.symmetric.open import open_symmetric, survey
@@ -115,8 +114,7 @@ def open_on_gpus(
             inner.close()
         raise
     assert inner is not None and grouped is not None
-    ballot = Ballot(grouped.control) if grouped.control is not None else None
-    outer = Rail(rank, hosts, grouped, inner.device, deadline_s=deadline_s, ballot=ballot, probe=probe)
+    outer = Rail(rank, hosts, grouped, inner.device, deadline_s=deadline_s, probe=probe)
     transport = HierarchicalTransport(rank, hosts, inner, outer, probe=probe)
     return transport, f"symmetric inside a host ({verdict.reason}; words by {how}), NCCL between hosts"
 

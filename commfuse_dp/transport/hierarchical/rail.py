@@ -52,7 +52,6 @@ from commfuse_dp.transport.checks import count_message
 from commfuse_dp.transport.closing import CLOSE_S, never_free
 from commfuse_dp.transport.grouped.core import Core
 from commfuse_dp.transport.grouped.exchange import GroupedExchange
-from commfuse_dp.transport.grouped.watch import Ballot
 
 
 class Rail:
@@ -61,7 +60,6 @@ class Rail:
     Args:
         rank: of this process among all ranks of `hosts`.
         grouped: between the ranks of the rail, numbered by hosts. Owned from now on.
-        ballot: how the ranks of the rail compare what they do; None: not at all.
     """
 
     lockstep = True
@@ -79,13 +77,12 @@ class Rail:
         device: Device,
         *,
         deadline_s: float,
-        ballot: Ballot | None = None,
         probe: Probe,
     ) -> None:
         self._device, self._deadline_s = device, deadline_s
         self._ranks, self._hosts = hosts.rail(rank), hosts
         name = f"hierarchical, between the hosts of ranks {', '.join(map(str, grouped.numbers or self._ranks))}"
-        self._core = Core(grouped, device, name=name, deadline_s=deadline_s, ballot=ballot, probe=probe)
+        self._core = Core(grouped, device, name=name, deadline_s=deadline_s, probe=probe)
         self._core.layers = lambda: self.whole.layers
         self._relay, self._across = device.side_stream("relay"), device.side_stream("across")
 

@@ -22,7 +22,6 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -31,7 +30,8 @@ import torch
 from commfuse_dp.errors import DeadlineError
 from commfuse_dp.interrupts import rests
 from commfuse_dp.transport.base import ExchangeFn
-from commfuse_dp.transport.checks import raise_failures
+from commfuse_dp.transport.checks import all_together, raise_failures
+from commfuse_dp.transport.closing import left_to_parent
 from commfuse_dp.transport.membership import called_in
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.one_sided.parts import Channel, Receiver
@@ -96,16 +96,7 @@ def connect_mesh(rank: int, members: Sequence[int], exchange: ExchangeFn, deadli
             lambda: _connect_all(rank, members, [card[:2] for card in cards], mesh, deadline_s, called),
             lambda: _accept_all(rank, members, listener, token, mesh, deadline_s, called),
         )
-        for step in steps:
-            try:
-                step()
-            except (OSError, DeadlineError) as failure:
-                error = f"cannot connect to its peers on this host: {failure}"
-            try:
-                raise_failures(exchange, exchange(error))
-            except BaseException:
-                mesh.close()
-                raise
+        all_together(exchange, steps, mesh.close, what="cannot connect to its peers on this host: ")
     return mesh
 
 
@@ -171,35 +162,30 @@ def pass_descriptor(rank: int, members: Sequence[int], exchange: ExchangeFn, fd:
     Over sockets of its own, so that descriptors never mix with control messages already under way.
     """
     received: dict[int, int] = {}
-    error: str | None = None
     mesh = connect_mesh(rank, members, exchange, deadline_s)
-    try:
-        for sock in mesh.sockets.values():
-            sock.settimeout(deadline_s)
-            socket.send_fds(sock, [b"f"], [fd])
-        for peer, sock in mesh.sockets.items():
-            _, fds, _, _ = socket.recv_fds(sock, 1, 1)
-            if len(fds) != 1:
-                raise OSError(
-                    f"nothing came from rank {called_in(exchange, peer)}; is the limit of open files (ulimit -n) reached?"
-                )
-            received[peer] = fds[0]
-    except OSError as failure:
-        error = f"cannot exchange shared memory with its peers: {failure}"
-    finally:
-        mesh.close()
-    try:
-        raise_failures(exchange, exchange(error))
-    except BaseException:
+
+    def pass_on() -> None:
+        with contextlib.closing(mesh):
+            for sock in mesh.sockets.values():
+                sock.settimeout(deadline_s)
+                socket.send_fds(sock, [b"f"], [fd])
+            for peer, sock in mesh.sockets.items():
+                _, fds, _, _ = socket.recv_fds(sock, 1, 1)
+                if len(fds) != 1:
+                    raise OSError(
+                        f"nothing came from rank {called_in(exchange, peer)}; is the limit of open files (ulimit -n) reached?"
+                    )
+                received[peer] = fds[0]
+
+    def close() -> None:
         for got in received.values():
             os.close(got)
-        raise
+
+    all_together(exchange, [pass_on], close, what="cannot exchange shared memory with its peers: ")
     return received
 
 
 HELD_BYTES = 16384  # held messages are sent at the latest when there are so many: the peer may have use for them
-
-_open_channels: weakref.WeakSet[SocketChannel] = weakref.WeakSet()
 
 
 class SocketChannel(Channel):
@@ -227,7 +213,7 @@ class SocketChannel(Channel):
             self._partial[peer] = b""
             self._peer_of[sock.fileno()] = peer
             self._epoll.register(sock.fileno(), select.EPOLLIN)
-        _open_channels.add(self)
+        left_to_parent.add(self)
 
     def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -369,8 +355,10 @@ class SocketChannel(Channel):
             "memory, crashed): look at its log and at the kernel's (dmesg)",
         )
 
-    def drop_copies(self) -> None:
+    def leave_to_parent(self) -> None:
         """In a child made by fork: close the copies of the sockets without a word to the peers."""
+        if self._closed:
+            return
         self._closed = True
         self._mesh.close()
         self._epoll.close()  # the set itself belongs to the parent, which keeps it: only these descriptors go
@@ -381,12 +369,3 @@ class SocketChannel(Channel):
 def _sleep(epoll: select.epoll, timeout_s: float) -> list[tuple[int, int]]:
     """What may be done. It is told again as long as it was not."""
     return epoll.poll(timeout_s)
-
-
-def _after_fork_in_child() -> None:
-    for channel in list(_open_channels):
-        if not channel._closed:
-            channel.drop_copies()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

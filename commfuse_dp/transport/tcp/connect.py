@@ -11,7 +11,6 @@ rank that dies here is missed, and named, by that exchange.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hmac
 import os
 import secrets
@@ -22,8 +21,9 @@ import time
 from typing import NamedTuple
 
 from commfuse_dp.errors import MismatchError, TransportError
+from commfuse_dp.mpi_launch import address_of
 from commfuse_dp.transport.base import ExchangeFn
-from commfuse_dp.transport.checks import raise_failures
+from commfuse_dp.transport.checks import all_together, raise_failures
 from commfuse_dp.transport.membership import called_in
 from commfuse_dp.transport.shm.sockets import receive_exactly
 from commfuse_dp.transport.tcp.links import CONTROL_ROLE, DATA_ROLE
@@ -38,7 +38,6 @@ _HELLO_MAGIC = b"CFTCP/1\0"
 _RETRY_S = 0.05
 _REFUSED_S = 1.0  # whoever listened there a moment ago, and refuses for so long, is gone
 _ROLES = (CONTROL_ROLE, DATA_ROLE)
-_SIOCGIFADDR = 0x8915
 _NO_SET_UP = "the tcp transport could not be set up: "
 
 
@@ -81,19 +80,12 @@ def connect_all(rank: int, exchange: ExchangeFn, *, deadline_s: float, inbox_byt
         sockets: dict[tuple[int, int], socket.socket] = {}
         limit = time.monotonic() + deadline_s
         steps = (lambda: _connect_all(rank, cards, sockets, limit), lambda: _accept(rank, cards, listener, sockets, limit))
-        try:
-            for step in steps:
-                failure = None
-                try:
-                    step()
-                except (OSError, TransportError) as error:
-                    failure = str(error) or type(error).__name__
-                # Everybody hears of every failure: without this the others would meet it later, as a peer lost for no reason.
-                raise_failures(exchange, exchange(failure), _NO_SET_UP)
-        except BaseException:
+
+        def close() -> None:
             for sock in sockets.values():
                 sock.close()
-            raise
+
+        all_together(exchange, steps, close, start=_NO_SET_UP)
         return Links(sockets, [f"pid {card.pid} at {card.host}" for card in cards])
     finally:
         if listener is not None:
@@ -112,9 +104,8 @@ def choose_address() -> str:
 
 def interface_address(name: str) -> str:
     """IPv4 address of an interface, or else its first routable IPv6 address. Raises TransportError."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        return socket.inet_ntoa(answer[20:24])
+    if (address := address_of(name)) is not None:
+        return address
     with contextlib.suppress(OSError), open("/proc/net/if_inet6") as table:
         for line in table:
             digits, _, _, scope, _, interface = line.split()

@@ -23,16 +23,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import selectors
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from commfuse_dp.probe import now_ns
+from commfuse_dp.transport.closing import left_to_parent
 from commfuse_dp.transport.one_sided.messages import HEADER_BYTES
 from commfuse_dp.transport.tcp.links import (
     CONTROL_LANE,
@@ -95,7 +94,7 @@ class Wire:
             _tune(link.sock)
             limit_unsent(link.sock, notsent_bytes)
             self._selector.register(link.sock, selectors.EVENT_READ, link)
-        _WIRES.add(self)
+        left_to_parent.add(self)
         self._thread = threading.Thread(target=self._run, name=f"commfuse-tcp-{rank}", daemon=True)
 
     # ---- called by users ---------------------------------------------------------------------------------------------
@@ -376,18 +375,6 @@ class Wire:
         if wanted != link.lowat:
             link.lowat = wanted
             link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
-
-
-_WIRES: weakref.WeakSet[Wire] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for wire in list(_WIRES):
-        wire.leave_to_parent()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _tune(sock: socket.socket) -> None:

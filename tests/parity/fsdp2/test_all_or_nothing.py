@@ -79,7 +79,7 @@ def stages() -> list[tuple[Any, str]]:
         (apply, "_prepare"),
         (at["fsdp2.select"], "_select_from_groups"),
         (apply, "Unit"),
-        (attachment, "open_transport"),
+        (attachment, "open_for"),
         (attachment, "Engine"),
         (attachment, "UnitOperand"),
         (attachment, "serve"),
@@ -139,8 +139,8 @@ def every_stage(rank: int, world_size: int, everywhere: bool, transport: str, st
     works(rank, world_size, net, stock, 1)
     before, failures = leftovers(), 0
     for number, (owner, name) in enumerate(stages()):
-        # Between the return of open_transport and the note that it must be closed nothing can fail.
-        moments = (False,) if name in ("open_transport", "acquire") else (False, True)
+        # Between the return of open_for and the note that it must be closed nothing can fail.
+        moments = (False,) if name in ("open_for", "acquire") else (False, True)
         call, failed = 1, True
         while failed:
             for after in moments:

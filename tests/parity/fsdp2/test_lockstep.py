@@ -17,6 +17,7 @@ import torch.distributed as dist
 from commfuse_dp.integrations.fsdp2 import engine_of
 
 import commfuse_dp
+from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.errors import CommFuseError
 from commfuse_dp.transport.base import GRAD_LANE, PARAM_LANE
 from commfuse_dp.transport.grouped.transport import NcclTransport, open_nccl
@@ -31,22 +32,18 @@ attachment = importlib.import_module("commfuse_dp.integrations.attach.attachment
 @contextmanager
 def lockstep() -> Iterator[None]:
     """`apply` opens the transport that it opens on GPUs, on a simulated device of this process."""
-    before = attachment.open_transport
+    before = attachment.open_for
 
-    def open_transport(
-        kind: str, *, group: Any, inbox_bytes: int, least_ring: int, deadline_s: float, probe: Any, **_: Any
-    ) -> Any:
+    def open_for(config: CommFuseConfig, *, group: Any, least_ring: int, **_: Any) -> Any:
         device = FakeWorld(dist.get_world_size(group), deferred=False).devices[dist.get_rank(group)]
-        transport = open_nccl(
-            group, device=device, inbox_bytes=max(inbox_bytes, least_ring), deadline_s=deadline_s, probe=probe
-        )
-        return transport, "for a test"
+        inbox_bytes = max(config.inbox_bytes, least_ring)
+        return open_nccl(group, device=device, inbox_bytes=inbox_bytes, deadline_s=config.deadline_s), "for a test"
 
-    attachment.open_transport = open_transport
+    attachment.open_for = open_for
     try:
         yield
     finally:
-        attachment.open_transport = before
+        attachment.open_for = before
 
 
 def count_exchanges(transport: NcclTransport) -> list[tuple[int, int, int]]:

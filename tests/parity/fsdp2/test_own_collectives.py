@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from commfuse_dp.integrations.fsdp2.hooks import StockAllGather, StockReduceScatter
+from commfuse_dp.integrations.fsdp2.hooks import StockCollective, all_gather, reduce_scatter
 from torch import nn
 
 from commfuse_dp import ConfigError
 from tests.parity.fsdp2 import pair
 
 
-class CountedGather(StockAllGather):
+class Counted(StockCollective):
     calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
@@ -21,19 +21,11 @@ class CountedGather(StockAllGather):
         return super().__call__(*args, **kwargs)
 
 
-class CountedReduce(StockReduceScatter):
-    calls = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
-        self.calls += 1
-        return super().__call__(*args, **kwargs)
-
-
-KINDS = {"set_custom_all_gather": CountedGather, "set_custom_reduce_scatter": CountedReduce}
+KINDS = {"set_custom_all_gather": all_gather, "set_custom_reduce_scatter": reduce_scatter}
 
 
 def give(block: nn.Module, setter: str) -> Any:
-    own = KINDS[setter]()
+    own = Counted(KINDS[setter])
     getattr(block, setter)(own)
     return own
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from commfuse_dp.integrations.ulysses import LocalAttention, report, serve, settings
+from commfuse_dp.integrations.ulysses import LocalAttention, compat, report, serve, settings
 from torch import nn
 
 from commfuse_dp.config import CommFuseConfig
@@ -33,8 +34,19 @@ def deepspeed_at(rank: int, n: int) -> Iterator[Any]:
         finally:
             dist.barrier()
             settings.configure(None)
-            serve.uninstall()
-            serve.close_transports()
+            give_back()
+
+
+def give_back() -> None:
+    """DeepSpeed has its own forwards again; attention that is served afterwards opens other transports."""
+    for home, name in compat.CLASSES.items():
+        cls = getattr(sys.modules.get(home), name, None)
+        if cls is not None and hasattr(cls.forward, "commfuse"):
+            cls.forward = cls.forward.__wrapped__
+    for opened in serve._transports.values():
+        for transport, _ in opened.values():
+            transport.close()
+    serve._transports.clear()
 
 
 @contextmanager
@@ -102,8 +114,8 @@ def another_transport(rank: int, n: int) -> None:
             opened.append(stock_open(*args, **kwargs))
             return opened[-1]
 
-        stock, stock_open = gradients(attention(*inputs, 0)), serve.open_transport
-        with mock.patch.object(serve, "open_transport", side_effect=recording):
+        stock, stock_open = gradients(attention(*inputs, 0)), serve.open_for
+        with mock.patch.object(serve, "open_for", side_effect=recording):
             with served(home, transport="shm"):
                 before = attention(*inputs, 0)
             with served(home, transport="p2p"):
@@ -137,11 +149,11 @@ def one_has_none(rank: int, n: int, when: str) -> None:
                 raise OSError("no memory, on purpose")
             return opened[-1]
 
-        original = serve.open_transport
+        original = serve.open_for
         with served(home, transport="shm"):
             kind = OSError if rank == n - 1 else CommFuseError
             with (
-                mock.patch.object(serve, "open_transport", failing),
+                mock.patch.object(serve, "open_for", failing),
                 pytest.raises(kind, match="no memory, on purpose") as error,
             ):
                 attention(*inputs, 0)

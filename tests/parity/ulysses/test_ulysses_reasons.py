@@ -238,7 +238,7 @@ def test_a_block_switches_it_on_where_the_module_has_been_imported(monkeypatch):
     assert installed[0] is module
 
 
-def test_a_forward_is_replaced_once_and_given_back(monkeypatch):
+def test_a_forward_is_replaced_once(monkeypatch):
     class DistributedAttention:
         def forward(
             self, query: Any, key: Any, value: Any, batch_dim_idx: int, rotary_pos_emb: Any = None, *args: Any, **kwargs: Any
@@ -251,5 +251,3 @@ def test_a_forward_is_replaced_once_and_given_back(monkeypatch):
     for _ in range(2):
         serve.install(module)  # type: ignore[arg-type]
     assert DistributedAttention.forward.__wrapped__ is before
-    serve.uninstall()
-    assert DistributedAttention.forward is before
