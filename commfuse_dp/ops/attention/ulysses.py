@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_dp.collectives import Owner, all_to_all
-from commfuse_dp.collectives.summation import wide_dtype
+from commfuse_dp.collectives.summation import fold, wide_dtype
 from commfuse_dp.ops.attention.arguments import ATTENTION_CALL, AttentionCall, Lines, check_heads, refuse, sizes_of
 from commfuse_dp.ops.attention.block import Attended, Gradients, add_gradients, default_scale
 from commfuse_dp.ops.attention.block_order import BackwardBlocks, ForwardBlocks, Span, arrivals
@@ -369,18 +369,8 @@ def ulysses_backward_op(
             share[part, :, heads.keys_of(source), copy] = gradient
 
     exchange.run(finish, take, mine + 2 * shared, to_heads=False)
-    dk, dv = map(_in_rank_order, shares)
+    dk, dv = (fold(share.unbind(3), share.dtype) for share in shares)
     return laid_out(dq, layout), laid_out(dk, layout), laid_out(dv, layout)
-
-
-def _in_rank_order(shares: torch.Tensor) -> torch.Tensor:
-    """[s, B, G, copies, d] summed over the copies, from left to right in the wide type."""
-    total, *others = shares.unbind(3)
-    if others:
-        total = total.to(wide_dtype(shares.dtype))
-        for share in others:
-            total = total + share
-    return total.to(shares.dtype)
 
 
 @ulysses_backward_op.register_fake
