@@ -29,12 +29,11 @@ import torch.distributed as dist
 
 from commfuse_dp.collectives import Owner, all_to_all
 from commfuse_dp.collectives.summation import fold, wide_dtype
-from commfuse_dp.ops.attention.arguments import ATTENTION_CALL, AttentionCall, Lines, check_heads, refuse, sizes_of
-from commfuse_dp.ops.attention.block import Attended, Gradients, add_gradients, default_scale
+from commfuse_dp.ops.attention.arguments import ATTENTION_CALL, AttentionCall, Lines, call_of, check_heads, refuse, sizes_of
+from commfuse_dp.ops.attention.block import Attended, Gradients, add_gradients
 from commfuse_dp.ops.attention.block_order import BackwardBlocks, ForwardBlocks, Span, arrivals
 from commfuse_dp.ops.attention.places import place_of, rank_at, world_size_at
 from commfuse_dp.ops.linear import autocast
-from commfuse_dp.ops.operands import call_number
 from commfuse_dp.program.layout import cut
 from commfuse_dp.program.orders import check_order
 from commfuse_dp.transport.base import Transport
@@ -114,10 +113,8 @@ def ulysses_attention(
     q, k, v = autocast(q), autocast(k), autocast(v)
     lines = prepare(NAME, q, k, v, layout, sizes, group, slices_per_rank, order, transport)
     check_divisible(q, k, layout, len(lines.sizes))
-    keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
-    scale = default_scale(scale, q.shape[3])
-    call = call_number() if torch.compiler.is_compiling() else 0
-    o: torch.Tensor = torch.ops.commfuse.ulysses(q, k, v, layout, causal, scale, *lines, keep, call)[0]
+    call = call_of(lines, q, q.requires_grad or k.requires_grad or v.requires_grad, causal, scale)
+    o: torch.Tensor = torch.ops.commfuse.ulysses(q, k, v, layout, *call)[0]
     return o
 
 
