@@ -33,6 +33,14 @@ def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return wide
 
 
+def fold(terms: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The sum of small tensors of any layout, rounded once, to `dtype`. For large ones: `sum_in_rank_order`."""
+    total = terms[0].to(wide_dtype(terms[0].dtype))
+    for term in terms[1:]:
+        total = total + term
+    return total.to(dtype)
+
+
 def sum_in_rank_order(
     out: torch.Tensor,
     partials: Sequence[torch.Tensor],

@@ -19,8 +19,6 @@ tile of a program waits.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -37,8 +35,8 @@ from commfuse_dp.kernels.device_code import (
     slice_pointer,
     store_tile,
 )
-from commfuse_dp.kernels.launching import Plan, check_operand, common_constants, dense_rows, epoch_argument, launch, settle
-from commfuse_dp.kernels.table import Alignments, SliceTable
+from commfuse_dp.kernels.launching import check_operand, dense_rows, epoch_argument, launch, plan_of
+from commfuse_dp.kernels.table import SliceTable
 from commfuse_dp.kernels.tiles import Problem, TileConfig
 
 
@@ -130,21 +128,6 @@ def dgrad_kernel(
         store_tile(dx, stride_dx, offs_m, start_n, tokens, columns, acc, BLOCK_N, HALVES)
 
 
-@lru_cache(maxsize=1024)
-def _plan(problem: Problem, config: TileConfig | None, alignments: Alignments, device: torch.device) -> Plan:
-    """What a launch needs besides its operands; the same for every launch of a shape."""
-    config = settle(problem, config, device)
-    constants = common_constants(problem, config)
-    block = config.block_k
-    constants |= {
-        "EVEN": problem.columns % config.block_n == 0 and all(rows % block == 0 for rows in problem.rows),
-        "POINTER_ALIGN": alignments.pointer,
-        "STRIDE_ALIGN": alignments.stride,
-        "COLUMN_ALIGN": alignments.column,
-    }
-    return Plan(config, constants, tiles.count_tiles(problem, config), sum(-(-rows // block) for rows in problem.rows))
-
-
 def gemm_dgrad(
     dy: torch.Tensor,
     table: SliceTable,
@@ -175,7 +158,7 @@ def gemm_dgrad(
         return
     dy = dense_rows(dy)
     problem = problem or tiles.problem_of("dgrad", table, dx.dtype, dy)
-    plan = _plan(problem, config, table.alignments, dy.device)
+    plan = plan_of(problem, config, table.alignments, dy.device)
     arguments = (
         *(dy, dx, table.lines, dy.shape[0], table.columns, plan.tiles, plan.steps),
         *(dy.stride(0), dx.stride(0), dy.shape[1], epoch_argument(epoch)),

@@ -18,8 +18,6 @@ the last products of this one, which is right as long as nobody waits for this t
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -37,8 +35,8 @@ from commfuse_dp.kernels.device_code import (
     slice_pointer,
     store_tile,
 )
-from commfuse_dp.kernels.launching import Plan, check_operand, common_constants, dense_rows, epoch_argument, launch, settle
-from commfuse_dp.kernels.table import Alignments, SliceTable
+from commfuse_dp.kernels.launching import check_operand, dense_rows, epoch_argument, launch, plan_of
+from commfuse_dp.kernels.table import SliceTable
 from commfuse_dp.kernels.tiles import Problem, TileConfig
 
 
@@ -128,22 +126,6 @@ def forward_kernel(
         store_tile(y + column, stride_y, offs_m, start_n, tokens, end, acc, BLOCK_N, HALVES)
 
 
-@lru_cache(maxsize=1024)
-def _plan(problem: Problem, config: TileConfig | None, alignments: Alignments, device: torch.device) -> Plan:
-    """What a launch needs besides its operands; the same for every launch of a shape."""
-    config = settle(problem, config, device)
-    constants = common_constants(problem, config)
-    constants |= {
-        "EVEN": problem.columns % config.block_k == 0 and problem.columns > 0,
-        "HAS_BIAS": problem.has_bias,
-        "POINTER_ALIGN": alignments.pointer,
-        "STRIDE_ALIGN": alignments.stride,
-        "COLUMN_ALIGN": alignments.column,
-        "ROWS_ALIGN": alignments.rows,
-    }
-    return Plan(config, constants, tiles.count_tiles(problem, config))
-
-
 def gemm_forward(
     x: torch.Tensor,
     table: SliceTable,
@@ -171,7 +153,7 @@ def gemm_forward(
         return
     x = dense_rows(x)
     problem = problem or tiles.problem_of("forward", table, y.dtype, x)
-    plan = _plan(problem, config, table.alignments, x.device)
+    plan = plan_of(problem, config, table.alignments, x.device)
     arguments = (
         *(x, y, table.lines, x.shape[0], table.columns, plan.tiles),
         *(x.stride(0), y.stride(0), epoch_argument(epoch)),

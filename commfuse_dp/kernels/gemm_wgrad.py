@@ -21,8 +21,6 @@ having seen the word finds it so.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -41,8 +39,8 @@ from commfuse_dp.kernels.device_code import (
     store_tile,
     write_word,
 )
-from commfuse_dp.kernels.launching import Plan, check_operand, common_constants, dense_rows, epoch_argument, launch, settle
-from commfuse_dp.kernels.table import Alignments, SliceTable
+from commfuse_dp.kernels.launching import check_operand, dense_rows, epoch_argument, launch, plan_of
+from commfuse_dp.kernels.table import SliceTable
 from commfuse_dp.kernels.tiles import Problem, TileConfig
 
 
@@ -123,23 +121,6 @@ def wgrad_kernel(
         write_word(line, epoch, last)
 
 
-@lru_cache(maxsize=1024)
-def _plan(problem: Problem, config: TileConfig | None, alignments: Alignments, device: torch.device) -> Plan:
-    """What a launch needs besides its operands; the same for every launch of a shape."""
-    config = settle(problem, config, device)
-    constants = common_constants(problem, config)
-    sizes = [(problem.tokens, config.block_k), (problem.columns, config.block_n)]
-    sizes += [(rows, config.block_m) for rows in problem.rows]
-    constants |= {
-        "EVEN": problem.tokens > 0 and all(size % block == 0 for size, block in sizes),
-        "OUT_TYPE": TYPES[problem.out_dtype],
-        "POINTER_ALIGN": alignments.pointer,
-        "STRIDE_ALIGN": alignments.stride,
-        "COLUMN_ALIGN": alignments.column,
-    }
-    return Plan(config, constants, tiles.count_tiles(problem, config))
-
-
 def gemm_wgrad(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -167,7 +148,7 @@ def gemm_wgrad(
         return
     dy, x = dense_rows(dy), dense_rows(x)
     problem = problem or tiles.problem_of("wgrad", table, table.dtype, dy, x)
-    plan = _plan(problem, config, table.alignments, dy.device)
+    plan = plan_of(problem, config, table.alignments, dy.device)
     arguments = (
         *(dy, x, table.lines, table.counters, dy.shape[0], table.columns, plan.tiles),
         *(dy.stride(0), x.stride(0), dy.shape[1], epoch_argument(epoch)),

@@ -12,8 +12,8 @@ import triton
 
 from commfuse_dp.device.base import as_int32
 from commfuse_dp.kernels import tiles
-from commfuse_dp.kernels.device_code import INTERPRETED
-from commfuse_dp.kernels.table import SliceTable
+from commfuse_dp.kernels.device_code import INTERPRETED, TYPES
+from commfuse_dp.kernels.table import Alignments, SliceTable
 from commfuse_dp.kernels.tiles import Problem, TileConfig
 
 
@@ -78,7 +78,26 @@ class Plan(NamedTuple):
     config: TileConfig
     constants: dict[str, Any]  # constexpr arguments; never changed
     tiles: int
-    steps: int = 0  # dgrad: steps of all slices' reductions
+    steps: int  # dgrad: of all slices' reductions
+
+
+@lru_cache(maxsize=4096)
+def plan_of(problem: Problem, config: TileConfig | None, alignments: Alignments, device: torch.device) -> Plan:
+    """What a launch needs besides its operands; the same for every launch of a shape."""
+    config = settle(problem, config, device)
+    constants = common_constants(problem, config)
+    constants |= {
+        "EVEN": tiles.is_even(problem, config),
+        "POINTER_ALIGN": alignments.pointer,
+        "STRIDE_ALIGN": alignments.stride,
+        "COLUMN_ALIGN": alignments.column,
+    }
+    if problem.op == "forward":
+        constants |= {"HAS_BIAS": problem.has_bias, "ROWS_ALIGN": alignments.rows}
+    elif problem.op == "wgrad":
+        constants["OUT_TYPE"] = TYPES[problem.out_dtype]
+    steps = sum(-(-rows // config.block_k) for rows in problem.rows)
+    return Plan(config, constants, tiles.count_tiles(problem, config), steps)
 
 
 def launch(kernel: Any, arguments: tuple[Any, ...], plan: Plan, programs: int | None) -> None:

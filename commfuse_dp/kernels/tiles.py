@@ -176,6 +176,17 @@ def count_tiles(problem: Problem, config: TileConfig) -> int:
     return sum(across * -(-rows // config.block_m) for rows in problem.rows)
 
 
+def is_even(problem: Problem, config: TileConfig) -> bool:
+    """Whether all that is read are whole blocks, which need no masks."""
+    tokens, columns = problem.tokens, problem.columns
+    if problem.op == "forward":
+        return columns > 0 and columns % config.block_k == 0
+    whole = columns % config.block_n == 0
+    if problem.op == "dgrad":
+        return whole and all(rows % config.block_k == 0 for rows in problem.rows)
+    return whole and tokens > 0 and tokens % config.block_k == 0 and all(rows % config.block_m == 0 for rows in problem.rows)
+
+
 def uses_tf32() -> bool:
     """torch's own setting for fp32 products on CUDA.
 

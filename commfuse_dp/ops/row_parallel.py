@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from commfuse_dp.collectives.arguments import check_summable, even_sizes
 from commfuse_dp.collectives.bindings import of_gather, of_scatter
 from commfuse_dp.collectives.bound import Owner
-from commfuse_dp.collectives.summation import wide_dtype
+from commfuse_dp.collectives.summation import fold, wide_dtype
 from commfuse_dp.kernels.by_slices import is_narrow
 from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.linear import autocast
@@ -151,7 +151,7 @@ def row_backward(
     rows = grad.contiguous().flatten(0, -2)
     bindings = {GATHERED: of_gather(rows, tokens.bases[sited.rank], consume)}
     sited.run(tokens.rows, bindings, x.device)
-    db = _in_rank_order(sums, weight.new_zeros(width), bias_dtype) if want_bias else None
+    db = fold([weight.new_zeros(width), *map(sums.__getitem__, sorted(sums))], bias_dtype) if want_bias else None
     if sharded is not None:
         if joined is not None:
             last = joined.flatten(0, -2), x.flatten(0, -2)
@@ -182,13 +182,6 @@ def _leave(
         add_product(left, inputs, None if dw is None else piece.of(dw), out)
 
     sharded.scatter(produce)
-
-
-def _in_rank_order(sums: dict[tuple[int, int], torch.Tensor], zero: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    total = zero.to(wide_dtype(zero.dtype))
-    for key in sorted(sums):
-        total = total + sums[key]
-    return total.to(dtype)
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------

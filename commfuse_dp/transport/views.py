@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 MOST_VIEWS = 4096  # that are kept
@@ -10,6 +12,20 @@ MOST_VIEWS = 4096  # that are kept
 def shaped(message: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """The bytes of a message as a tensor."""
     return message.view(dtype).view(shape)
+
+
+class Views(dict[tuple[int, ...], torch.Tensor]):
+    """Views by their places, which come again: making one takes longer than looking for it."""
+
+    def __init__(self, make: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, place: tuple[int, ...]) -> torch.Tensor:
+        if len(self) >= MOST_VIEWS:
+            self.clear()
+        view = self[place] = self._make(*place)
+        return view
 
 
 class Shaped:

@@ -229,15 +229,25 @@ def _published(unit: Unit) -> bool:
     return other
 
 
-def fused(form: LinearForm, kind: type[nn.Module] = nn.Linear) -> Callable[[UnitOperand, int], Callable[..., torch.Tensor]]:
-    """What a module of class `kind` computes that is a linear of this form. (The operand must be as transposed as the form.)"""
+def fused(
+    form: LinearForm, kind: type[nn.Module] = nn.Linear, *, keeps_bias: bool = False, dtype: torch.dtype | None = None
+) -> Callable[[UnitOperand, int], Callable[..., torch.Tensor]]:
+    """What a module of class `kind` computes that is a linear of this form. (The operand must be as transposed as the form.)
+
+    keeps_bias: the module has its bias itself. dtype: of the parameters, if they travel in another one."""
 
     def make(operand: UnitOperand, handle: int) -> Callable[..., torch.Tensor]:
         def compute(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
-            return fused_linear(input, operand, handle)
+            if dtype is not None and not torch.is_autocast_enabled(input.device.type):
+                return otherwise(module, input)
+            return fused_linear(input, operand, handle, module.bias if keeps_bias else None)  # type: ignore[arg-type]
 
         def otherwise(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
-            return own(module, gather_parameters(operand, handle), input)
+            whole = gather_parameters(operand, handle)
+            if dtype is not None:
+                whole = tuple(param.to(dtype) for param in whole)
+            bias = module._parameters.get("bias") if keeps_bias else None
+            return own(module, whole if bias is None else (*whole, bias), input)
 
         return called_as(form, kind, compute, otherwise)
 

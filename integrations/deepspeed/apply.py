@@ -10,10 +10,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from commfuse_dp.integrations.attach.attachment import Attachment, attach, attachment_of, called_as, gathered, remove_from
+from commfuse_dp.integrations.attach.attachment import (
+    Attachment,
+    attach,
+    attachment_of,
+    called_as,
+    fused,
+    gathered,
+    remove_from,
+)
 from commfuse_dp.integrations.attach.fingerprint import check_equal
 from commfuse_dp.integrations.attach.forwards import nothing, whole_function
-from commfuse_dp.integrations.attach.linears import LinearForm, looks_linear, own_forward
+from commfuse_dp.integrations.attach.linears import LinearForm, looks_linear
 from commfuse_dp.integrations.attach.ranks import Ranks
 from commfuse_dp.integrations.attach.report import ParameterRow, Path, Report
 from commfuse_dp.integrations.attach.root import hook_root
@@ -30,8 +38,7 @@ from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.plan import Unit
 from commfuse_dp.errors import ConfigError
-from commfuse_dp.ops.gathered import gather_parameters
-from commfuse_dp.ops.linear import fused_linear, replicated_linear
+from commfuse_dp.ops.linear import replicated_linear
 from commfuse_dp.program.layout import flat_bounds
 from commfuse_dp.transport.select import open_transport
 
@@ -229,28 +236,7 @@ def _computes(layer: Layer) -> Callable[[UnitOperand, int], Callable[..., torch.
         return gathered(whole_function(kind))
     if layer.place is not None:
         return functools.partial(_replicated, layer.form, kind)
-    return functools.partial(_partitioned, layer.form, kind, layer.param.dtype if _travelling(layer) is not None else None)
-
-
-def _partitioned(
-    form: LinearForm, kind: type[nn.Module], dtype: torch.dtype | None, operand: UnitOperand, handle: int
-) -> Callable[..., torch.Tensor]:
-    """dtype: of the parameter, if it travels in another one."""
-
-    def compute(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
-        if dtype is not None and not torch.is_autocast_enabled(input.device.type):
-            return otherwise(module, input)
-        return fused_linear(input, operand, handle, module.bias)  # type: ignore[arg-type]
-
-    def otherwise(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
-        bias = module._parameters.get("bias")
-        whole = gather_parameters(operand, handle)
-        if dtype is not None:
-            whole = tuple(param.to(dtype) for param in whole)
-        return own(module, whole if bias is None else (*whole, bias), input)
-
-    own = own_forward(kind)
-    return called_as(form, kind, compute, otherwise)
+    return fused(layer.form, kind, keeps_bias=True, dtype=layer.param.dtype if _travelling(layer) is not None else None)
 
 
 def _replicated(form: LinearForm, kind: type[nn.Module], operand: UnitOperand, handle: int) -> Callable[..., torch.Tensor]:

@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from commfuse_dp.collectives.bindings import of_gather
-from commfuse_dp.collectives.bound import Owner
-from commfuse_dp.collectives.summation import wide_dtype
-from commfuse_dp.ops.sequence import GATHERED, Place, gathered, place_of, tokens_of
+from commfuse_dp.collectives.summation import fold
+from commfuse_dp.ops.sequence import Place, gathered, place_of, tokens_of
 from commfuse_dp.transport.base import Transport
 
 DIM = 1  # of the sequence, in [B, S, D]
@@ -49,17 +47,6 @@ def summed(param: torch.Tensor, site: Site) -> torch.Tensor:
     return _Summed.apply(param, site)
 
 
-def gather_rows(rows: torch.Tensor, sizes: tuple[int, ...], sited: Place) -> torch.Tensor:
-    """[n_r, K] -> [n, K], where rank j has sizes[j] of n rows. No autograd."""
-    whole = rows.new_empty(sum(sizes), rows.shape[1])
-
-    def consume(owner: Owner, part: torch.Tensor) -> None:
-        whole[owner.start : owner.stop].copy_(part)
-
-    _run(rows.contiguous(), sizes, consume, sited)
-    return whole
-
-
 def _own(x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
     rank = site.transport.rank
     return x.narrow(DIM, sum(sizes[:rank]), sizes[rank]).contiguous()
@@ -67,11 +54,6 @@ def _own(x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
 
 def _whole(x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
     return gathered(x, DIM, tokens_of(x.shape[0], 1, sizes), site.place)
-
-
-def _run(rows: torch.Tensor, sizes: tuple[int, ...], consume: Any, sited: Place) -> None:
-    bindings = {GATHERED: of_gather(rows, sum(sizes[: sited.rank]), consume)}
-    sited.run(sizes, bindings, rows.device)
 
 
 class _Divide(torch.autograd.Function):
@@ -108,13 +90,5 @@ class _Summed(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         sited = ctx.site.place
-        parts: dict[int, torch.Tensor] = {}
-
-        def consume(owner: Owner, part: torch.Tensor) -> None:
-            parts[int(owner)] = part.to(wide_dtype(part.dtype), copy=True)
-
-        _run(grad.contiguous().view(1, -1), (1,) * sited.world_size, consume, sited)
-        total = parts[0]
-        for rank in range(1, sited.world_size):
-            total = total + parts[rank]
-        return total.view_as(grad).to(grad.dtype), None
+        parts = gathered(grad.reshape(1, -1), 0, tokens_of(1, 1, (1,) * sited.world_size), sited)
+        return fold(parts.unbind(), grad.dtype).view_as(grad), None

@@ -17,13 +17,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from commfuse_dp.integrations.hugging_face_tp.boundary import Site, gather_rows
+from commfuse_dp.integrations.hugging_face_tp.boundary import Site
 from torch import nn
 
 from commfuse_dp.collectives.arguments import even_sizes
 from commfuse_dp.collectives.bindings import nothing_yet, of_scatter
 from commfuse_dp.collectives.bound import Owner
-from commfuse_dp.ops.sequence import SUMMED
+from commfuse_dp.ops.sequence import SUMMED, gathered, tokens_of
 
 PROJECTIONS = ("k_proj", "v_proj")
 GROUPS = "num_key_value_groups"  # attribute of attention: queries for each key head
@@ -75,7 +75,8 @@ class _OwnHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, heads: KeyHeads, site: Site) -> torch.Tensor:
         ctx.how = heads, site
-        whole = gather_rows(local.reshape(local.shape[0], torch.Size(local.shape[1:]).numel()), heads.rows(), site.place)
+        rows = local.reshape(local.shape[0], torch.Size(local.shape[1:]).numel())
+        whole = gathered(rows, 0, tokens_of(1, 1, heads.rows()), site.place)
         start = heads.start(site.transport.rank)
         return whole[start : start + heads.width].reshape(heads.width, *local.shape[1:]).contiguous()
 

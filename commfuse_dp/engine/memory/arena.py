@@ -15,8 +15,7 @@ import torch
 
 from commfuse_dp.device.base import Event
 from commfuse_dp.transport.one_sided.ring import align
-
-MOST_VIEWS = 4096  # that are kept
+from commfuse_dp.transport.views import Views
 
 
 class _Block:
@@ -68,9 +67,9 @@ class Arena:
         self.budget = budget
         self.allocations = 0
         self._size = budget
-        self._blocks: list[_Block] = []
+        self._blocks = blocks = list[_Block]()
+        self._views = Views(lambda number, *span: blocks[number].data.narrow(0, *span))
         self._taken: dict[int, tuple[_Block | None, int, int]] = {}  # address -> block, start, end; None: alone, for bytes
-        self._views: dict[tuple[int, int, int], torch.Tensor] = {}
         self._alone = self._most_alone = 0  # bytes in use that fitted into no block; their peak in this step
         self._most_beside = 0  # most that was asked for beside the budget in this step
 
@@ -93,7 +92,7 @@ class Arena:
             index = block.find(nbytes)
             if index >= 0:
                 start, end = block.cut(index, nbytes)
-                buffer = self._view(number, start, nbytes)
+                buffer = self._views[number, start, nbytes]
                 self._taken[buffer.data_ptr()] = (block, start, end)
                 return buffer, None
         buffer = _allocate(nbytes)
@@ -150,15 +149,6 @@ class Arena:
     def _outside(self) -> int:
         """Bytes of memory besides the first block."""
         return sum(block.nbytes for block in self._blocks[1:]) + self._alone
-
-    def _view(self, number: int, start: int, nbytes: int) -> torch.Tensor:
-        """Slices come again, and making a view takes longer than looking for it."""
-        view = self._views.get((number, start, nbytes))
-        if view is None:
-            if len(self._views) >= MOST_VIEWS:
-                self._views.clear()
-            view = self._views[number, start, nbytes] = self._blocks[number].data.narrow(0, start, nbytes)
-        return view
 
 
 def _allocate(nbytes: int) -> torch.Tensor:

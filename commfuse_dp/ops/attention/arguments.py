@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from commfuse_dp.collectives import sessions
 from commfuse_dp.collectives.agreement import agree
 from commfuse_dp.collectives.arguments import check_sizes
 from commfuse_dp.ops.attention.places import find, rank_at, world_size_at
+from commfuse_dp.ops.operands import call_number
 
 
 class Lines(NamedTuple):
@@ -68,6 +70,14 @@ class AttentionCall(NamedTuple):
 ATTENTION_CALL = (  # its schema
     "bool causal, float scale, SymInt[] sizes, SymInt slices_per_rank, str order, SymInt place, bool keep, SymInt call"
 )
+
+
+def call_of(lines: Lines, q: torch.Tensor, differentiated: bool, causal: bool, scale: float | None) -> AttentionCall:
+    """differentiated: whether an operand requires a gradient. scale: None: 1 / sqrt(d)."""
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[3])
+    number = call_number() if torch.compiler.is_compiling() else 0
+    return AttentionCall(causal, scale, *lines, torch.is_grad_enabled() and differentiated, number)
 
 
 def sizes_of(sizes: Sequence[int] | None, default: Sequence[int], place: int) -> tuple[int, ...]:

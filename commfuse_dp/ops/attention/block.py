@@ -55,10 +55,6 @@ def parts(q_start: int, q_size: int, k_start: int, k_size: int, causal: bool) ->
     return found
 
 
-def default_scale(scale: float | None, head_dim: int) -> float:
-    return scale if scale is not None else 1.0 / math.sqrt(head_dim)
-
-
 class Attended:
     """Queries with what has been computed of them so far: o in the wide type, and lse; keys are taken in block by block.
 

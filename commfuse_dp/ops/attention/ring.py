@@ -27,11 +27,10 @@ import torch.distributed as dist
 
 from commfuse_dp.collectives import Owner, all_gather, reduce_scatter
 from commfuse_dp.collectives.summation import wide_dtype
-from commfuse_dp.ops.attention.arguments import ATTENTION_CALL, AttentionCall, Lines, refuse
-from commfuse_dp.ops.attention.block import Attended, Gradients, add_gradients, default_scale
+from commfuse_dp.ops.attention.arguments import ATTENTION_CALL, AttentionCall, Lines, call_of, refuse
+from commfuse_dp.ops.attention.block import Attended, Gradients, add_gradients
 from commfuse_dp.ops.attention.ulysses import LAYOUTS, describe, heads_first, laid_out, prepare, rows_first
 from commfuse_dp.ops.linear import autocast
-from commfuse_dp.ops.operands import call_number
 from commfuse_dp.program.layout import slices_of_sizes
 from commfuse_dp.program.orders import gather_owners
 from commfuse_dp.transport.base import Transport
@@ -67,10 +66,8 @@ def ring_attention(
     if slices_per_rank is None:
         slices_per_rank = SLICES_PER_RANK
     lines = prepare(NAME, q, k, v, layout, sizes, group, slices_per_rank, order, transport)
-    keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
-    scale = default_scale(scale, q.shape[3])
-    call = call_number() if torch.compiler.is_compiling() else 0
-    o: torch.Tensor = torch.ops.commfuse.ring_attention(q, k, v, layout, causal, scale, *lines, keep, call)[0]
+    call = call_of(lines, q, q.requires_grad or k.requires_grad or v.requires_grad, causal, scale)
+    o: torch.Tensor = torch.ops.commfuse.ring_attention(q, k, v, layout, *call)[0]
     return o
 
 
@@ -175,14 +172,7 @@ def _early(lines: Lines) -> set[int]:
 
 @ring_attention_backward_op.register_fake
 def _(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    layout: str,
-    *how: Any,
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), q.new_empty(k.shape), q.new_empty(v.shape)
 

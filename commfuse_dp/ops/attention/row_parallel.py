@@ -32,11 +32,11 @@ import torch.distributed as dist
 from commfuse_dp.collectives import Owner, all_gather, reduce_scatter
 from commfuse_dp.collectives.arguments import check_summable, even_sizes
 from commfuse_dp.collectives.summation import wide_dtype
-from commfuse_dp.ops.attention.arguments import ATTENTION_CALL, AttentionCall, Lines, check_heads, refuse, sizes_of
-from commfuse_dp.ops.attention.block import Attended, Gradients, add_gradients, default_scale
+from commfuse_dp.ops.attention.arguments import ATTENTION_CALL, AttentionCall, Lines, call_of, check_heads, refuse, sizes_of
+from commfuse_dp.ops.attention.block import Attended, Gradients, add_gradients
 from commfuse_dp.ops.attention.places import place_of, rank_at, world_size_at
 from commfuse_dp.ops.linear import autocast
-from commfuse_dp.ops.operands import call_number
+from commfuse_dp.ops.sequence import product
 from commfuse_dp.program.orders import check_order
 from commfuse_dp.transport.base import Transport
 
@@ -87,10 +87,8 @@ def row_parallel_attention(
     refuse(NAME, refused)
     q, k, v, weight = autocast(q), autocast(k), autocast(v), autocast(weight)
     lines, partial_dtype = prepare(q, k, v, weight, dim, sizes, group, reduce_dtype, slices_per_rank, order, transport, causal)
-    keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v, weight))
-    scale = default_scale(scale, q.shape[3])
-    how = (dim, partial_dtype, causal, scale, *lines, keep, call_number() if torch.compiler.is_compiling() else 0)
-    y: torch.Tensor = torch.ops.commfuse.row_attention(q, k, v, weight, *how)[0]
+    call = call_of(lines, q, q.requires_grad or k.requires_grad or v.requires_grad or weight.requires_grad, causal, scale)
+    y: torch.Tensor = torch.ops.commfuse.row_attention(q, k, v, weight, dim, partial_dtype, *call)[0]
     return y
 
 
@@ -144,13 +142,7 @@ _BACKWARD = f"(Tensor grad, {_SAVED}, bool trained, {_HOW}) -> (Tensor, Tensor, 
 
 @torch.library.custom_op("commfuse::row_attention", mutates_args=(), schema=_FORWARD)
 def row_attention_op(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    weight: torch.Tensor,
-    dim: int,
-    partial_dtype: torch.dtype,
-    *how: Any,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor, dim: int, partial_dtype: torch.dtype, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(own rows of the result; if `keep`: O [S, B, h, d] and the log-sum-exp [B, h, S])"""
     call = AttentionCall(*how)
@@ -183,11 +175,7 @@ def row_attention_op(
         if keep:
             lse[:, :, rows] = o_lse
             by_rows = saved[rows].copy_(by_rows)
-        flat, room = by_rows.reshape(-1, heads * width).to(q.dtype), partial.view(-1, features)
-        if room.dtype == flat.dtype:
-            torch.mm(flat, columns, out=room)
-        else:
-            room.copy_(flat @ columns)
+        product(by_rows.reshape(-1, heads * width).to(q.dtype), columns, None, partial.view(-1, features))
 
     y = q.new_empty(lines.own, batch, features)
     reduce_scatter(produce, y, sizes=lines.sizes, shape=(length, batch, features), reduce_dtype=partial_dtype, **lines.calls())
@@ -206,13 +194,7 @@ def _result(y: torch.Tensor, dim: int) -> torch.Tensor:
 
 @row_attention_op.register_fake
 def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    weight: torch.Tensor,
-    dim: int,
-    partial_dtype: torch.dtype,
-    *how: Any,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor, dim: int, partial_dtype: torch.dtype, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     call = AttentionCall(*how)
     own = call.sizes[rank_at(call.place)]
@@ -274,18 +256,9 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 @row_attention_backward_op.register_fake
 def _(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    weight: torch.Tensor,
-    saved: torch.Tensor,
-    lse: torch.Tensor,
-    trained: bool,
-    dim: int,
-    partial_dtype: torch.dtype,
-    *how: Any,
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor, *more: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    _, _, trained, *_ = more
     dq, dk, dv = (q.new_empty(tensor.shape) for tensor in (q, k, v))
     return dq, dk, dv, q.new_empty(weight.shape if trained else 0)
 

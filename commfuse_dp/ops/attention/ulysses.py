@@ -28,13 +28,12 @@ import torch
 import torch.distributed as dist
 
 from commfuse_dp.collectives import Owner, all_to_all
-from commfuse_dp.collectives.summation import wide_dtype
-from commfuse_dp.ops.attention.arguments import ATTENTION_CALL, AttentionCall, Lines, check_heads, refuse, sizes_of
-from commfuse_dp.ops.attention.block import Attended, Gradients, add_gradients, default_scale
+from commfuse_dp.collectives.summation import fold, wide_dtype
+from commfuse_dp.ops.attention.arguments import ATTENTION_CALL, AttentionCall, Lines, call_of, check_heads, refuse, sizes_of
+from commfuse_dp.ops.attention.block import Attended, Gradients, add_gradients
 from commfuse_dp.ops.attention.block_order import BackwardBlocks, ForwardBlocks, Span, arrivals
 from commfuse_dp.ops.attention.places import place_of, rank_at, world_size_at
 from commfuse_dp.ops.linear import autocast
-from commfuse_dp.ops.operands import call_number
 from commfuse_dp.program.layout import cut
 from commfuse_dp.program.orders import check_order
 from commfuse_dp.transport.base import Transport
@@ -114,10 +113,8 @@ def ulysses_attention(
     q, k, v = autocast(q), autocast(k), autocast(v)
     lines = prepare(NAME, q, k, v, layout, sizes, group, slices_per_rank, order, transport)
     check_divisible(q, k, layout, len(lines.sizes))
-    keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
-    scale = default_scale(scale, q.shape[3])
-    call = call_number() if torch.compiler.is_compiling() else 0
-    o: torch.Tensor = torch.ops.commfuse.ulysses(q, k, v, layout, causal, scale, *lines, keep, call)[0]
+    call = call_of(lines, q, q.requires_grad or k.requires_grad or v.requires_grad, causal, scale)
+    o: torch.Tensor = torch.ops.commfuse.ulysses(q, k, v, layout, *call)[0]
     return o
 
 
@@ -369,18 +366,8 @@ def ulysses_backward_op(
             share[part, :, heads.keys_of(source), copy] = gradient
 
     exchange.run(finish, take, mine + 2 * shared, to_heads=False)
-    dk, dv = map(_in_rank_order, shares)
+    dk, dv = (fold(share.unbind(3), share.dtype) for share in shares)
     return laid_out(dq, layout), laid_out(dk, layout), laid_out(dv, layout)
-
-
-def _in_rank_order(shares: torch.Tensor) -> torch.Tensor:
-    """[s, B, G, copies, d] summed over the copies, from left to right in the wide type."""
-    total, *others = shares.unbind(3)
-    if others:
-        total = total.to(wide_dtype(shares.dtype))
-        for share in others:
-            total = total + share
-    return total.to(shares.dtype)
 
 
 @ulysses_backward_op.register_fake

@@ -57,10 +57,9 @@ from commfuse_dp.transport.one_sided.peers import Peers
 from commfuse_dp.transport.one_sided.pulls import Fetch, Here, View
 from commfuse_dp.transport.one_sided.recovery import Rounds
 from commfuse_dp.transport.one_sided.ring import ALIGNMENT, Ring
-from commfuse_dp.transport.views import MOST_VIEWS, Shaped
+from commfuse_dp.transport.views import Shaped, Views
 from commfuse_dp.transport.waiting import wait_until
 
-Slot = tuple[int, int, int]  # peer, offset, bytes
 OWED_PART = 4  # a credit is kept back for company (`more`) only while at most this part of the peer's ring is owed to it
 CLOSE_FLUSH_S = 5.0  # longest time that close() serves late readers, and then hands over what is queued
 
@@ -120,8 +119,8 @@ class OneSidedTransport(Peers):
             self._on_data,
         )
         self._views: dict[tuple[int, int, int, int], Here] = {}  # made once: pulls are the same in every step
-        self._slots: dict[Slot, torch.Tensor] = {}  # of peers' inboxes
-        self._arrivals: dict[Slot, torch.Tensor] = {}  # of this rank's
+        self._slots = Views(lambda peer, *span: memory.outgoing[peer].narrow(0, *span))  # of peers' inboxes
+        self._arrivals = Views(lambda peer, *span: memory.incoming[peer].narrow(0, *span))  # of this rank's
         self.shaped = self._numbers = Shaped()
         channel.start(self)
         close_at_exit(self)
@@ -246,18 +245,8 @@ class OneSidedTransport(Peers):
                 raise self._gone(dst, f"a message of {nbytes} bytes cannot be sent")
             if offset is None:
                 break
-            view = self._slots.get((dst, offset, nbytes))
-            if view is None:
-                view = self._keep(self._slots, self._memory.outgoing[dst], dst, offset, nbytes)
-            found.append(view)
+            found.append(self._slots[dst, offset, nbytes])
         return found
-
-    def _keep(self, views: dict[Slot, torch.Tensor], ring: torch.Tensor, peer: int, offset: int, nbytes: int) -> torch.Tensor:
-        """A view of a ring: places come again, and making it takes longer than looking for it."""
-        if len(views) >= MOST_VIEWS:
-            views.clear()
-        view = views[peer, offset, nbytes] = ring.narrow(0, offset, nbytes)
-        return view
 
     def send(self, sendings: Sequence[Sending], *, more: bool = False) -> None:
         for dst, tag, buffer, _, _ in sendings:
@@ -291,10 +280,7 @@ class OneSidedTransport(Peers):
                 entry = self._await_message(src, tag, where, wait=wait)
                 if entry is None:
                     return []
-            view = self._arrivals.get((src, *entry))
-            if view is None:
-                view = self._keep(self._arrivals, self._memory.incoming[src], src, *entry)
-            found.append(view)
+            found.append(self._arrivals[(src, *entry)])
         return found
 
     def _await_message(self, src: int, tag: Tag, where: Where, *, wait: bool) -> tuple[int, int] | None:

@@ -25,8 +25,7 @@ from commfuse_dp.errors import TransportError
 from commfuse_dp.transport.checks import check_message
 from commfuse_dp.transport.one_sided.ring import ALIGNMENT, align
 from commfuse_dp.transport.streams.core import StreamCore
-
-MOST_VIEWS = 4096  # that are kept
+from commfuse_dp.transport.views import MOST_VIEWS
 
 
 class Place(NamedTuple):

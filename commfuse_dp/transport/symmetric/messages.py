@@ -20,10 +20,11 @@ from commfuse_dp.transport.checks import (
     not_here,
     not_reserved,
 )
-from commfuse_dp.transport.streams.staging import MOST_VIEWS, Lanes, Reservation, Staging, StagingRing
+from commfuse_dp.transport.streams.staging import Lanes, Reservation, Staging, StagingRing
 from commfuse_dp.transport.symmetric.core import CHANNELS, Core, Layout, pair_of
 from commfuse_dp.transport.symmetric.ring import ARRIVAL_WORDS, Arrival, Inbox, Outbox
 from commfuse_dp.transport.symmetric.watch import Awaited, Wait
+from commfuse_dp.transport.views import MOST_VIEWS
 
 _FIELD_LIMIT = 1 << 31
 TOGETHER = 4 << 20  # bytes of messages that leave together: below, time is in calls, not in bytes

@@ -285,6 +285,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if sys.argv[1] == "checks":
+        tell_segments()
         checks()
         dist.destroy_process_group()
     else:
