@@ -34,8 +34,8 @@ __version__ = "0.1.0"
 
 
 def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
-    """Switch CommFuse on for a model sharded by FSDP2 (`commfuse_dp.integrations.fsdp2.apply`), by `parallelize_module`
-    (`commfuse_dp.integrations.tensor_parallel.apply`), or by both."""
+    """Switch CommFuse on for a model sharded by FSDP2 (`commfuse_dp.integrations.fsdp2.apply`), by `parallelize_module` or
+    transformers (`commfuse_dp.integrations.tensor_parallel.apply`), or by FSDP2 over one of these."""
     from commfuse_dp.integrations import fsdp2, tensor_parallel
 
     serving = tensor_parallel if tensor_parallel.parallelized(model) else fsdp2
@@ -43,7 +43,7 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
 
 
 def remove(model: nn.Module) -> None:
-    """Give stock FSDP2, or stock tensor parallelism, back."""
+    """Give stock FSDP2, or stock tensor parallelism, back. Raises ConfigError if CommFuse is not on."""
     from commfuse_dp.integrations import fsdp2, tensor_parallel
 
     serving = tensor_parallel if tensor_parallel.applied(model) else fsdp2

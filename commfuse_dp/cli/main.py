@@ -54,7 +54,7 @@ def demo(
     world_size: Annotated[int, typer.Option(min=1, max=64, metavar="N", help="Ranks; each is a process of this host.")] = 2,
     transport: Annotated[
         Transport,
-        typer.Option(help="How CommFuse moves bytes. auto: shm if all ranks share a host, else tcp (CPU) or p2p."),
+        typer.Option(help="How CommFuse moves bytes. auto: shm if all ranks share a host, else tcp; cuda: symmetric or p2p."),
     ] = Transport.auto,
     order: Annotated[
         Order,
