@@ -74,7 +74,7 @@ _HOME = {  # public name -> the module that defines it
     "PeerLostError": "commfuse_dp.errors",
     "TransportError": "commfuse_dp.errors",
 }
-_SUBMODULES = ("collectives", "config", "errors", "observe", "ops")
+_SUBMODULES = ("collectives", "config", "errors", "integrations", "observe", "ops")
 
 
 def __getattr__(name: str) -> Any:

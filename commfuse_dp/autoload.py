@@ -127,7 +127,8 @@ def _check_use() -> None:
     warn(
         "CommFuse was asked for (COMMFUSE=1), but no integration switched it on in this process. With FSDP2, call "
         "commfuse_dp.apply(model) after the last fully_shard; with FSDP1 or DDP, register the hook of "
-        "commfuse_dp.integrations.fsdp1 or .ddp; or let DeepSpeed or Accelerate wrap the model."
+        "commfuse_dp.integrations.fsdp1 or .ddp; or let DeepSpeed or Accelerate wrap the model, or parallelize_module or "
+        "transformers make it tensor-parallel."
     )
 
 

@@ -22,13 +22,16 @@ _HOME = {
     "fsdp1_hook": "fsdp1",
     "register_fsdp1": "fsdp1",
 }
+_FRAMEWORKS = ("accelerate", "ddp", "deepspeed", "fsdp1", "fsdp2", "lightning", "tensor_parallel")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
+    if name in _FRAMEWORKS:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
 
 
