@@ -109,8 +109,8 @@ class FSDP1State(HookState):
             _stock_reduce_scatter(partials, shard, self.group)
             return
         later = module is not None and compat.may_finish_later(module)
-        if later and shard.dtype != module._handle.flat_param.dtype:  # type: ignore[union-attr]
-            shard.data = torch.empty_like(shard, dtype=module._handle.flat_param.dtype)  # type: ignore[union-attr]
+        if module is not None and later and shard.dtype != (dtype := compat.flat_dtype(module)):
+            shard.data = torch.empty_like(shard, dtype=dtype)
         out = shard.detach()
 
         def work() -> None:

@@ -91,6 +91,13 @@ def may_finish_later(module: FullyShardedDataParallel) -> bool:
     )
 
 
+def flat_dtype(module: FullyShardedDataParallel) -> torch.dtype:
+    """Of its flat parameter."""
+    handle: Any = module._handle
+    dtype: torch.dtype = handle.flat_param.dtype
+    return dtype
+
+
 def set_hook_state(module: FullyShardedDataParallel, state: object) -> None:
     module._comm_hook_state = state
 

@@ -28,7 +28,7 @@ from commfuse_dp.integrations.attach.root import hook_root
 from commfuse_dp.integrations.attach.rules import check_exclude, how_computed, original_type, require_fused
 from commfuse_dp.integrations.deepspeed import backend, compat, fetch_compat, flat_compat
 from commfuse_dp.integrations.deepspeed.deferred import DeferredGather, FlatGroup, unwatch, watch
-from commfuse_dp.integrations.deepspeed.select import Layer, Selection, numel, select
+from commfuse_dp.integrations.deepspeed.select import Layer, Selection, select
 from commfuse_dp.integrations.deepspeed.weights import PartitionedWeight, ReplicatedWeight, ZeroGradients, ZeroPolicy, referent
 from torch import nn
 
@@ -123,13 +123,13 @@ def _is_linear(model: nn.Module, name: str) -> bool:
 
 
 def _stock(engine: Any, config: CommFuseConfig, why: str) -> Report:
-    rows = [ParameterRow(name, "stock", why, numel(param)) for name, param in engine.module.named_parameters()]
+    rows = [ParameterRow(name, "stock", why, compat.numel(param)) for name, param in engine.module.named_parameters()]
     return Report.untouched(rows, config, why, dist.get_world_size())
 
 
 def _open(attachment: Attachment, zero: Any, units: list[Unit], config: CommFuseConfig, group: dist.ProcessGroup) -> None:
     order = config.order if int(zero.zero_optimization_stage()) == 3 else "pairwise"
-    total = sum(numel(param) for param in zero.module.parameters())
+    total = sum(compat.numel(param) for param in zero.module.parameters())
     attachment.open(units, config, group=group, device=torch.device(zero.device), order=order, numel=total)
 
 
@@ -205,7 +205,7 @@ def _unit(number: int, layer: Layer, zero: Any, stage: int, config: CommFuseConf
     name, rank, optimizer = f"{layer.name}.weight" if layer.name else "weight", dist.get_rank(group), zero.optimizer
     slot: PartitionedWeight | ReplicatedWeight
     if layer.place is None:
-        bounds = flat_bounds(numel(layer.param), group.size())
+        bounds = flat_bounds(compat.numel(layer.param), group.size())
         slot = PartitionedWeight(name, layer.module, layer.param, optimizer, bounds, rank)
     else:
         bounds = layer.place.bounds
@@ -394,10 +394,12 @@ def _rows(selection: Selection, streams: bool) -> list[ParameterRow]:
         name = f"{layer.name}.weight" if layer.name else "weight"
         path: Path = "gathered" if layer.form is None else "fused"
         what = how_computed(original_type(layer.module), layer.form)
-        rows.append(ParameterRow(name, path, what, numel(layer.param)))
+        rows.append(ParameterRow(name, path, what, compat.numel(layer.param)))
     rest: Path = "stock" if streams else "hooks"
     why_stock = "; on a GPU, what is not fused stays with DeepSpeed's own collectives" if streams else ""
-    return rows + [ParameterRow(name, rest, why + why_stock, numel(param)) for name, (param, why) in selection.left.items()]
+    return rows + [
+        ParameterRow(name, rest, why + why_stock, compat.numel(param)) for name, (param, why) in selection.left.items()
+    ]
 
 
 def _minimum_bytes(selection: Selection, zero: Any, stage: int, world_size: int, *, rest: bool) -> int:
@@ -413,14 +415,13 @@ def _minimum_bytes(selection: Selection, zero: Any, stage: int, world_size: int,
     params = [(layer.param, twice, 1) for layer in selection.layers]
     if rest:  # under ZeRO-1/2 its gradients are reduced to all ranks
         params += [
-            (param, 1 if getattr(param, "ds_persist", False) else twice, 1 if stage == 3 else 2)
-            for param, _ in selection.left.values()
+            (param, 1 if compat.is_kept_whole(param) else twice, 1 if stage == 3 else 2) for param, _ in selection.left.values()
         ]
     for param, gathers, reductions in params:
         travelling, reduced = compat.travelling_dtype(param).itemsize, compat.reduced_dtype(zero, param).itemsize
         if id(param) in slices:
             reduced = min(reduced, travelling)
         gathered = gathers * (travelling if stage == 3 else param.element_size())
-        size = numel(param) * (world_size - 1) // world_size
+        size = compat.numel(param) * (world_size - 1) // world_size
         total += size * (gathered + reductions * reduced * param.requires_grad)
     return total

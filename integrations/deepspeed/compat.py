@@ -374,12 +374,22 @@ def external_parameters(model: nn.Module) -> set[int]:
     return {id(param) for module in model.modules() for param in vars(module).get("_external_params", {}).values()}
 
 
+def numel(param: nn.Parameter) -> int:
+    """Of the whole parameter, partitioned or not."""
+    return int(getattr(param, "ds_numel", param.numel()))
+
+
+def is_kept_whole(param: nn.Parameter) -> bool:
+    """By stage3_param_persistence_threshold."""
+    return bool(getattr(param, "ds_persist", False))
+
+
 def partition_obstacle(param: nn.Parameter, device: torch.device, group: dist.ProcessGroup) -> str | None:
     """Why a parameter of a ZeRO-3 engine cannot be served out of its partitions."""
     lacking = [name for name in _PARAM_NAMES if not hasattr(param, name)]
     if lacking:
         return f"it is not partitioned by ZeRO-3 (it lacks {lacking[0]})"
-    if param.ds_persist:  # type: ignore[attr-defined]
+    if is_kept_whole(param):
         return "kept whole on every rank (stage3_param_persistence_threshold)"
     if getattr(param, "is_external_param", False):
         return "registered as an external parameter"

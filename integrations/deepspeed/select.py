@@ -31,10 +31,6 @@ class Selection(NamedTuple):
     left: dict[str, tuple[nn.Parameter, str]]  # parameter -> reason
 
 
-def numel(param: nn.Parameter) -> int:
-    return int(getattr(param, "ds_numel", param.numel()))
-
-
 def select(engine: Any, config: CommFuseConfig, group: dist.ProcessGroup, device: torch.device) -> Selection:
     """Collective over the group: what has a hook of the user's on one rank only is left alone on all."""
     model, stage = engine.module, int(engine.zero_optimization_stage())
@@ -71,7 +67,7 @@ def select(engine: Any, config: CommFuseConfig, group: dist.ProcessGroup, device
 
 
 def _kept(param: nn.Parameter, otherwise: str) -> str:
-    if getattr(param, "ds_persist", False):
+    if compat.is_kept_whole(param):
         return "kept whole on every rank (stage3_param_persistence_threshold)"
     return otherwise
 

@@ -86,10 +86,25 @@ def probe(model: nn.Module) -> str | None:
     return None
 
 
+def module_of(fsdp_param: Any) -> nn.Module:
+    module: nn.Module = fsdp_param._module_info.module
+    return module
+
+
+def name_of(fsdp_param: Any) -> str:
+    """Within its module."""
+    return str(fsdp_param._module_info.param_name)
+
+
+def tied_to(fsdp_param: Any) -> list[tuple[nn.Module, str]]:
+    """The other places of the same parameter: (module, name within it)."""
+    info = fsdp_param._module_info
+    return list(zip(info.shared_modules, info.shared_param_names, strict=True))
+
+
 def users(fsdp_param: Any) -> list[nn.Module]:
     """The module that a parameter belongs to, then those that it is tied to."""
-    info = fsdp_param._module_info
-    return [info.module, *info.shared_modules]
+    return [module_of(fsdp_param), *(module for module, _ in tied_to(fsdp_param))]
 
 
 def tied_over_groups(groups: list[Any]) -> list[tuple[Any, Any]]:
@@ -212,7 +227,7 @@ def reattach_params(group: Any, original: list[Any]) -> None:
     present = set(map(id, group.fsdp_params))
     for fsdp_param in original:
         if id(fsdp_param) not in present:
-            module = fsdp_param._module_info.module
+            module = module_of(fsdp_param)
             reset: Callable[..., Any] = fsdp_param.reset_sharded_param
             fsdp_param._post_load_hook_handle = module.register_load_state_dict_post_hook(lambda *_, reset=reset: reset())
     group.fsdp_params[:] = original

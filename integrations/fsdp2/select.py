@@ -84,16 +84,16 @@ def _select_from_groups(model: nn.Module, config: CommFuseConfig, layers: Mappin
             out.foreign[id(group)] = reason
         by_module: dict[int, list[Any]] = {}
         for fsdp_param in group.fsdp_params:
-            by_module.setdefault(id(fsdp_param._module_info.module), []).append(fsdp_param)
+            by_module.setdefault(id(compat.module_of(fsdp_param)), []).append(fsdp_param)
         for key, fsdp_params in by_module.items():
-            module = fsdp_params[0]._module_info.module
+            module = compat.module_of(fsdp_params[0])
             name = names.get(key, "?")
             why = reason
             if why is None and config.fuse == "never":
                 why = "fuse='never'"
             tensor = layers.get(key)
             why = why or _obstacle(name, module, parents.get(key), group, fsdp_params, config, names, tensor)
-            order = sorted(fsdp_params, key=lambda p: p._module_info.param_name != "weight")
+            order = sorted(fsdp_params, key=lambda p: compat.name_of(p) != "weight")
             if why is None:
                 out.adoptions.append(
                     Adoption(
@@ -102,7 +102,7 @@ def _select_from_groups(model: nn.Module, config: CommFuseConfig, layers: Mappin
                         form_of(module) is not None,
                         group,
                         order,
-                        [p._module_info.param_name for p in order],
+                        [compat.name_of(p) for p in order],
                         tensor,
                     )
                 )
@@ -112,8 +112,7 @@ def _select_from_groups(model: nn.Module, config: CommFuseConfig, layers: Mappin
 
 def _left(name: str, fsdp_params: list[Any], group: Any, why: str) -> list[Left]:
     return [
-        Left(_full(name, param._module_info.param_name), compat.users(param), param.sharded_param, group, why)
-        for param in fsdp_params
+        Left(_full(name, compat.name_of(param)), compat.users(param), param.sharded_param, group, why) for param in fsdp_params
     ]
 
 
@@ -130,7 +129,7 @@ def _keep_together(layers: Mapping[int, TensorLayer], out: Selection) -> None:
 def _refuse_ties(pairs: list[tuple[Any, Any]], names: dict[int, str]) -> None:
     """As FSDP2 itself does in its first forward. Of a layer that is served it would see nothing, and the tie would be gone."""
     for pair in pairs:
-        first, second = (_full(names.get(id(p._module_info.module), "?"), p._module_info.param_name) for p in pair)
+        first, second = (_full(names.get(id(compat.module_of(p)), "?"), compat.name_of(p)) for p in pair)
         raise ConfigError(
             f"parameter {second!r} is shared with {first!r}, which another FSDP2 group manages: each would train a copy "
             "of its own. For tied parameters, use fully_shard([module_a, module_b]) to place them in one group."
@@ -239,7 +238,7 @@ def _obstacle(
     if why is not None:
         return why
     own = {param_name for param_name, param in module.named_parameters(recurse=False)}
-    adoptable = {fsdp_param._module_info.param_name for fsdp_param in fsdp_params}
+    adoptable = {compat.name_of(fsdp_param) for fsdp_param in fsdp_params}
     if own != adoptable:
         return f"its parameters lie in several FSDP2 groups or outside of them: {', '.join(sorted(own - adoptable))}"
     if compat.reduces_unused(group):
@@ -254,12 +253,7 @@ def _obstacle(
 
 
 def _param_obstacle(fsdp_param: Any, names: dict[int, str], tensor: TensorLayer | None) -> str | None:
-    info = fsdp_param._module_info
-    if info.shared_modules:
-        others = [
-            f"{names.get(id(module), '?')}.{param_name}"
-            for module, param_name in zip(info.shared_modules, info.shared_param_names, strict=True)
-        ]
+    if others := [f"{names.get(id(module), '?')}.{param_name}" for module, param_name in compat.tied_to(fsdp_param)]:
         return f"tied to {', '.join(others)}"
     if fsdp_param.fsdp_placement.dim != 0:
         return f"sharded along dim {fsdp_param.fsdp_placement.dim}, not along dim 0"

@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from commfuse_dp.integrations import fsdp1_compat
+from commfuse_dp.integrations.deepspeed import compat as deepspeed_compat
+from commfuse_dp.integrations.fsdp2 import compat as fsdp2_compat
 from torch.utils._device import _device_constructors
 
 import commfuse_dp
@@ -112,6 +115,25 @@ def test_private_names_of_a_framework_are_used_in_integrations_only():
             assert not names & set(FRAMEWORKS), path
         private = [module for _, module in imports(path) if module.startswith("torch.distributed.fsdp")]
         assert not private or room in ("integrations", "examples", "cli", "observe"), (path, private)
+
+
+PRIVATE = {  # files of an integration -> the framework's names that its compat module checks, and alone uses
+    "fsdp2": [name for name in (*fsdp2_compat._GROUP_FIELDS, *fsdp2_compat._PARAM_FIELDS) if name.startswith("_")],
+    "fsdp1": list(fsdp1_compat._STATE_FIELDS),
+    "deepspeed": [name for name in deepspeed_compat._PARAM_NAMES if name.startswith("ds_")],
+}
+
+
+@pytest.mark.parametrize("framework", PRIVATE)
+def test_private_names_are_used_in_compat_modules_only(framework):
+    own = [path for room, path in files() if room == "integrations" and framework in (path.parent.name, path.stem)]
+    assert own
+    for path in own:
+        if not path.stem.endswith("compat"):
+            nodes = list(ast.walk(ast.parse(path.read_text())))
+            used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+            used |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+            assert not used & set(PRIVATE[framework]), path
 
 
 def without_device(source: str) -> list[str]:
