@@ -193,10 +193,10 @@ def _own_group(rank: int, world_size: int) -> tuple[list[bool], int]:
     gradients, served = [], []
     call = cuda_variants.GroupReduceScatter.__call__
 
-    def counted(self: Any, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
-        assert self._group is not group and self._group.size() == group.size()
+    def counted(self: Any, output_tensor: Any, input_tensor: Any, **how: Any) -> Any:
+        assert self._group is not how["group"] and self._group.size() == how["group"].size()
         served.append(1)
-        return call(self, output_tensor, input_tensor, group, op, async_op)
+        return call(self, output_tensor, input_tensor, **how)
 
     for own in (False, True):
         task = build(TINY)
