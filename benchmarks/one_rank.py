@@ -235,7 +235,6 @@ class Slot:
     world_size: int
     device: torch.device
     requires_grad: bool = True
-    grad_dtype: torch.dtype = torch.float32
     keeps_delivered: bool = True
     replaced: bool = False
     grad: torch.Tensor | None = None
@@ -247,6 +246,12 @@ class Slot:
 
     def local(self) -> torch.Tensor:
         return self.rows
+
+    def published(self) -> bool:
+        return False
+
+    def wants(self) -> tuple[bool, torch.dtype]:
+        return self.requires_grad, torch.float32
 
     def deliver(self, grad: torch.Tensor) -> None:
         self.grad = grad

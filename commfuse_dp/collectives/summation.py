@@ -48,7 +48,7 @@ def sum_in_rank_order(
     own_rank: int,
     scale_divisor: float | None = None,
     scratch: torch.Tensor | None = None,
-    checked: bool = False,
+    wide: torch.dtype | None = None,
 ) -> torch.Tensor:
     """out = (partials[0] + partials[1] + ... + partials[N-1]) / scale_divisor, added up in that order.
 
@@ -61,18 +61,21 @@ def sum_in_rank_order(
             reciprocal). None or 1: no division.
         scratch: optional 1-D buffer of the wide type, at least min(out.numel(), BLOCK_ELEMENTS) elements, for callers that
             sum often; used only where the fold cannot run in `out` itself.
-        checked: the caller vouches for sizes, layouts and aliases, and for partials of one dtype, all of them 1-D, as out is.
+        wide: the wide type, from a caller who vouches for it, for sizes, layouts and aliases, and for partials of one dtype,
+            all of them 1-D, as out is. None: all of it is checked.
 
     Returns `out`. Raises ValueError on wrong sizes, layouts or aliases.
     """
     numel = out.numel()
-    if not checked:
+    if wide is None:
         _check(out, partials, own_rank)
     if numel == 0:
         return out
     if out.is_cuda:
         return inbox_sum(out, partials, divisor=scale_divisor)
-    wide = wide_dtype(out.dtype, partials[0].dtype) if checked else wide_dtype(out.dtype, *{p.dtype for p in partials})
+    flat = wide is not None
+    if wide is None:
+        wide = wide_dtype(out.dtype, *{p.dtype for p in partials})
     divisor = None if scale_divisor is None or scale_divisor == 1 else float(scale_divisor)
     aliased = partials[own_rank].data_ptr() == out.data_ptr()
     # From this index on the fold may run in `out`: not before the aliased partial itself has been added, and not at all if
@@ -82,16 +85,14 @@ def sum_in_rank_order(
     block = min(numel, BLOCK_ELEMENTS)
     if switch > 1 and (scratch is None or scratch.dtype != wide or scratch.numel() < block or scratch.device != out.device):
         scratch = torch.empty(block, dtype=wide, device=out.device)
-    if switch <= 1 and numel <= BLOCK_ELEMENTS and [partial.shape for partial in partials].count(out.shape) == len(partials):
-        _fold(out, partials, switch, wide, divisor, None)  # in one block, which may have any shape
-        return out
-    flat_out = out if checked or out.dim() == 1 else out.view(-1)
-    flat = partials if checked else [partial if partial.dim() == 1 else partial.view(-1) for partial in partials]
+    whole = out
+    if not flat and (switch > 1 or numel > BLOCK_ELEMENTS or any(partial.shape != out.shape for partial in partials)):
+        whole, partials = out.view(-1), [partial.view(-1) for partial in partials]
     if numel <= BLOCK_ELEMENTS:
-        _fold(flat_out, flat, switch, wide, divisor, scratch)
+        _fold(whole, partials, switch, wide, divisor, scratch)
         return out
-    blocks = zip(*(partial.split(BLOCK_ELEMENTS) for partial in flat), strict=True)
-    for out_block, partial_blocks in zip(flat_out.split(BLOCK_ELEMENTS), blocks, strict=True):
+    blocks = zip(*(partial.split(BLOCK_ELEMENTS) for partial in partials), strict=True)
+    for out_block, partial_blocks in zip(whole.split(BLOCK_ELEMENTS), blocks, strict=True):
         _fold(out_block, partial_blocks, switch, wide, divisor, scratch)
     return out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,7 +10,8 @@ import torch
 from commfuse_dp.engine.bound import Binder
 from commfuse_dp.engine.parameters import Consume
 from commfuse_dp.engine.partials import PartialGradients, Produce
-from commfuse_dp.engine.plan import Unit, UnitSlice
+from commfuse_dp.engine.plan import Settings, Unit, UnitSlice
+from commfuse_dp.engine.scatter import Scatter
 from commfuse_dp.engine.whole import Whole
 from commfuse_dp.interrupts import HELD, deliver_held
 from commfuse_dp.ops.operands import other_parameters
@@ -24,6 +26,7 @@ class Backward:
 
     Attributes:
         accumulating: indices of units whose partials were added up here and are due at the end of the backward, at the latest.
+        settings: by policy (its identity), of the backward under way.
     """
 
     def __init__(self, engine: Engine, binder: Binder) -> None:
@@ -33,6 +36,7 @@ class Backward:
         self._gradients = engine.gradients
         self._in_place = engine.transport.in_place
         self.accumulating: set[int] = set()
+        self.settings: dict[int, Settings] = {}
 
     def renew(self) -> None:
         """A forward has come between the one of this backward and it. If that was one with other values (of an average, say,
@@ -58,17 +62,17 @@ class Backward:
         consume: Consume | None,
         produce: Produce | None,
         *,
-        dtype: torch.dtype,
-        include: tuple[bool, ...],
+        dtype: torch.dtype | None = None,
         whole: Whole | None = None,
     ) -> None:
         """Slices owed to others first, own last. For each: produce its partial gradient, which leaves at once, then consume its
-        parameters.
+        parameters. Parts that are not trained have no gradient.
 
-        dtype: of the partial gradients; include: which parts get one. consume None: the parameters are not needed.
+        dtype: of the partial gradients; None: the narrower of the dtypes of computing and of reducing (sums are wide).
+        consume None: the parameters are not needed.
         whole: products of all slices at once, tried first; all partials then come before the parameters (whole.py).
         """
-        engine, breakage = self._engine, self._engine.breakage
+        engine, breakage, gradients = self._engine, self._engine.breakage, self._gradients
         if breakage.cause:
             breakage.check()
         if engine.armed is None or engine.armed() is None:
@@ -76,33 +80,52 @@ class Backward:
         breakage.layer = unit.name
         try:
             unit.pending_backwards = max(0, unit.pending_backwards - 1)
-            reduce = produce is not None and self._reduces(unit)
-            computed = dtype if produce is not None else None
-            record = self._binder.record(unit, computed, include, read=consume is not None, reduce=reduce)
+            settings = self.settings.get(id(unit.policy))
+            if settings is None:
+                settings = self.settings[id(unit.policy)] = Settings.of(unit.policy)
+            wanted = [slot.wants() for slot in unit.slots] if len(unit.slots) > 1 else (unit.slots[0].wants(),)
+            include, kinds = zip(*wanted, strict=True)
+            computed: torch.dtype | None = None
+            if produce is not None and True in include:
+                computed = dtype if dtype is not None else narrower(unit.params.dtype, settings.reduce_dtype)
+            reduce = settings.reduce_grads
+            if reduce and (unit.pending_backwards > 0 if computed is not None else unit.accumulated is not None):
+                # The module was called several times: its partials are added up here, and sent with the last. Or it is trained
+                # no more, and what was accumulated before is due.
+                self.accumulating.add(unit.index)
+                reduce = False
+            reads = consume is not None
+            record = self._binder.record(unit, settings, computed, include, kinds[0], read=reads, reduce=reduce)
             bound = self._binder.backward(unit, record)
-            partials = PartialGradients(self._engine, unit, bound, dtype, include) if produce is not None else None
-            if produce is None and unit.accumulated is not None and self._reduces(unit):
-                self.accumulating.add(unit.index)  # it is trained no more, and what was accumulated before is due
+            scatter: Scatter | None = None
+            partials: PartialGradients | None = None
+            if computed is not None and reduce and unit.accumulated is None:
+                scatter = gradients.begin(bound, engine.step)
+            elif computed is not None:
+                partials = PartialGradients(engine, unit, bound, computed, include)
             parameters = self._parameters
-            in_view = consume is not None and parameters.in_view(unit)
-            if consume is not None and not in_view:
+            in_view = reads and parameters.in_view(unit)
+            if reads and not in_view:
                 parameters.announce(bound.remote)
             if whole is not None:
-                if partials is not None and partials.produce_whole(whole.wgrad, bound.order):
-                    partials = None
+                if scatter is not None and whole.wgrad(scatter, bound.order):
+                    scatter = None
                 if consume is not None and whole.dgrad():
                     consume = None
             for item, read in bound.entries:
-                if item is not None and partials is not None:
-                    partials.fill(item, produce)  # type: ignore[arg-type]
-                elif read is not None and consume is not None:
+                if item is not None:
+                    if scatter is not None:
+                        gradients.produce(scatter, item, produce)  # type: ignore[arg-type]
+                    elif partials is not None:
+                        partials.fill(item, produce)  # type: ignore[arg-type]
+                elif consume is not None and read is not None:
                     if in_view:
                         consume(read.item, read.pieces)
                     else:
                         parameters.read(unit, read, consume)
             if not self._in_place:
                 parameters.forget(unit)
-            self._gradients.poll()
+            gradients.poll()
             for port in engine.ports:
                 if port.under_way:
                     engine.move_on()
@@ -112,22 +135,14 @@ class Backward:
             breakage.by(unit.name, error)
             raise
 
-    def _reduces(self, unit: Unit) -> bool:
-        """Whether the partials of this backward are sent now."""
-        if not unit.policy.reduce_grads:
-            return False
-        if unit.pending_backwards > 0:  # the module was called several times: they are added up here, and sent with the last
-            self.accumulating.add(unit.index)
-            return False
-        return True
-
     def scatter_accumulated(self, unit: Unit) -> None:
         """Reduce what was accumulated locally, without a new partial: the call that should have brought it did not come."""
         dtype = unit.accumulated_dtype
         if dtype is None:
             return
-        nothing = (False,) * len(unit.slots)
-        bound = self._binder.backward(unit, self._binder.record(unit, dtype, nothing, read=False, reduce=True))
+        nothing, delivered = (False,) * len(unit.slots), unit.slots[0].wants()[1]
+        record = self._binder.record(unit, Settings.of(unit.policy), dtype, nothing, delivered, read=False, reduce=True)
+        bound = self._binder.backward(unit, record)
         partials = PartialGradients(self._engine, unit, bound, dtype, nothing)
         for item in bound.order:
             partials.fill(item, _nothing_new)
@@ -136,7 +151,7 @@ class Backward:
         """The backward pass is over: what was left for a call that did not come, and what was held for one."""
         for unit in self._engine.units:
             # Frozen since the microbatch before, and so is all that comes before it: then no call comes at all.
-            frozen = unit.accumulated is not None and not any(slot.requires_grad for slot in unit.slots)
+            frozen = unit.accumulated is not None and not any(slot.wants()[0] for slot in unit.slots)
             if (frozen or unit.index in self.accumulating) and unit.policy.reduce_grads:
                 self.scatter_accumulated(unit)
             if not self._in_place and unit.pending_backwards == 0:
@@ -146,6 +161,12 @@ class Backward:
     def forget_all(self) -> None:
         """The end: drop every view of memory."""
         self._binder.forget_all()
+
+
+@functools.cache
+def narrower(computed: torch.dtype, reduced: torch.dtype | None) -> torch.dtype:
+    """In which of the two partial gradients travel."""
+    return reduced if reduced is not None and reduced.itemsize < computed.itemsize else computed
 
 
 def _nothing_new(item: UnitSlice, pieces: list[Piece]) -> None:

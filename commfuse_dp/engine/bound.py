@@ -17,7 +17,7 @@ import torch
 
 from commfuse_dp.collectives.summation import wide_dtype
 from commfuse_dp.engine.parameters import ParameterStream, Visit
-from commfuse_dp.engine.plan import Geometry, ParamSlot, Unit, UnitSlice
+from commfuse_dp.engine.plan import Geometry, ParamSlot, Settings, Unit, UnitSlice
 from commfuse_dp.engine.programs import Entry, Programs, Reduction, bind
 from commfuse_dp.engine.room import check_room
 from commfuse_dp.engine.window import Key
@@ -128,10 +128,10 @@ class BoundBackward:
         self.entries = tuple(entries)  # the compute lane
         reads = [entry.read for entry in entries if entry.read is not None]
         self.remote: list[Key] = list(dict.fromkeys(read.group.key for read in reads if read.item.owner != rank))
-        # With replicas the sum is rounded only after that over these.
-        self.wide = wide_dtype(record.dtype) if record.dtype is not None else None  # what is added up in
-        if record.delivered is not None:
-            self.out_dtype: torch.dtype = self.wide if replicas and self.wide is not None else record.delivered  # of the sum
+        if record.delivered is not None and record.dtype is not None:
+            # With replicas the sum is rounded only after that over these.
+            self.out_dtype: torch.dtype = wide_dtype(record.dtype) if replicas else record.delivered  # of the sum
+            self.wide: torch.dtype = wide_dtype(self.out_dtype, record.dtype)  # what is added up in
             self.in_place = record.dtype == self.out_dtype  # the buffer of the own partial can become the gradient itself
         self.kept = bool(replicas) or any(slot.keeps_delivered for slot in unit.slots)  # whoever gets the sum keeps it
         self.divisor = float(ranks * max(1, replicas)) if record.divisor is None else float(record.divisor)
@@ -184,24 +184,33 @@ class Binder:
         self._bound: dict[int, dict[Record, BoundBackward]] = {}  # by unit
 
     def record(
-        self, unit: Unit, computed: torch.dtype | None, include: tuple[bool, ...], *, read: bool, reduce: bool
+        self,
+        unit: Unit,
+        settings: Settings,
+        computed: torch.dtype | None,
+        include: tuple[bool, ...],
+        delivered: torch.dtype | None,
+        *,
+        read: bool,
+        reduce: bool,
     ) -> Record:
         """What holds for the unit now.
 
-        computed: dtype of the products that are its partial gradients; None: there are none. include: parts that have one."""
+        computed: dtype of the products that are its partial gradients; None: there are none. include: parts that have one.
+        delivered: dtype in which the main parameter wants its gradient."""
         if computed is None:
             return Record(read, None, include, False, None, None, False)
-        policy = unit.policy
         if unit.accumulated is not None:  # in the wider of the two, from the first microbatch on
             computed = unit.accumulated_dtype or computed
             if reduce:  # also of what is not trained any more
                 include = tuple(now or kept is not None for now, kept in zip(include, unit.accumulated, strict=True))
         elif not reduce:
-            computed = policy.reduce_dtype or computed
+            computed = settings.reduce_dtype or computed
         if not reduce:
             return Record(read, computed, include, False, None, None, False)
-        replicate = self._replicas > 0 and policy.all_reduce_grads
-        return Record(read, computed, include, True, unit.slots[0].grad_dtype, policy.divide_factor, replicate)
+        replicate = self._replicas > 0 and settings.all_reduce_grads
+        found = read, computed, include, True, delivered, settings.divide_factor, replicate
+        return tuple.__new__(Record, found)  # without a frame in every layer
 
     def backward(self, unit: Unit, record: Record) -> BoundBackward:
         """Its program, bound. Raises CommFuseError if CommFuse has been removed from its model, ConfigError if there is no room

@@ -64,10 +64,8 @@ class Engine:
         device: torch.device,
         replicas: ReplicaGroup | None,
         vote: Callable[[bool], bool] = bool,
-        published: Callable[[Unit], bool] = lambda unit: False,
     ) -> None:
-        """vote: collective over the engine's ranks; True on all of them if its argument is True on one.
-        published: called whenever a unit's values have been copied for a step; whether its parameters are other ones now."""
+        """vote: collective over the engine's ranks; True on all of them if its argument is True on one."""
         self.transport = transport
         transport.layers = [unit.name for unit in units]
         self.units = list(units)
@@ -102,7 +100,6 @@ class Engine:
         self._in_forward = False  # of the root
         self.vote = vote
         self.calls: Steps | None = None
-        self._published = published
         self.armed: weakref.ref[EndOfBackward] | None = None  # dead if that backward was broken off
         self._broken = ""  # the text alone: a kept exception keeps its frames, and with them shared memory, for ever
         self._gemms: Gemms | None = None
@@ -283,7 +280,10 @@ class Engine:
         self.buffers.settle()
         self.parameters.start(self.step, self._sequences.get(self._mode, []))
         for unit in self.units:
-            if self._published(unit):
+            other = False
+            for slot in unit.slots:
+                other = slot.published() or other
+            if other:
                 unit.new_anchor(self.device)
         self.probe.span_since(COMPUTE, "publish", start, begun, kind="publish")
         self._active = True
@@ -400,6 +400,7 @@ class Engine:
     def arm(self) -> None:
         """A backward pass is under way: it computes with the parameters of now, and `finish_backward` runs at its end."""
         if self.armed is None or self.armed() is None:
+            self._backward.settings.clear()  # what the framework wants may be another thing than in the backward before
             if self._overtaken:
                 self._backward.renew()
             self.armed = at_end_of_backward(self._end_backward)

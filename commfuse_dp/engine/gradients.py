@@ -34,6 +34,7 @@ from commfuse_dp.engine.bound import BoundBackward
 from commfuse_dp.engine.broken import ROOM, Breakage
 from commfuse_dp.engine.memory.buffers import BufferPool
 from commfuse_dp.engine.ordering import Ordering
+from commfuse_dp.engine.partials import Produce
 from commfuse_dp.engine.plan import UnitSlice
 from commfuse_dp.engine.replicas import ReplicaGroup, Replicating
 from commfuse_dp.engine.routes.outbox import Outbox, Reserver
@@ -42,7 +43,6 @@ from commfuse_dp.engine.routes.stream import StreamRoute
 from commfuse_dp.engine.scatter import Scatter
 from commfuse_dp.engine.sums import SMALL_BYTES, Sums
 from commfuse_dp.errors import Where
-from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.probe import SEND, now_ns
 from commfuse_dp.transport.base import Sending, Transport
 from commfuse_dp.transport.waiting import wait_until
@@ -110,7 +110,10 @@ class GradientStream:
         if self._probe.timing is not None:
             self._probe.timing.layer = scatter.unit.name
         if item.owner == self._rank:
-            return self._own_part(scatter, item)
+            own = scatter.own
+            if own is None:
+                own = scatter.own = self._own_buffer(scatter)
+            return own if item.nbytes == own.numel() else own[item.offset : item.offset + item.nbytes]
         if scatter.route is not None:
             return scatter.route.reserve(item)
         for port in self.ports:
@@ -135,14 +138,26 @@ class GradientStream:
             for dst, buffer in zip(dsts, self._transport.reserve(dsts, sizes, room), strict=True):
                 found[dst, index] = buffer
         for item in scatter.bound.geometry.slices[self._rank]:
-            found[self._rank, item.index] = self._own_part(scatter, item)
+            found[self._rank, item.index] = self.reserve(scatter, item)
         return [found[item.owner, item.index] for item in items]
 
-    def pieces(self, scatter: Scatter, item: UnitSlice, buffer: torch.Tensor) -> list[Piece]:
-        """Views of what `reserve` gave, one for each part."""
-        if not self._kept_views or scatter.route is not None or item.owner == self._rank:
-            return scatter.bound.geometry.pieces(item, buffer)
-        return scatter.bound.slot_pieces(item, buffer)
+    def produce(self, scatter: Scatter, item: UnitSlice, produce: Produce) -> None:
+        """Have the partial of one slice computed where it belongs, and send it. Blocks while its owner has no free slot."""
+        if item.absent:
+            self.send(scatter, (item,), ())
+            return
+        own, bound = item.owner == self._rank, scatter.bound
+        buffer = self.reserve(scatter, item)
+        start = now_ns() if self._probe.sink is not None else 0
+        if own or not self._kept_views or scatter.route is not None:
+            pieces = bound.geometry.pieces(item, buffer)
+        else:
+            pieces = bound.slot_pieces(item, buffer)
+        produce(item, pieces)
+        if own and scatter.route is None:
+            scatter.own_done += 1
+        else:
+            self.send(scatter, (item,), (buffer,), start)
 
     def send(
         self,
@@ -182,20 +197,12 @@ class GradientStream:
             name, item = f"{scatter.unit.name} gradient (in place)", items[0]
             self._probe.span(SEND, name, start_ns, now_ns(), nbytes=item.nbytes, peer=item.owner)
 
-    def _own_part(self, scatter: Scatter, item: UnitSlice) -> torch.Tensor:
-        if scatter.own is None:
-            scatter.own = self._own_buffer(scatter)
-        return scatter.own if item.nbytes == scatter.own.numel() else scatter.own[item.offset : item.offset + item.nbytes]
-
     def _own_buffer(self, scatter: Scatter) -> torch.Tensor:
         nbytes = scatter.bound.geometry.segment_bytes[self._rank]
         if scatter.bound.in_place and scatter.bound.kept:  # summed in place and handed to the parameter: memory of its own
             return torch.empty(nbytes, dtype=torch.uint8, device=self._pool.device)
-        return self._pool.take(nbytes, most=self._spare(nbytes))
-
-    def _spare(self, nbytes: int) -> int:
-        """Buffers of this size that may be in use by sums under way, before compute waits for the first of them."""
-        return max(2, self._inbox_bytes // max(1, nbytes))
+        # So many may be in use by sums under way, before compute waits for the first of them.
+        return self._pool.take(nbytes, most=max(2, self._inbox_bytes // max(1, nbytes)))
 
     def _await_credit(self, scatter: Scatter, item: UnitSlice) -> torch.Tensor:
         start = now_ns()
@@ -222,15 +229,18 @@ class GradientStream:
         """Finish the sums whose partials have all arrived; never blocks. True if anything was summed."""
         worked = passed_on = self._routed and self._advance_routes()
         queue = self._queue
-        while queue and self._sums.ready(queue[0]):
-            worked = True
+        while queue:
             head = queue[0]
+            came = self._sums.ready(head)
+            if came is None:
+                break
+            worked = True
             try:
                 if not self._on_streams:
-                    self._sum_next(head)
+                    self._sum_next(head, came)
                 else:
                     with self._ordering.reducing():
-                        self._sum_next(head)
+                        self._sum_next(head, came)
             except BaseException as error:  # half of a sum: wherever this was called from, the step is lost
                 self._breakage.by(head.unit.name, error)
                 raise
@@ -264,12 +274,12 @@ class GradientStream:
         for port in self.ports:
             port.progress()
 
-    def _sum_next(self, scatter: Scatter) -> None:
+    def _sum_next(self, scatter: Scatter, came: Sequence[torch.Tensor]) -> None:
         """Sum the next slice, if there is one; after the last the unit is complete. `scatter` is the first of the queue."""
         if scatter.route is None:
             own = scatter.bound.geometry.slices[self._rank]
             if scatter.summed < len(own):
-                self._sums.add(scatter, own[scatter.summed])
+                self._sums.add(scatter, own[scatter.summed], came)
                 scatter.summed += 1
             if scatter.summed < len(own):
                 return
@@ -313,7 +323,7 @@ class GradientStream:
         for part, slot, offset, shape in scatter.bound.deliveries:
             numel = shape.numel()
             grad = (total if numel == total.numel() else total[offset : offset + numel]).view(shape)
-            dtype = scatter.bound.out_dtype if part == 0 and self._replicas is None else slot.grad_dtype
+            dtype = scatter.bound.out_dtype if part == 0 and self._replicas is None else slot.wants()[1]
             slot.deliver(grad if grad.dtype == dtype else grad.to(dtype))
 
     # ---- end of backward ---------------------------------------------------------------------------------------------

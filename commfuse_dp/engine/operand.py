@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
+from functools import partial
 
 import torch
 
 from commfuse_dp.engine.engine import Engine
-from commfuse_dp.engine.parameters import Consume
-from commfuse_dp.engine.partials import Produce
 from commfuse_dp.engine.plan import Unit
-
-_requires_grad = attrgetter("requires_grad")
 
 
 class UnitOperand:
@@ -30,29 +26,17 @@ class UnitOperand:
         self.transposed = transposed
         self.has_bias = len(self.shapes) > 1
         self.whole = None if transposed else engine.whole_products(unit)
-
-    def expect_backward(self) -> None:
-        self._engine.expect_backward(self._unit)
-
-    def gather(self, consume: Consume) -> None:
-        self._engine.gather(self._unit, consume)
-
-    def read(self, consume: Consume) -> None:
-        """As `gather`, but holds nothing for the unit's backward."""
-        self._engine.read(self._unit, consume)
-
-    def expect_more(self) -> None:
-        self._engine.expect_more(self._unit)
+        # Not methods, which would be a frame in every layer.
+        self.expect_backward = partial(engine.expect_backward, unit)
+        self.gather = partial(engine.gather, unit)
+        self.exchange = partial(engine.exchange, unit)
+        self.read = partial(engine.read, unit)  # as `gather`, but holds nothing for the unit's backward
+        self.expect_more = partial(engine.expect_more, unit)
 
     @property
     def version(self) -> int:
         """Of the published parameters."""
         return self._engine.step
-
-    def exchange(
-        self, consume: Consume | None, produce: Produce | None, *, dtype: torch.dtype, include: tuple[bool, ...]
-    ) -> None:
-        self._engine.exchange(self._unit, consume, produce, dtype=dtype, include=include)
 
     @property
     def split_rows(self) -> tuple[int, ...]:
@@ -60,15 +44,9 @@ class UnitOperand:
 
     @property
     def trainable(self) -> tuple[bool, ...]:
-        return tuple(map(_requires_grad, self._unit.slots))
+        return tuple([slot.wants()[0] for slot in self._unit.slots])
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """Dtype of the gathered parameters."""
         return self._unit.dtype
-
-    @property
-    def partial_dtype(self) -> torch.dtype:
-        """Dtype in which partial gradients travel: the narrower of the computed and the reduced one (they are summed wide)."""
-        computed, reduced = self._unit.dtype, self._unit.policy.reduce_dtype  # not `compute_dtype`: a frame a layer
-        return reduced if reduced is not None and reduced.itemsize < computed.itemsize else computed

@@ -1,19 +1,18 @@
-"""The partial gradients of one backward call of one unit, on their way out of the products."""
+"""Partial gradients that are added up here over several microbatches, or calls of a module, before they are sent."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from commfuse_dp.engine.bound import BoundBackward
 from commfuse_dp.engine.plan import Unit, UnitSlice
-from commfuse_dp.engine.scatter import Scatter
 from commfuse_dp.ops.operands import other_parameters
 from commfuse_dp.ops.pieces import Piece
-from commfuse_dp.probe import now_ns
 
 if TYPE_CHECKING:
     from commfuse_dp.engine.engine import Engine
@@ -22,7 +21,7 @@ Produce = Callable[[UnitSlice, "list[Piece]"], None]
 
 
 class PartialGradients:
-    """Where the partial gradients of one backward call go: to their owners, or into the local accumulation."""
+    """Those of one backward call of one unit: they go into the local accumulation, or with it to their owners."""
 
     __slots__ = ("_accumulated", "_computed", "_engine", "_include", "_scatter", "_unit", "geometry")
 
@@ -50,12 +49,6 @@ class PartialGradients:
         if reduce:
             unit.accumulated = None  # it travels with this reduction
 
-    def produce_whole(self, wgrad: Callable[[Scatter, list[UnitSlice]], bool], order: list[UnitSlice]) -> bool:
-        """All partials by one product, if nothing has to be added to them here."""
-        if self._scatter is None or self._accumulated is not None:
-            return False
-        return wgrad(self._scatter, order)
-
     def fill(self, item: UnitSlice, produce: Produce) -> None:
         """Have the partial of one slice computed and send it (or add it up)."""
         gradients = self._engine.gradients
@@ -68,19 +61,15 @@ class PartialGradients:
                 for piece in pieces:
                     self._earlier(piece).add_(piece.tensor)  # type: ignore[union-attr]
             return
-        buffer = gradients.reserve(self._scatter, item)
-        start = now_ns() if self._engine.probe.sink is not None else 0
-        target = gradients.pieces(self._scatter, item, buffer)
-        if self._accumulated is None:
-            produce(item, target)
-        else:
-            with self._beside(item, produce) as pieces:
-                self._join(target, pieces)
-        gradients.send(self._scatter, (item,), (buffer,), start)
+        gradients.produce(self._scatter, item, partial(self._produce_joined, produce))
 
-    def _join(self, target: Sequence[Piece], produced: Sequence[Piece]) -> None:
-        """target = what earlier microbatches have accumulated + what was produced now."""
-        new = {(piece.part, piece.row_start, piece.column_start): piece.tensor for piece in produced}
+    def _produce_joined(self, produce: Produce, item: UnitSlice, target: Sequence[Piece]) -> None:
+        """target = what earlier microbatches have accumulated + what is produced now."""
+        with self._beside(item, produce) as produced:
+            new = {(piece.part, piece.row_start, piece.column_start): piece.tensor for piece in produced}
+            self._join(target, new)
+
+    def _join(self, target: Sequence[Piece], new: dict[tuple[int, int, int], torch.Tensor]) -> None:
         for piece in target:
             earlier, now = self._earlier(piece), new.get((piece.part, piece.row_start, piece.column_start))
             if earlier is None or now is None:  # a part that is trained only now, or no more

@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -43,13 +43,14 @@ class ParamSlot(Protocol):
         """This rank's rows, [rows, *shape[1:]], or flat range, [elements], in the parameter's own dtype (may be empty)."""
         ...
 
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        """Dtype that `deliver` wants."""
+    def published(self) -> bool:
+        """The values that the parameter has now are those of the step: so is its gradient. Whether it is another one than
+        before."""
         ...
 
-    @property
-    def requires_grad(self) -> bool: ...
+    def wants(self) -> tuple[bool, torch.dtype]:
+        """Whether the parameter wants a gradient now, and in which dtype `deliver` wants it."""
+        ...
 
     @property
     def keeps_delivered(self) -> bool:
@@ -91,6 +92,19 @@ class UnitPolicy(Protocol):
     def divide_factor(self) -> float | None:
         """None: the number of data-parallel ranks."""
         ...
+
+
+class Settings(NamedTuple):
+    """What a `UnitPolicy` wants done with gradients: read once in a backward, for all units that share the policy."""
+
+    reduce_dtype: torch.dtype | None
+    reduce_grads: bool
+    all_reduce_grads: bool
+    divide_factor: float | None
+
+    @classmethod
+    def of(cls, policy: UnitPolicy) -> Settings:
+        return cls(policy.reduce_dtype, policy.reduce_grads, policy.all_reduce_grads, policy.divide_factor)
 
 
 @dataclass(frozen=True)

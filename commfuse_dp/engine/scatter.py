@@ -37,7 +37,8 @@ class Scatter:
     def tag(self, item: UnitSlice) -> Tag:
         found = self.tags.get(item.index)
         if found is None:
-            found = self.tags[item.index] = Tag(CHANNEL_GRAD, self.unit.index, self.seq, item.index)
+            name = CHANNEL_GRAD, self.unit.index, self.seq, item.index
+            found = self.tags[item.index] = tuple.__new__(Tag, name)  # without a frame in every layer
         return found
 
     def where(self, item: UnitSlice) -> Where:

@@ -14,7 +14,7 @@ from commfuse_dp.engine.bound import MOST_VIEWS, BoundBackward
 from commfuse_dp.engine.plan import UnitSlice
 from commfuse_dp.engine.scatter import Scatter
 from commfuse_dp.probe import COMPUTE, now_ns
-from commfuse_dp.transport.base import NOWHERE, Transport
+from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.one_sided.ring import ALIGNMENT
 
 # A notice of so many bytes, or fewer, waits for company: on layers of microseconds the time is in messages. It leaves with the
@@ -51,23 +51,32 @@ class Sums:
         """The partial of a peer is here."""
         return (peer, item.index) in scatter.unloaded or bool(self._transport.receive((peer,), scatter.tag(item), wait=False))
 
-    def ready(self, scatter: Scatter) -> bool:
-        """The next slice can be summed (or there is none, and the unit has only to be completed)."""
+    def ready(self, scatter: Scatter) -> Sequence[torch.Tensor] | None:
+        """None: the next slice cannot be summed yet. Else what `add` is given for it: on a host, peers' partials in the order
+        of the sum, without those that were unloaded. (An empty shard has no next slice: its unit has only to be completed.)"""
         if scatter.route is not None:
-            return scatter.route.done
-        own, summed = scatter.bound.geometry.slices[self._rank], scatter.summed
-        if summed == len(own):  # an empty shard
-            return True
+            return () if scatter.route.done else None
+        bound, summed = scatter.bound, scatter.summed
+        own = bound.geometry.slices[self._rank]
+        if summed == len(own):
+            return ()
         if scatter.own_done <= summed:
-            return False
+            return None
         if self._on_streams:  # the stream waits; in lockstep all steps of a slice are taken before its own partial is made
-            return True
-        unloaded, index = scatter.unloaded, own[summed].index
-        peers = [peer for peer in self._peers if (peer, index) not in unloaded] if unloaded else self._peers
-        return not peers or bool(self._transport.receive(peers, scatter.tag(own[summed]), wait=False))
+            return ()
+        item = own[summed]
+        peers = self._held(scatter, item) if scatter.unloaded else bound.sources[summed][0]
+        if not peers:
+            return ()
+        return self._transport.receive(peers, scatter.tags.get(item.index) or scatter.tag(item), wait=False) or None
 
-    def add(self, scatter: Scatter, item: UnitSlice) -> None:
-        """Sum one own slice, whose partials are here (or for which the stream waits), into its place in the gradient."""
+    @staticmethod
+    def _held(scatter: Scatter, item: UnitSlice) -> Sequence[int]:
+        """Peers whose partials of the next slice are not unloaded, in the order of the sum."""
+        return [rank for rank in scatter.bound.sources[scatter.summed][0] if (rank, item.index) not in scatter.unloaded]
+
+    def add(self, scatter: Scatter, item: UnitSlice, came: Sequence[torch.Tensor]) -> None:
+        """Sum one own slice, the next one, into its place in the gradient. came: see `ready`."""
         probe, bound = self._probe, scatter.bound
         begun = probe.mark() if probe.timing is not None else None
         start = now_ns() if probe.sink is not None else 0
@@ -84,24 +93,25 @@ class Sums:
             if scatter.partials is None:
                 scatter.partials = torch.empty(flat.numel(), dtype=bound.out_dtype, device=own.device)
             out = scatter.partials[low:high]
-        tag = scatter.tag(item)
-        where = scatter.where(item) if self._on_streams else NOWHERE  # on a host all of it is here
-        unloaded = scatter.unloaded
+        tag = scatter.tags.get(item.index) or scatter.tag(item)
         peers, place = bound.sources[scatter.summed]
-        held = [rank for rank in peers if (rank, item.index) not in unloaded] if unloaded else peers
-        came = self._typed(bound, self._transport.receive(held, tag, where))
-        if unloaded:
-            by_rank = dict(zip(held, came, strict=True))
-            came = [by_rank[rank] if rank in by_rank else unloaded.pop((rank, item.index)).view(dtype) for rank in peers]
-        partials = [*came[:place], own, *came[place:]]
+        held = self._held(scatter, item) if scatter.unloaded else peers
+        if self._on_streams:
+            came = self._transport.receive(held, tag, scatter.where(item))
+        partials = self._typed(bound, came)
+        if scatter.unloaded:
+            by_rank = dict(zip(held, partials, strict=True))
+            away = scatter.unloaded
+            partials = [by_rank[rank] if rank in by_rank else away.pop((rank, item.index)).view(dtype) for rank in peers]
+        partials.insert(place, own)
         if begun is not None:
             probe.tail(f"{scatter.unit.name} (tail)", begun)
         begun = probe.mark() if probe.sink is not None else None
         divisor = bound.divisor if self._divides else None
-        scratch = self._scratch.get(bound.wide) if bound.wide is not None else None
+        scratch = self._scratch.get(bound.wide)
         if scratch is None:
-            scratch = self.scratch_for(dtype)
-        sum_in_rank_order(out, partials, own_rank=place, scale_divisor=divisor, scratch=scratch, checked=True)
+            scratch = self.scratch_for(bound.wide)
+        sum_in_rank_order(out, partials, own_rank=place, scale_divisor=divisor, scratch=scratch, wide=bound.wide)
         self._transport.release(held, tag, more=True)
         self.released += max(item.nbytes, ALIGNMENT) if item.nbytes <= SMALL_BYTES else self._inbox_bytes
         if probe.sink is not None:

@@ -80,15 +80,12 @@ class WholeProducts:
         dx: torch.Tensor | None,
         consume: Consume | None,
         produce: Produce | None,
-        *,
-        dtype: torch.dtype,
-        include: tuple[bool, ...],
     ) -> None:
         """dx = grad @ W, and the partial gradients. grad: [tokens, out] with dense columns, x and dx: [tokens, in].
 
-        consume, produce, dtype, include: as in Engine.exchange, for what has to go by slices."""
+        consume, produce: as in Engine.exchange, for what has to go by slices."""
         whole = Whole(partial(self._wgrad, grad, x), partial(self._dgrad, grad, dx))
-        self._engine.exchange(self._unit, consume, produce, dtype=dtype, include=include, whole=whole)
+        self._engine.exchange(self._unit, consume, produce, whole=whole)
 
     def _dgrad(self, grad: torch.Tensor, dx: torch.Tensor | None) -> bool:
         return dx is not None and self._product(grad, dx, forward=False)

@@ -73,10 +73,11 @@ class _ShardOperand:
 
         all_gather(self._packed, take, sizes=self._options.sizes, **self._options.calls)
 
-    def exchange(self, consume: Visit | None, produce: Visit | None, *, dtype: torch.dtype, include: tuple[bool, ...]) -> None:
+    def exchange(self, consume: Visit | None, produce: Visit | None) -> None:
         if consume is not None:
             self.gather(consume)
-        if produce is None:
+        include = self.trainable
+        if produce is None or not any(include):
             return
 
         def fill(owner: Owner, rows: torch.Tensor) -> None:
@@ -87,7 +88,7 @@ class _ShardOperand:
             fill,
             shape=(self.out_features, width),
             dtype=self._packed.dtype,
-            reduce_dtype=dtype,
+            reduce_dtype=self._options.reduce_dtype,
             op=self._options.op,
             sizes=self._options.sizes,
             **self._options.calls,
@@ -112,8 +113,7 @@ class _FusedShardLinear(torch.autograd.Function):
         options: _Options = ctx.options
         operand = _operand(weight, bias, options)
         wanted = operand.trainable = (ctx.needs_input_grad[1], bias is not None and ctx.needs_input_grad[2])
-        partial_dtype = options.reduce_dtype if options.reduce_dtype is not None else weight.dtype
-        dx = linear_backward(grad, x, operand, ctx.needs_input_grad[0], partial_dtype)
+        dx = linear_backward(grad, x, operand, ctx.needs_input_grad[0])
         reduced = operand.reduced
         if reduced is None:
             return dx, None, None, None

@@ -33,9 +33,8 @@ class GatheredOperand(Protocol):
 
     def gather(self, consume: Visit) -> None: ...
 
-    def exchange(
-        self, consume: Visit | None, produce: Visit | None, *, dtype: torch.dtype, include: tuple[bool, ...]
-    ) -> None: ...
+    def exchange(self, consume: Visit | None, produce: Visit | None, *, dtype: torch.dtype | None = None) -> None:
+        """dtype: in which partial gradients travel; None: as those of a linear."""
 
     @property
     def trainable(self) -> tuple[bool, ...]: ...
@@ -64,8 +63,7 @@ def gather_backward(grads: Sequence[torch.Tensor], operand: GatheredOperand) -> 
         for piece in pieces:
             piece.tensor.copy_(piece.of(grads[piece.part]))
 
-    include = operand.trainable
-    operand.exchange(None, produce if any(include) else None, dtype=operand.compute_dtype, include=include)
+    operand.exchange(None, produce, dtype=operand.compute_dtype)
 
 
 class _GatherParameters(torch.autograd.Function):
@@ -195,7 +193,7 @@ class ShardedWeights:
         here: all slices that were asked for have come.
     """
 
-    def __init__(self, operands: Sequence[TrainedOperand], dtype: torch.dtype, *, recorded: bool) -> None:
+    def __init__(self, operands: Sequence[GatheredOperand], dtype: torch.dtype, *, recorded: bool) -> None:
         """dtype: that the op computes in. recorded: autograd records the call: a `scatter` will come for its first `gather`."""
         self.operands = tuple(operands)
         self.recorded = recorded
@@ -248,14 +246,7 @@ class ShardedWeights:
                 for piece in pieces:
                     produce(number, piece)
 
-            include = operand.trainable
-            operand.exchange(None, fill if any(include) else None, dtype=operand.partial_dtype, include=include)
-
-
-class TrainedOperand(GatheredOperand, Protocol):
-    @property
-    def partial_dtype(self) -> torch.dtype:
-        """In which partial gradients travel."""
+            operand.exchange(None, fill)
 
 
 class _Arriving:

@@ -56,20 +56,18 @@ class _FusedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None, None]:
-        found = _backward_once(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
-        return found, None, _summed(grad) if ctx.needs_input_grad[2] else None, None, None
+        if torch.is_grad_enabled():  # create_graph=True: what is differentiated a second time raises
+            return _backward_once(ctx, grad)
+        (x,) = ctx.saved_tensors
+        operand = ctx.operand
+        if ctx.anchor is not operand.anchor:  # asked here, too: a call costs a frame per layer
+            check_same_parameters(operand, ctx.anchor)
+        dx = linear_backward(grad, x, operand, ctx.needs_input_grad[0])
+        return dx, None, _summed(grad) if ctx.needs_input_grad[2] else None, None, None
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
-    (x,) = ctx.saved_tensors
-    operand = ctx.operand
-    if ctx.anchor is not operand.anchor:  # asked here, too: a call costs a frame per layer
-        check_same_parameters(operand, ctx.anchor)
-    return linear_backward(grad, x, operand, ctx.needs_input_grad[0], operand.partial_dtype)
-
-
-# With create_graph=True: what is differentiated a second time raises. Without, its wrapper would be a dozen frames a layer.
-_backward_once: Any = torch.autograd.function.once_differentiable(_backward)  # type: ignore[no-untyped-call]
+# Only where it is asked for: its wrapper is a dozen frames a layer. It calls the function again, without gradients.
+_backward_once: Any = torch.autograd.function.once_differentiable(_FusedLinear.backward)  # type: ignore[no-untyped-call]
 
 
 def _summed(grad: torch.Tensor) -> torch.Tensor:
@@ -95,7 +93,7 @@ class _ReplicatedLinear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, torch.Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        linear_backward(grad, x, ctx.operand, False, ctx.operand.partial_dtype)
+        linear_backward(grad, x, ctx.operand, False)
         summed = _summed(grad) if ctx.needs_input_grad[3] else None
         if not ctx.needs_input_grad[0]:
             return None, None, None, summed, None
@@ -160,7 +158,7 @@ def linear_backward_op(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     operand = operand_of(handle)
     check_same_parameters(operand, anchor)
-    dx = linear_backward(grad, x, operand, needs_input_grad, operand.partial_dtype)
+    dx = linear_backward(grad, x, operand, needs_input_grad)
     return (dx if dx is not None else x.new_empty(0)), torch.zeros_like(operand.anchor)
 
 

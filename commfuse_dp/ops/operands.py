@@ -54,9 +54,6 @@ class WholeProducts(Protocol):
         dx: torch.Tensor | None,
         consume: Visit | None,
         produce: Visit | None,
-        *,
-        dtype: torch.dtype,
-        include: tuple[bool, ...],
     ) -> None:
         """As `exchange`, whose callbacks serve for what has to go by slices."""
         ...
@@ -83,8 +80,9 @@ class ShardedOperand(Protocol):
     def gather(self, consume: Visit) -> None:
         """consume(slice, pieces) for every slice, own first."""
 
-    def exchange(self, consume: Visit | None, produce: Visit | None, *, dtype: torch.dtype, include: tuple[bool, ...]) -> None:
-        """produce(slice, pieces), then consume(slice, pieces), for every slice, own last."""
+    def exchange(self, consume: Visit | None, produce: Visit | None) -> None:
+        """produce(slice, pieces), then consume(slice, pieces), for every slice, own last. Pieces are produced of the parts that
+        want a gradient now, in the dtype in which partial gradients travel; nothing is, if none does."""
 
     @property
     def whole(self) -> WholeProducts | None:

@@ -60,14 +60,15 @@ def linear_forward(
     kind = _Sum if operand.transposed else _Columns
     product = kind(rows, columns, operand, with_bias=operand.has_bias, convert=convert, bias=bias)
     operand.gather(product.consume)
-    product.finish()
+    if product.pending:
+        product.finish()
     return y
 
 
 def linear_backward(
-    grad: torch.Tensor, x: torch.Tensor, operand: ShardedOperand, needs_input_grad: bool, partial_dtype: torch.dtype
+    grad: torch.Tensor, x: torch.Tensor, operand: ShardedOperand, needs_input_grad: bool
 ) -> torch.Tensor | None:
-    """dx [..., in] (None if not needed); the gradients of weight and bias leave through `operand`, in `partial_dtype`."""
+    """dx [..., in] (None if not needed); the gradients of weight and bias leave through `operand`."""
     grads = grad if grad.dim() == 2 else grad.reshape(-1, operand.out_features)
     rows = x if x.dim() == 2 else x.reshape(-1, operand.in_features)
     dx = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_input_grad else None
@@ -98,16 +99,15 @@ def linear_backward(
     if dx is not None:
         kind = _Columns if operand.transposed else _Sum
         product = kind(grads, dx, operand, with_bias=False, convert=True)
-    include, products = operand.trainable, operand.whole
-    callbacks = product.consume if product is not None else None, produce if any(include) else None
+    consume, products = product.consume if product is not None else None, operand.whole
     if products is None:
-        operand.exchange(*callbacks, dtype=partial_dtype, include=include)
+        operand.exchange(consume, produce)
     else:
         grads = grads if grads.stride(-1) == 1 else grads.contiguous()
-        products.backward(grads, rows, dx, *callbacks, dtype=partial_dtype, include=include)
+        products.backward(grads, rows, dx, consume, produce)
     if dx is None:
         return None
-    if product is not None:
+    if product is not None and product.pending:
         product.finish()
     return dx if dx.shape == x.shape else dx.view(x.shape)
 
@@ -141,7 +141,7 @@ def _check(weight: torch.Tensor, dtype: torch.dtype, convert: bool) -> None:
 class _Columns:
     """out[:, rows of s] = given @ W_s.T (+ b_s), slice by slice. given: [tokens, columns], out: [tokens, rows]."""
 
-    __slots__ = ("_bias", "_convert", "_few", "_given", "_joined", "_operand", "_out", "_split", "_with_bias")
+    __slots__ = ("_bias", "_convert", "_few", "_given", "_joined", "_operand", "_out", "_split", "_with_bias", "pending")
 
     def __init__(
         self,
@@ -160,6 +160,7 @@ class _Columns:
         self._split: _SplitRows | None = None  # from the first piece of a row on
         self._few = few(out.shape[1])
         self._joined: JoinedRows | None = None  # from the first slice of few rows on
+        self.pending = False  # `finish` is still to come
 
     def consume(self, item: ByOwner | None, pieces: Sequence[Piece]) -> None:
         given, dtype = self._given, self._given.dtype
@@ -182,6 +183,7 @@ class _Columns:
             if count < self._few:
                 if self._joined is None:
                     self._joined = JoinedRows(self._out.shape[1], given.shape[1], dtype, given.device)
+                    self.pending = True
                 block = self._joined.put(row, weight)
                 if block is None:
                     continue
@@ -196,7 +198,7 @@ class _Columns:
                 torch.mm(given, weight.t(), out=out)
 
     def finish(self) -> None:
-        """After the last slice."""
+        """After the last slice, if anything is `pending`."""
         if self._joined is not None:
             self._few = 0
             self.consume(None, [Piece(0, *self._joined.take())])
@@ -217,6 +219,7 @@ class _Sum:
         "_split",
         "_started",
         "_whole",
+        "pending",
     )
 
     def __init__(
@@ -238,10 +241,11 @@ class _Sum:
         self._joined: JoinedRows | None = None  # from the first slice of few rows on
         self._operand = operand
         self._split: _SplitRows | None = None  # from the first piece of a row on
+        self.pending = self._bias is not None  # `finish` is still to come
         if not given.shape[1]:
             out.zero_()
 
-    def consume(self, item: ByOwner, pieces: Sequence[Piece]) -> None:
+    def consume(self, item: ByOwner | None, pieces: Sequence[Piece]) -> None:
         given, out, dtype = self._given, self._out, self._given.dtype
         for piece in pieces:
             part, row, weight, _ = piece
@@ -255,39 +259,47 @@ class _Sum:
             if self._narrow and (count < given.shape[1] or width < out.shape[1] or self._bias is not None):
                 if self._whole is None:
                     self._whole = torch.empty(given.shape[1], out.shape[1], dtype=dtype, device=given.device)
+                    self.pending = True
                 piece.of(self._whole).copy_(weight)
-            elif width < out.shape[1]:
+                continue
+            if width < out.shape[1]:
                 if self._split is None:
                     self._split = _SplitRows(self._operand.split_rows, out.shape[1], dtype, given.device)
+                    self.pending = True
                 self._split.put(piece)
-            elif count < self._few:
+                continue
+            if count < self._few:
                 if self._joined is None:
                     self._joined = JoinedRows(given.shape[1], out.shape[1], dtype, given.device)
+                    self.pending = True
                 block = self._joined.put(row, weight)
-                if block is not None:
-                    row, weight = block
-                    self._add(given.narrow(1, row, weight.shape[0]), weight)
+                if block is None:
+                    continue
+                row, weight = block
+            elif weight.dtype != dtype:
+                weight = weight.to(dtype)
+            span = given.narrow(1, row, weight.shape[0])
+            if self._started:
+                out.addmm_(span, weight)
             else:
-                self._add(given.narrow(1, row, count), weight if weight.dtype == dtype else weight.to(dtype))
+                torch.mm(span, weight, out=out)
+                self._started = True
 
     def finish(self) -> None:
-        """After the last slice. Nothing, if a kernel computed the product, so that no slice was consumed."""
+        """After the last slice, if anything is `pending`."""
         if self._whole is not None and self._bias is not None:
             torch.addmm(self._bias, self._given, self._whole, out=self._out)
             return
         if self._whole is not None:
             torch.mm(self._given, self._whole, out=self._out)
         if self._joined is not None:
-            row, weight = self._joined.take()
-            self._add(self._given.narrow(1, row, weight.shape[0]), weight)
+            self._few = 0
+            self.consume(None, [Piece(0, *self._joined.take())])
         if self._split is not None:
-            self._add(torch.cat([self._given.narrow(1, row, 1) for row in self._split.rows], dim=1), self._split.whole)
+            span = torch.cat([self._given.narrow(1, row, 1) for row in self._split.rows], dim=1)
+            if self._started:
+                self._out.addmm_(span, self._split.whole)
+            else:
+                torch.mm(span, self._split.whole, out=self._out)
         if self._bias is not None:
             self._out.add_(self._bias)
-
-    def _add(self, span: torch.Tensor, weight: torch.Tensor) -> None:
-        if self._started:
-            self._out.addmm_(span, weight)
-        else:
-            torch.mm(span, weight, out=self._out)
-            self._started = True

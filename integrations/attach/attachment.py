@@ -103,7 +103,6 @@ class Attachment:
                 device=device,
                 replicas=replicas,
                 vote=any_of(group, device),
-                published=_published,
             )
 
         self.engine = take(engine, lambda made: made.close())
@@ -217,16 +216,6 @@ def attach(holder: Any, ranks: Ranks, install: Callable[[Attachment], Report], k
     """Collective: `install` on all ranks, or on none. ranks: the first group is the one that the transport is opened over."""
     with attaching(holder, ranks, key) as attachment:
         return ranks.together(lambda: install(attachment))
-
-
-def _published(unit: Unit) -> bool:
-    """The values that the unit's parameters have now are those of the step. Whether any of them is another one than before."""
-    other = False
-    for slot in unit.slots:
-        ask = getattr(slot, "published", None)  # not isinstance: for an abstract class that is a frame, in every layer
-        if ask is not None and ask():
-            other = True
-    return other
 
 
 def fused(

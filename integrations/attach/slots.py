@@ -104,7 +104,7 @@ class ModuleSlot(ABC):
                 return param  # type: ignore[return-value]
             if self.holds_known(module):
                 return held(module, self.param_name)  # type: ignore[return-value]
-        last = self._remembered(self.param_name)
+        last = module.__dict__.get(KNOWN, {}).get(self.param_name) if module is not None else None
         if last is None:
             raise CommFuseError(
                 f"parameter {self.name!r} has gone, or is sharded in another way than when CommFuse was switched on. Call "
@@ -112,13 +112,7 @@ class ModuleSlot(ABC):
             )
         return last  # type: ignore[return-value]
 
-    def _remembered(self, key: str) -> torch.Tensor | None:
-        module = self._module()
-        return None if module is None else module.__dict__.get(KNOWN, {}).get(key)
-
     def published(self) -> bool:
-        """The values that the parameter has now are those of the step: so is its gradient. Whether it is another one than
-        before."""
         module = self._module()
         if module is None or KNOWN not in module.__dict__:
             return False
@@ -130,18 +124,16 @@ class ModuleSlot(ABC):
     def local(self) -> torch.Tensor:
         return self.local_of(self.parameter)
 
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        return self.parameter.dtype
-
-    @property
-    def requires_grad(self) -> bool:
-        return self.parameter.requires_grad
+    def wants(self) -> tuple[bool, torch.dtype]:
+        param = self.parameter
+        return param.requires_grad, param.dtype
 
     keeps_delivered = True  # it becomes .grad
     replaced = False
 
     def deliver(self, grad: torch.Tensor) -> None:
         """To the parameter that was published, which `functional_call` may have taken away since."""
-        param = self._remembered(_PUBLISHED + self.param_name)
+        module = self._module()
+        known = module.__dict__.get(KNOWN) if module is not None else None
+        param = known.get(_PUBLISHED + self.param_name) if known is not None else None
         self.deliver_to(param if param is not None else self.parameter, grad)

@@ -60,9 +60,8 @@ class PartitionedWeight(_ZeroSlot):
         start, stop = self._bounds[self._rank]
         return compat.partition(param, stop - start)
 
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        return self.optimizer.gradient_accumulation_dtype
+    def wants(self) -> tuple[bool, torch.dtype]:
+        return self.parameter.requires_grad, self.optimizer.gradient_accumulation_dtype
 
     def deliver_to(self, param: torch.Tensor, grad: torch.Tensor) -> None:
         with torch.no_grad():
@@ -85,9 +84,9 @@ class ReplicatedWeight(_ZeroSlot):
         start, stop = self._bounds[self._rank]
         return param.detach().view(-1)[start:stop]
 
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        return flat_compat.replicated_grad_dtype(self.optimizer, self.parameter, self._place)
+    def wants(self) -> tuple[bool, torch.dtype]:
+        param = self.parameter
+        return param.requires_grad, flat_compat.replicated_grad_dtype(self.optimizer, param, self._place)
 
     def deliver_to(self, param: torch.Tensor, grad: torch.Tensor) -> None:
         self._ready.append(grad)

@@ -165,13 +165,15 @@ def _install(attachment: Attachment, model: nn.Module, selection: Selection, con
         device = torch.device("cpu" if dist.get_backend(group) == "gloo" else "cuda")
     units: list[Unit] = []
     groups = [group, selection.replicate_group]
+    policies: dict[int, GroupPolicy] = {}  # by FSDP2's group: what it wants is read once a backward
     for adoption in selection.adoptions:
         within = groups if adoption.tensor is not None else []
         slots = [
             ModuleParameter(f"{adoption.name}.{name}" if adoption.name else name, adoption.module, name, within)
             for name in adoption.param_names
         ]
-        units.append(Unit(len(units), adoption.name, slots, GroupPolicy(adoption.group), config.slices_per_rank))
+        policy = policies.setdefault(id(adoption.group), GroupPolicy(adoption.group))
+        units.append(Unit(len(units), adoption.name, slots, policy, config.slices_per_rank))
     for name, layer in selection.claims:
         units.append(Unit(len(units), name, layer.slots(name), layer.policy, config.slices_per_rank))
     engine = attachment.open(

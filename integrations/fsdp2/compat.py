@@ -239,14 +239,15 @@ def reattach_params(group: Any, original: list[Any]) -> None:
 
 def set_sharded_grad(param: torch.Tensor, grad: torch.Tensor) -> None:
     """Set or accumulate the gradient of a sharded DTensor parameter from this rank's rows, then run its gradient hooks."""
-    if param.grad is not None:
-        local_tensor(param.grad).add_(grad)
+    before = param.grad
+    if before is not None:
+        local_tensor(before).add_(grad)
     elif isinstance(param, DTensor):
-        with torch.no_grad():
-            param.grad = DTensor(grad, param._spec, requires_grad=False)  # as FSDP2 itself does, without a collective
+        param.grad = DTensor(grad, param._spec, requires_grad=False)  # as FSDP2 itself does, without a collective
     else:
         param.grad = grad
-    run_gradient_hooks(param)
+    if getattr(param, "_post_accumulate_grad_hooks", None):
+        run_gradient_hooks(param)
 
 
 def gradients_of(group: Any) -> list[torch.Tensor]:

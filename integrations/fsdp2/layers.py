@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,8 +56,7 @@ class ModuleParameter(ModuleSlot):
 
     local_of = staticmethod(compat.local_tensor)
 
-    def deliver_to(self, param: torch.Tensor, grad: torch.Tensor) -> None:
-        compat.set_sharded_grad(param, grad)
+    deliver_to = staticmethod(compat.set_sharded_grad)
 
 
 class ShardedGradients(Gradients):
@@ -75,8 +74,8 @@ class ShardedGradients(Gradients):
             return False
         if engine.has_accumulated or any(unit.replica_partial is not None for unit in engine.units):
             return True
-        served = (slot.parameter.grad for slot in self._slots(engine))
-        found = [compat.local_tensor(grad) for grad in served if grad is not None]
+        served = [param.grad for param in self._parameters(engine) if param.grad is not None]
+        found = [compat.local_tensor(grad) for grad in served]
         found += [grad for group in self._groups if group() is not None for grad in compat.gradients_of(group())]
         return any(bool(grad.any()) for grad in found) if closely else bool(found)
 
@@ -86,15 +85,19 @@ class ShardedGradients(Gradients):
         engine = self._engine()
         if engine is not None:
             engine.drop_accumulated()
-            for slot in self._slots(engine):
-                slot.parameter.grad = None
+            for param in self._parameters(engine):
+                param.grad = None
         for group in self._groups:
             if group() is not None:
                 compat.forget_gradients(group())
 
     @staticmethod
-    def _slots(engine: Engine) -> Iterator[ModuleSlot]:
-        return (slot for unit in engine.units for slot in unit.slots if isinstance(slot, ModuleSlot))
+    def _parameters(engine: Engine) -> list[nn.Parameter]:
+        found = []
+        for unit in engine.units:
+            for slot in unit.slots:  # not isinstance: for an abstract class that is a frame in every layer
+                found.append(slot.parameter)  # type: ignore[attr-defined]
+        return found
 
 
 def _refuse_late_setters(group: Any) -> None:

@@ -98,6 +98,15 @@ class _Operand(UnitOperand):
     def __init__(self, engine: Engine, unit: Unit, injector: Injector) -> None:
         super().__init__(engine, unit)
         self._injector = injector
+        gather, exchange = self.gather, self.exchange
+
+        def injected_gather(consume: Any) -> None:
+            gather(self._around(consume, "consume", "consumed"))
+
+        def injected_exchange(consume: Any, produce: Any, **more: Any) -> None:
+            exchange(self._around(consume, "consume", "consumed"), self._around(produce, "produce", "produced"), **more)
+
+        self.gather, self.exchange = injected_gather, injected_exchange  # type: ignore[assignment]
 
     def _around(self, callback: Callable[..., None] | None, before: str, after: str) -> Any:
         def around(item: Any, pieces: Any) -> None:
@@ -107,12 +116,6 @@ class _Operand(UnitOperand):
             self._injector.at(after)
 
         return around if callback is not None else None
-
-    def gather(self, consume: Any) -> None:
-        super().gather(self._around(consume, "consume", "consumed"))
-
-    def exchange(self, consume: Any, produce: Any, **more: Any) -> None:
-        super().exchange(self._around(consume, "consume", "consumed"), self._around(produce, "produce", "produced"), **more)
 
 
 class _Slot(Slot):

@@ -68,9 +68,11 @@ class Slot:
     def local(self) -> torch.Tensor:
         return self._local
 
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        return self._local.dtype
+    def published(self) -> bool:
+        return False
+
+    def wants(self) -> tuple[bool, torch.dtype]:
+        return self.requires_grad, self._local.dtype
 
     @property
     def keeps_delivered(self) -> bool:

@@ -172,8 +172,8 @@ def run_step(case: Case) -> list[tuple[Done, list[list[Program]]]]:
     def body(rank: int, exchange: ExchangeFn) -> tuple[Done, list[list[Program]]]:
         transport = open_transport(rank, exchange)
         engine, whole = engine_of(case, transport)
-        operands = [UnitOperand(engine, unit) for unit in engine.units]
         done = watched(engine, transport)
+        operands = [UnitOperand(engine, unit) for unit in engine.units]
         engine.begin_step()
         x = torch.randn(2, WIDTH, dtype=torch.float64).requires_grad_()
         for number, operand in enumerate(operands):

@@ -45,17 +45,22 @@ class Case(NamedTuple):
 class Sink:
     """A slot that takes its gradient."""
 
-    requires_grad = True
     keeps_delivered = True
     replaced = False
 
     def __init__(self, name: str, numel: int, dtype: torch.dtype) -> None:
-        self.name, self.shape, self.grad_dtype = name, (ROWS, COLUMNS), dtype
+        self.name, self.shape, self.dtype = name, (ROWS, COLUMNS), dtype
         self._local = torch.zeros(numel)
         self.grad: torch.Tensor | None = None
 
     def local(self) -> torch.Tensor:
         return self._local
+
+    def published(self) -> bool:
+        return False
+
+    def wants(self) -> tuple[bool, torch.dtype]:
+        return True, self.dtype
 
     def deliver(self, grad: torch.Tensor) -> None:
         self.grad = grad

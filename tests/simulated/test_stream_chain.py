@@ -61,10 +61,8 @@ class Enqueued(TorchDispatchMode):
 class Sink:
     """A slot that takes its gradient."""
 
-    requires_grad = True
     keeps_delivered = True
     replaced = False
-    grad_dtype = torch.float32
 
     def __init__(self, name: str, bounds: list[tuple[int, int]], rank: int) -> None:
         self.name, self.shape = name, (ROWS, COLUMNS)
@@ -73,6 +71,12 @@ class Sink:
 
     def local(self) -> torch.Tensor:
         return self._local
+
+    def published(self) -> bool:
+        return False
+
+    def wants(self) -> tuple[bool, torch.dtype]:
+        return True, torch.float32
 
     def deliver(self, grad: torch.Tensor) -> None:
         self.grads.append(grad)

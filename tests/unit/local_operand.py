@@ -107,9 +107,11 @@ class LocalOperand:
 
     expect_more = expect_backward
 
-    def exchange(self, consume: Visit | None, produce: Visit | None, *, dtype: torch.dtype, include: tuple[bool, ...]) -> None:
+    def exchange(self, consume: Visit | None, produce: Visit | None, *, dtype: torch.dtype | None = None) -> None:
         self.exchanges += 1
-        assert dtype == self.partial_dtype and include == self.trainable
+        assert dtype in (None, self.partial_dtype)
+        include = self.trainable
+        produce = produce if any(include) else None
         for distance in range(1, self.world_size + 1):
             owner = (self.rank + distance) % self.world_size
             if produce is not None:

@@ -27,9 +27,9 @@ class Named(NamedTuple):
 class Summing(LocalOperand):
     """Adds up what its exchanges bring, as the engine's owners do."""
 
-    def exchange(self, consume, produce, *, dtype, include):
-        super().exchange(consume, produce, dtype=dtype, include=include)
-        if produce is not None:
+    def exchange(self, consume, produce, *, dtype=None):
+        super().exchange(consume, produce, dtype=dtype)
+        if produce is not None and any(self.trainable):
             self.total = [a + b for a, b in zip(getattr(self, "total", [0.0] * 2), self.partials, strict=False)]
 
 

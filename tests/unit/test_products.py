@@ -108,7 +108,7 @@ def operations(operand: LocalOperand, dtype: torch.dtype) -> tuple[dict[str, int
         y = fused.fused_linear(x, operand, 0)
     grad = random(TOKENS, operand.out_features, dtype=dtype)
     with Operations() as backward:
-        fused.linear_backward(grad, x.detach(), operand, True, operand.partial_dtype)
+        fused.linear_backward(grad, x.detach(), operand, True)
     assert y.shape == grad.shape
     return dict(forward.counts), dict(backward.counts)
 

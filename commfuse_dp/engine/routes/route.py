@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from commfuse_dp.collectives.summation import sum_in_rank_order
+from commfuse_dp.collectives.summation import sum_in_rank_order, wide_dtype
 from commfuse_dp.device.base import WordLike
 from commfuse_dp.engine.bound import BoundBackward
 from commfuse_dp.engine.memory.buffers import BufferPool
@@ -229,8 +229,8 @@ class Route:
         if self._way.chained:
             torch.add(*terms, out=out)
         else:
-            place, scratch = step.ranks.index(self._rank), self._means.scratch(dtype)
-            sum_in_rank_order(out, terms, own_rank=place, scale_divisor=divisor, scratch=scratch, checked=True)
+            place, scratch, wide = step.ranks.index(self._rank), self._means.scratch(dtype), wide_dtype(out.dtype, dtype)
+            sum_in_rank_order(out, terms, own_rank=place, scale_divisor=divisor, scratch=scratch, wide=wide)
         messages.release(step.sources, tag, more=True)
 
     def _part(self, step: Step) -> torch.Tensor:

@@ -26,6 +26,7 @@ count on that of the interpreter (free-threaded Python). `Channel.post` is calle
 from __future__ import annotations
 
 import os
+import struct
 import sys
 import time
 from abc import abstractmethod
@@ -36,7 +37,7 @@ import torch
 
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import Probe
-from commfuse_dp.transport.base import NOWHERE, WHOLE, ExchangeFn, Outcome, PullRequest, Sending, Tag, Transfer
+from commfuse_dp.transport.base import CHANNEL_PARAM, NOWHERE, WHOLE, ExchangeFn, Outcome, PullRequest, Sending, Tag, Transfer
 from commfuse_dp.transport.checks import (
     check_finish,
     check_message,
@@ -62,6 +63,8 @@ from commfuse_dp.transport.waiting import wait_until
 
 OWED_PART = 4  # a credit is kept back for company (`more`) only while at most this part of the peer's ring is owed to it
 CLOSE_FLUSH_S = 5.0  # longest time that close() serves late readers, and then hands over what is queued
+
+_header = msg.HEADER.pack  # `msg.pack` without its frame, and without its error
 
 
 class OneSidedTransport(Peers):
@@ -105,7 +108,7 @@ class OneSidedTransport(Peers):
         self._own_finished = 0
         self._outbox = {dst: Ring(memory.outgoing[dst].numel()) for dst in self._peers}
         self._outgoing_address = {dst: memory.outgoing[dst].data_ptr() for dst in self._peers}
-        self._inbox: dict[tuple[int, Tag], tuple[int, int]] = {}
+        self._inbox: dict[tuple[int, tuple[int, int, int, int]], tuple[int, int]] = {}
         self._owed = dict.fromkeys(self._peers, 0)  # bytes of a peer's ring whose credits are kept back
         self._most_owed = {src: memory.incoming[src].numel() // OWED_PART for src in self._peers}
         self._pulls_waiting: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}  # (key, epoch) -> requests
@@ -258,11 +261,17 @@ class OneSidedTransport(Peers):
             # An empty tensor has no address.
             address = self._outgoing_address[dst]
             offset = buffer.data_ptr() - address if nbytes else int(buffer.storage_offset()) * buffer.element_size()
-            header = msg.pack(msg.DEPOSIT, *tag, max(offset, 0), nbytes)  # first: a bad tag leaves the reservation as it is
+            try:  # first: a bad tag leaves the reservation as it is
+                header = _header(msg.DEPOSIT, *tag, offset, nbytes)
+            except struct.error:
+                header = msg.pack(msg.DEPOSIT, *tag, max(offset, 0), nbytes)  # says what is wrong
             with self._lock:
                 if not ring.send(offset):
                     raise not_reserved(dst, tag)
-                count_message(self.counters, tag.channel, nbytes, sent=True)
+                if tag[0] == CHANNEL_PARAM:
+                    count_message(self.counters, CHANNEL_PARAM, nbytes, sent=True)
+                else:  # without a frame a message
+                    self.counters.grad_bytes_sent += nbytes
                 # Before it leaves: if an exception comes in between, peers must not go on too early.
                 self._rounds.sent[dst] += 1
                 payload = None if self._memory.in_place else self._memory.outgoing[dst].narrow(0, offset, nbytes)
@@ -307,7 +316,7 @@ class OneSidedTransport(Peers):
                 owed = self._owed[src] + max(entry[1], ALIGNMENT) if more else 0
                 hold = 0 < owed <= self._most_owed[src]
                 self._owed[src] = owed if hold else 0
-                self._channel.post(src, msg.pack(msg.CREDIT, self._rounds.round, x=entry[0]), hold=hold)
+                self._channel.post(src, _header(msg.CREDIT, self._rounds.round, 0, 0, 0, entry[0], 0), hold=hold)
 
     # ---- progress and end --------------------------------------------------------------------------------------------
     def close(self, reason: str = "") -> None:
@@ -389,17 +398,20 @@ class OneSidedTransport(Peers):
         self._finished[src] = max(epoch, self._finished[src])
 
     def _on_deposit(self, src: int, channel: int, key: int, seq: int, part: int, offset: int, nbytes: int) -> None:
-        name = (src, Tag(channel, key, seq, part))
+        name = src, (channel, key, seq, part)  # equal to a Tag, made without a frame
         if name in self._inbox:
-            who = self._called(src)
-            self._fail(-1, f"rank {who} sent two messages {name[1]}: tags must be unique among messages in flight")
+            who, tag = self._called(src), Tag(channel, key, seq, part)
+            self._fail(-1, f"rank {who} sent two messages {tag}: tags must be unique among messages in flight")
             return
         if channel == self._rounds.discarded:
             self._channel.post(src, msg.pack(msg.CREDIT, self._rounds.round, x=offset))
         else:
             self._inbox[name] = (offset, nbytes)
         self._rounds.taken[src] += 1
-        count_message(self.counters, channel, nbytes, sent=False)
+        if channel == CHANNEL_PARAM:
+            count_message(self.counters, channel, nbytes, sent=False)
+        else:
+            self.counters.grad_bytes_received += nbytes
 
     def _on_credit(self, src: int, round_: int, _b: int, _c: int, _d: int, offset: int, _y: int) -> None:
         if round_ != self._rounds.round:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from commfuse_dp.errors import PeerLostError, Where
-from commfuse_dp.transport.base import NOWHERE, Left, Outcome, Recovery, Transport
+from commfuse_dp.transport.base import NOWHERE, Left, Outcome, Recovery, Tag, Transport
 from commfuse_dp.transport.one_sided import messages as msg
 from commfuse_dp.transport.waiting import wait_until
 
@@ -73,8 +73,8 @@ class Rounds(Recovery):
         transport = self._transport
         with transport._lock:
             self.discarded = channel
-            for src, tag in [name for name in transport._inbox if name[1].channel == channel]:
-                transport.release((src,), tag)
+            for src, tag in [name for name in transport._inbox if name[1][0] == channel]:
+                transport.release((src,), Tag(*tag))
 
     def outcome_of(self, peer: int, epoch: int) -> Outcome | None:
         return None if peer in self._transport._departed else self._outcomes.get((peer, epoch))
