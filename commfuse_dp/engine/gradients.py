@@ -106,14 +106,18 @@ class GradientStream:
         return scatter
 
     def reserve(self, scatter: Scatter, item: UnitSlice) -> torch.Tensor:
-        """Bytes that the partial of `item` is to be computed into. Blocks while its owner has no free slot."""
+        """Memory that the partial of `item` is to be computed into: bytes, or in its dtype. Blocks while its owner has no free
+        slot."""
         if self._probe.timing is not None:
             self._probe.timing.layer = scatter.unit.name
         if item.owner == self._rank:
             own = scatter.own
             if own is None:
                 own = scatter.own = self._own_buffer(scatter)
-            return own if item.nbytes == own.numel() else own[item.offset : item.offset + item.nbytes]
+            if item.nbytes == own.nbytes:
+                return own
+            size = own.element_size()
+            return own[item.offset // size : (item.offset + item.nbytes) // size]
         if scatter.route is not None:
             return scatter.route.reserve(item)
         for port in self.ports:
@@ -200,7 +204,8 @@ class GradientStream:
     def _own_buffer(self, scatter: Scatter) -> torch.Tensor:
         nbytes = scatter.bound.geometry.segment_bytes[self._rank]
         if scatter.bound.in_place and scatter.bound.kept:  # summed in place and handed to the parameter: memory of its own
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._pool.device)
+            dtype = torch.uint8 if self._on_streams or scatter.route is not None else scatter.bound.geometry.dtype
+            return torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=self._pool.device)
         # So many may be in use by sums under way, before compute waits for the first of them.
         return self._pool.take(nbytes, most=max(2, self._inbox_bytes // max(1, nbytes)))
 

@@ -153,7 +153,7 @@ class Geometry(ABC):
 
     @abstractmethod
     def pieces(self, item: UnitSlice, data: torch.Tensor) -> list[Piece]:
-        """Views of one slice's bytes (uint8, 1-D, item.nbytes)."""
+        """Views of one slice's memory, 1-D: uint8, or in the geometry's dtype."""
 
     @abstractmethod
     def shards(self, own: Sequence[UnitSlice], segment: torch.Tensor) -> list[tuple[torch.Tensor, int, int]]:
@@ -191,14 +191,14 @@ class RowGeometry(Geometry):
 
     def pieces(self, item: UnitSlice, data: torch.Tensor) -> list[Piece]:
         out = []
-        itemsize = self.dtype.itemsize
+        numbers = data if data.dtype == self.dtype else data.view(self.dtype)
         for part, offset, row_start, rows in item.heads:
-            shape = self._row_shapes[part]
-            view = data[offset : offset + rows * prod(shape) * itemsize].view(self.dtype).view(rows, *shape)
-            out.append(Piece(part, row_start, view))
+            shape, start = self._row_shapes[part], offset // self.dtype.itemsize
+            out.append(Piece(part, row_start, numbers[start : start + rows * prod(shape)].view(rows, *shape)))
         if item.main_offset >= 0:
-            main = data[item.main_offset :] if item.main_offset else data
-            out.append(Piece(0, item.start, main.view(self.dtype).view(item.stop - item.start, *self._row_shapes[0])))
+            main = numbers[item.main_offset // self.dtype.itemsize :] if item.main_offset else numbers
+            view = main.view(item.stop - item.start, *self._row_shapes[0])
+            out.append(tuple.__new__(Piece, (0, item.start, view, 0)))  # without a frame in every layer
         return out
 
     def shards(self, own: Sequence[UnitSlice], segment: torch.Tensor) -> list[tuple[torch.Tensor, int, int]]:
@@ -222,7 +222,7 @@ class FlatGeometry(Geometry):
         self._row_elems = layout.row_elems
 
     def pieces(self, item: UnitSlice, data: torch.Tensor) -> list[Piece]:
-        flat = data.view(self.dtype)
+        flat = data if data.dtype == self.dtype else data.view(self.dtype)
         return [
             Piece(
                 0,

@@ -26,7 +26,7 @@ class Scatter:
         self.seq = unit.scatters
         unit.scatters = (unit.scatters + 1) % SEQUENCE_LIMIT
         self.tags: dict[int, Tag] = {}  # by index, as far as they were asked for
-        self.own: torch.Tensor | None = None  # bytes of this rank's own partial
+        self.own: torch.Tensor | None = None  # memory of this rank's own partial, 1-D: bytes, or in its dtype
         self.flat: torch.Tensor | None = None  # the same in its dtype
         self.own_done = 0  # own slices computed
         self.summed = 0  # own slices reduced

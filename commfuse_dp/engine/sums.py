@@ -84,9 +84,9 @@ class Sums:
         assert scatter.own is not None
         flat = scatter.flat
         if flat is None:
-            flat = scatter.flat = scatter.own.view(dtype)
+            flat = scatter.flat = scatter.own if scatter.own.dtype == dtype else scatter.own.view(dtype)
         low, high = item.offset // dtype.itemsize, (item.offset + item.nbytes) // dtype.itemsize
-        own = flat if item.nbytes == scatter.own.numel() else flat[low:high]
+        own = flat if item.nbytes == scatter.own.nbytes else flat[low:high]
         if bound.in_place:
             out = own
         else:

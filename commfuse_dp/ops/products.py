@@ -75,6 +75,7 @@ def linear_backward(
     left, right = (rows, grads) if operand.transposed else (grads, rows)
     joined: JoinedPartials | None = None
     thin = few(left.shape[1])
+    upright = left.t()
 
     def produce(item: ByOwner, pieces: Sequence[Piece]) -> None:
         for part, row, out, column in pieces:
@@ -88,12 +89,12 @@ def linear_backward(
                     joined = JoinedPartials(left, right)
                 joined.fill(row, out)
                 continue
-            span = left.narrow(1, row, count)
+            span = upright.narrow(0, row, count)
             inputs = right if width == right.shape[1] else right.narrow(1, column, width)
             if out.dtype == grads.dtype:
-                torch.mm(span.t(), inputs, out=out)
+                torch.mm(span, inputs, out=out)
             else:  # autocast: computed in the low precision, handed on in the parameter's
-                out.copy_(torch.mm(span.t(), inputs))
+                out.copy_(torch.mm(span, inputs))
 
     product: _Columns | _Sum | None = None
     if dx is not None:

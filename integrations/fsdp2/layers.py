@@ -72,7 +72,7 @@ class ShardedGradients(Gradients):
         engine = self._engine()
         if engine is None:
             return False
-        if engine.has_accumulated or any(unit.replica_partial is not None for unit in engine.units):
+        if engine.has_accumulated or [unit for unit in engine.units if unit.replica_partial is not None]:
             return True
         served = [param.grad for param in self._parameters(engine) if param.grad is not None]
         found = [compat.local_tensor(grad) for grad in served]
