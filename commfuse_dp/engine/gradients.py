@@ -136,7 +136,10 @@ class GradientStream:
                 found[dst, index] = buffer
         for item in scatter.bound.geometry.slices[self._rank]:
             found[self._rank, item.index] = self._own_part(scatter, item)
-        return [found[item.owner, item.index] for item in items]
+        buffers = []
+        for item in items:
+            buffers.append(found[item.owner, item.index])
+        return buffers
 
     def pieces(self, scatter: Scatter, item: UnitSlice, buffer: torch.Tensor) -> list[Piece]:
         """Views of what `reserve` gave, one for each part."""

@@ -10,12 +10,15 @@ up. Which slices come together depends on the program's order, never on time, so
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 JOINED = 192  # rows of a joined block
 FEW = 64  # slices below it are joined, three at least to a block: of 96 rows each, two to a block cost more than they gained
 
 
+@lru_cache  # then a call is no frame
 def few(rows: int) -> int:
     """Slices of fewer rows of a weight that has `rows` are joined; of two or three slices there is little to join."""
     return min(FEW, rows // 4 + 1)
