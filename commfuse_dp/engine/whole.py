@@ -70,6 +70,7 @@ class WholeProducts:
         self._forward = _ReadTable(engine, unit)
         self._dgrad_table = _ReadTable(engine, unit)
         self._write = _WriteTable(engine, device)  # of partial gradients
+        self._dtype: torch.dtype | None = None  # of the unit, which is final from the first product on
         self._fitting: tuple[Geometry | None, bool] = (None, False)
 
     # ---- parameters --------------------------------------------------------------------------------------------------
@@ -97,7 +98,7 @@ class WholeProducts:
         self._engine.exchange(self._unit, consume, produce, dtype=dtype, include=include, whole=whole)
 
     def _product(self, operand: torch.Tensor, out: torch.Tensor, *, forward: bool) -> bool:
-        if operand.dtype != self._unit.dtype or not operand.numel():
+        if operand.dtype != (self._dtype or self._unit.dtype) or not operand.numel():
             return False
         engine = self._engine
         parameters = engine.parameters
@@ -108,6 +109,7 @@ class WholeProducts:
             return False
         timing = engine.probe.timing
         start = timing.mark() if timing is not None else None
+        self._dtype = operand.dtype
         if forward:
             table, epoch = self._forward.of(held)
             self._gemms.forward(operand, table, out, epoch=epoch)

@@ -18,6 +18,11 @@ otherwise fill the window, and everything after it would be fetched only when it
 On a device, what moves in a pull of its own costs host time and calls of the driver. There slices of one unit that are small
 come together (`group`): one entry here, one buffer, one batch of copies, one word of arrival, however many ranks there are.
 
+[Note: Entries come again]
+A key has one `Held` for good: where its slice lies, what is accounted and what is given for it cannot change. Only what is in
+`_entries` is here. Between two visits it keeps neither buffer nor transfer (which knows the buffer): the pool may have let go of
+that memory, and who held it would keep it beyond the budget. So whoever takes a `Held` is done with it at `done`.
+
 [Note: Same walk on all ranks]
 The walk moves only at `take` and `done`, by rules that depend on nothing but the sequence of layers and the sizes. Ranks
 that run the same program therefore pull in the same order, which two-sided transports rely on. Arrival times play no part.
@@ -83,7 +88,7 @@ def group(sizes: Sequence[int], budget: int) -> list[int]:
 
 
 class Held:
-    """A slice in the window, or on its way there. One object a key, which comes again when the slice does."""
+    """A slice in the window, or on its way there. See [Note: Entries come again]."""
 
     __slots__ = ("buffer", "key", "located", "mirror", "nbytes", "pins", "refs", "taken", "transfer")
 

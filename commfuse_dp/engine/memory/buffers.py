@@ -55,6 +55,7 @@ class BufferPool:
         waits = behind is not None and not behind.done()
         if waits and self._made[nbytes] < most:
             waits = False
+            self._free.move_to_end(nbytes)
             buffer, event = self._make(nbytes)
         else:
             buffer, event = self.take_later(nbytes)

@@ -114,13 +114,13 @@ Name = TypeVar("Name", bound=Hashable)
 Kind = TypeVar("Kind", bound=Lane)
 
 
-class Lanes(dict[tuple[Name, ...], list[tuple[Kind, list[Name]]]]):
+class Lanes(dict[tuple[Name, ...], list[tuple[Kind, tuple[Name, ...]]]]):
     """The lanes of one rank. What a layer sends has the same size for every owner, and what it awaits comes from all peers
     alike: lanes that have had the same messages are one object, so that what is worked out about the next message is worked out
     once for all of them. A message of some of them only makes these go on with a lane of their own.
 
-    lanes[names] are the lanes of peers that are to have the same message, each with their names: looked up without a call
-    where these names have come together before.
+    lanes[names] are the lanes of peers that are to have the same message, each with their names. Asking makes it so: peers that
+    are to go on without the others get their lane here. An answer is kept until a lane is split, and costs no call until then.
 
     Attributes:
         of: the lane of each name.
@@ -140,14 +140,14 @@ class Lanes(dict[tuple[Name, ...], list[tuple[Kind, list[Name]]]]):
         lane = self.of[name]
         return lane if lane.users == 1 else self._split(lane, (name,))
 
-    def __missing__(self, names: tuple[Name, ...]) -> list[tuple[Kind, list[Name]]]:
+    def __missing__(self, names: tuple[Name, ...]) -> list[tuple[Kind, tuple[Name, ...]]]:
         members: dict[int, list[Name]] = {}
         for name in names:
             members.setdefault(id(self.of[name]), []).append(name)
         found = []
         for some in members.values():
             lane = self.of[some[0]]
-            found.append((lane if len(some) == lane.users else self._split(lane, some), some))
+            found.append((lane if len(some) == lane.users else self._split(lane, some), tuple(some)))
         if len(self) >= MOST_VIEWS:
             self.clear()
         self[names] = found
@@ -231,7 +231,7 @@ class Staging:
         device.wait_event(device.side_stream("scatter"), device.record(device.current_stream()))
         self.rings = Lanes(core.peers, lambda: StagingRing(align(limit), core.membership.called))
         self.addresses = {peer: ring.data_ptr() for peer, ring in self.memory.items()}
-        self._views: dict[tuple[int, int, int], torch.Tensor] = {}  # (peer, offset, bytes): places come again
+        self._views: dict[Hashable, list[torch.Tensor]] = {}  # of messages that are reserved together: places come again
         self._behind: tuple[Stream, Event] | None = None  # the last wait for something to leave
 
     def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int) -> list[torch.Tensor]:
@@ -244,7 +244,7 @@ class Staging:
                 core.check_peer(dst)
             if not 0 <= nbytes <= room <= self._limit:
                 check_message(max(nbytes, room) if nbytes >= 0 else nbytes, self._limit, f"to rank {dst}")
-        offsets: dict[int, int] = {}
+        places: list[tuple[tuple[int, ...], int]] = []  # peers, and where in the rings of all of them
         for ring, members in self.rings[tuple(dsts)]:
             reservation, behind = ring.reserve(room, members)
             if behind is not None and (self._behind is None or self._behind[0] != stream or self._behind[1] is not behind):
@@ -252,17 +252,16 @@ class Staging:
                 if core.probe.timing is not None and core.probe.timing.layer:
                     core.probe.waited(core.probe.timing.layer, core.probe.mark(), (behind,))
                 core.device.wait_event(stream, behind)
-            offsets.update(dict.fromkeys(members, reservation.offset))
-        found, views = [], self._views
-        if len(views) >= MOST_VIEWS:
-            views.clear()
-        for dst, nbytes in zip(dsts, sizes, strict=True):
-            name = dst, offsets[dst], nbytes
-            view = views.get(name)
-            if view is None:
-                view = views[name] = self.memory[dst].narrow(0, *name[1:])
-            found.append(view)
-        return found
+            places.append((members, reservation.offset))
+        name = *dsts, *sizes, *places
+        found = self._views.get(name)
+        if found is None:
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            offsets = {dst: offset for members, offset in places for dst in members}
+            wanted = zip(dsts, sizes, strict=True)
+            found = self._views[name] = [self.memory[dst].narrow(0, offsets[dst], nbytes) for dst, nbytes in wanted]
+        return found.copy()
 
     def rewind(self) -> None:
         """An epoch is over: see [Note: Steps begin at the start]."""

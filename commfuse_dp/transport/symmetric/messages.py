@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -62,7 +62,7 @@ class Messages(Transport):
         self._inboxes = {channel: Lanes(core.peers, lambda: Inbox(layout.ring)) for channel in CHANNELS}
         ranks = (*core.peers, core.rank)
         self._pairs = {channel: {peer: pair_of(peer, channel) for peer in ranks} for channel in CHANNELS}
-        self._views: dict[tuple[int, int, int, int], torch.Tensor] = {}  # (peer, channel, offset, bytes): places come again
+        self._views: dict[Hashable, list[torch.Tensor]] = {}  # of messages that lie alike: places come again
 
     # ---- sending -----------------------------------------------------------------------------------------------------
     def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[torch.Tensor]:
@@ -102,14 +102,14 @@ class Messages(Transport):
                         word += pair * ARRIVAL_WORDS
                         if behind > box.credited:
                             box.credited = behind
-                            if wait is None:
-                                wait = Wait(conditions, (), "to read earlier messages, which fill its inbox")
-                                core.watch.note(scatter, wait)
-                            late: list[WordLike] = []
+                            first, late = wait is None, list[WordLike]()
+                            wait = wait or Wait(conditions, (), "to read earlier messages, which fill its inbox")
                             for dst in dsts:
                                 wait.places.append(partial(_where, tag, sizes[dst]))
                                 conditions.append((dst, credit, pairs[dst], behind, False, 0))
                                 late.append((credit, pairs[dst], behind))
+                            if first:
+                                core.watch.note(scatter, wait)
                             batch.wait_all(late)
                         for dst in dsts:
                             remote, nbytes = core.blocks[dst], sizes[dst]
@@ -121,9 +121,9 @@ class Messages(Transport):
                     batch.submit()
                     begun = timing.mark(scatter)
                     batch.copy_all(spans)
-                    (tag, _), dsts = next(iter(run)), [dst for fan in run.values() for dst in fan.sizes]
+                    (tag, _), peers = next(iter(run)), [dst for fan in run.values() for dst in fan.sizes]
                     about: dict[str, object] = {"nbytes": sum(span[4] for span in spans), "key": tag.key, "seq": tag.seq}
-                    about |= {"peer": dsts[0], "part": tag.part} if len(dsts) == 1 else {"peers": dsts}
+                    about |= {"peer": peers[0], "part": tag.part} if len(peers) == 1 else {"peers": peers}
                     timing.span(SEND, "message", begun, timing.mark(scatter), about)
                 elif len(spans) == 1:
                     batch.copy(*spans[0])
@@ -176,24 +176,20 @@ class Messages(Transport):
                 fan.words.append(when)
             else:
                 fan.plain = True
-        for run in runs:
-            for fan in run.values():
-                self._find(fan)
-        return runs
-
-    def _find(self, fan: _Fan) -> None:
-        """The reservations of its messages."""
         rings = self._staging.rings
-        for ring, members in rings[tuple(fan.sizes)]:
-            lanes = [(ring, members)]
-            if fan.apart and len({fan.offsets[dst] for dst in members}) > 1:
-                lanes = [(rings.alone(dst), [dst]) for dst in members]
-            for lane, dsts in lanes:
-                dst = dsts[0]
-                reservation = lane.find(fan.offsets[dst], fan.room if len(dsts) > 1 else fan.sizes[dst])
-                if reservation is None:
-                    raise not_reserved(dst, fan.tag)
-                fan.reservations.append((lane, reservation))
+        for run in runs:
+            for fan in run.values():  # the reservations of its messages
+                for ring, members in rings[tuple(fan.sizes)]:
+                    lanes: list[tuple[StagingRing, Sequence[int]]] = [(ring, members)]
+                    if fan.apart and len({fan.offsets[dst] for dst in members}) > 1:
+                        lanes = [(rings.alone(dst), [dst]) for dst in members]
+                    for lane, dsts in lanes:
+                        dst = dsts[0]
+                        reservation = lane.find(fan.offsets[dst], fan.room if len(dsts) > 1 else fan.sizes[dst])
+                        if reservation is None:
+                            raise not_reserved(dst, fan.tag)
+                        fan.reservations.append((lane, reservation))
+        return runs
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
     def expect(self, srcs: Sequence[int], tag: Tag, nbytes: int, room: int = 0) -> None:
@@ -222,7 +218,9 @@ class Messages(Transport):
             if src not in inboxes.of:
                 core.check_peer(src)
         conditions: list[Awaited] = []
-        spans: dict[int, tuple[int, int]] = {}  # offset, bytes
+        places: list[
+            tuple[tuple[int, ...], int, int]
+        ] = []  # peers, and where it lies in the rings of all of them: offset, bytes
         lanes = inboxes[tuple(srcs)]
         for box, members in lanes:
             entry = box.expected.get(tag)
@@ -233,25 +231,23 @@ class Messages(Transport):
                     f"sends: transport {core.name} finds messages by it"
                 )
             (_, offset, _, word, value, before), nbytes = entry
+            places.append((members, offset, nbytes))
             for src in members:
-                spans[src] = offset, nbytes
                 conditions.append((src, arrival, pairs[src] * ARRIVAL_WORDS + word, value, True, before))
         if not conditions:
             return []
-        place = where if where is not NOWHERE else partial(_where, tag, spans[srcs[0]][1])
+        place = where if where is not NOWHERE else partial(_where, tag, places[0][2])
         core.wait_for(stream, conditions, (place,), "to send", about=tag)
         for box, _ in lanes:
             box.received.add(tag)
-        found, views = [], self._views
-        if len(views) >= MOST_VIEWS:
-            views.clear()
-        for src in srcs:
-            place_of = src, channel, *spans[src]
-            view = views.get(place_of)
-            if view is None:
-                view = views[place_of] = core.own.rings[pairs[src]].narrow(0, *spans[src])
-            found.append(view)
-        return found
+        name = *srcs, channel, *places
+        found = self._views.get(name)
+        if found is None:
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            rings, spans = core.own.rings, {src: span for members, *span in places for src in members}
+            found = self._views[name] = [rings[pairs[src]].narrow(0, *spans[src]) for src in srcs]
+        return found.copy()
 
     def release(self, srcs: Sequence[int], tag: Tag, *, more: bool = False) -> None:
         core, channel = self._core, tag[0]
