@@ -20,8 +20,8 @@ come together (`group`): one entry here, one buffer, one batch of copies, one wo
 
 [Note: Entries come again]
 A key has one `Held` for good: where its slice lies, what is accounted and what is given for it cannot change. Only what is in
-`_entries` is here. Between two visits it keeps neither buffer nor transfer (which knows the buffer): the pool may have let go of
-that memory, and who held it would keep it beyond the budget. So whoever takes a `Held` is done with it at `done`.
+`_entries` is here. Between two visits it keeps neither buffer nor transfer (which knows the buffer): the pool may have let go
+of that memory, and who held it would keep it beyond the budget. So whoever takes a `Held` is done with it at `done`.
 
 [Note: Same walk on all ranks]
 The walk moves only at `take` and `done`, by rules that depend on nothing but the sequence of layers and the sizes. Ranks
