@@ -315,10 +315,10 @@ class Window:
         offset, nbytes, total, others = entry.located
         buffer, free = self._pool.take_later(total)
         entry.buffer, entry.refs, entry.pins, entry.taken = buffer, 1, 0, False
-        self._entries[key] = entry
         request = key[1], key[0], offset, nbytes, buffer, free, entry.mirror.give, others
         pulls.append((entry, tuple.__new__(PullRequest, request)))  # without a frame for each
-        self.used += weight
+        self.used += weight  # first: what an exception leaves here is freed by `stop`, which takes it off
+        self._entries[key] = entry
         return entry
 
     def _pull(self, pulls: list[tuple[Held, PullRequest]]) -> None:
