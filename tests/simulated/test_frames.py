@@ -45,7 +45,7 @@ def on_a_device(world_size: int, layers: int) -> tuple[int, ...]:
 
 
 # Ranks -> most frames of a forward, of a backward, named tuples counted as one each. Just above what was counted (30.5 / 111.5,
-# 31 / 110.75, 31 / 108).
+# 31 / 110.75 .. 111.5, 31 / 108).
 DEVICE = {2: (32, 114), 8: (33, 113), 64: (33, 110)}
 CALLS = (4, 16)  # of the driver; as many as were counted
 
