@@ -16,7 +16,7 @@ else is ordered: neither by the time at which the host made a call nor by the or
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -73,7 +73,8 @@ class Batch:
     other are one call. What is still held back goes at `submit`, which must be called before anything else is asked of the
     stream, also after an error: a write that is lost stops a peer.
 
-    Nothing is checked, and no view is made: spans lie in uint8 tensors, 1-D and contiguous.
+    Nothing is checked, and no view is made: spans lie in uint8 tensors, 1-D and contiguous. It is empty after `submit`, and may
+    be used again, by one thread at a time.
     """
 
     __slots__ = ("_device", "_stream")
@@ -116,6 +117,7 @@ class Device(ABC):
     once."""
 
     torch_device: torch.device
+    capturing: Callable[[], bool] | None = None  # whether the current stream is being captured into a graph; None: it cannot be
 
     # ---- streams and events ------------------------------------------------------------------------------------------
     @abstractmethod
@@ -183,7 +185,3 @@ class Device(ABC):
 
         No multiprocessor may be needed for it: kernels that wait may hold them all. Blocks the calling thread: for a watchdog.
         """
-
-    def capturing(self) -> bool:
-        """Whether the current stream is being captured into a graph."""
-        return False

@@ -165,6 +165,7 @@ class CudaDevice(Device):
             raise TransportError(f"{facts.name} (cuda:{facts.ordinal}): {facts.problem}")
         self.torch_device = torch.device("cuda", facts.ordinal)
         self.peer_writes: PeerWrites = "value"
+        self.capturing = torch.cuda.is_current_stream_capturing
         self._driver = driver = _driver()
         self._geq = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
         self._eq = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
@@ -377,9 +378,6 @@ class CudaDevice(Device):
         if not hasattr(self._threads, "bound"):
             self._bind()
         return self.side_stream("watch")
-
-    def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
 
 
 class CudaBatch(Batch):

@@ -24,8 +24,7 @@ places where the engine has to say it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -45,8 +44,8 @@ class Ordering:
         """What the current stream is given from now on comes after `event`."""
         return
 
-    def reducing(self) -> AbstractContextManager[None]:
-        """Sums are made in here, after everything called so far."""
+    def reducing(self) -> AbstractContextManager[object]:
+        """To be entered at once: sums are made in it, after everything called so far."""
         return _NOTHING
 
     def hold(self, *tensors: torch.Tensor) -> None:
@@ -76,14 +75,13 @@ class StreamOrdering(Ordering):
         if event is not None:
             self._device.wait_event(self._device.current_stream(), event)
 
-    @contextmanager
-    def reducing(self) -> Iterator[None]:
-        self._compute = self._device.current_stream()
-        self._device.wait_event(self._reduce, self.mark())
+    def reducing(self) -> AbstractContextManager[object]:
+        device = self._device
+        self._compute = device.current_stream()
+        device.wait_event(self._reduce, device.record(self._compute))
         self._reduced = True
         self._joined.clear()
-        with self._device.on(self._reduce):
-            yield
+        return device.on(self._reduce)
 
     def hold(self, *tensors: torch.Tensor) -> None:
         self._held.extend(tensors)

@@ -384,12 +384,9 @@ class ParameterStream:
         window = self._window
         if window is None:
             return []
-        keys = self._readings[unit.index].remote_forward
-        if not window.holds(keys):
-            window.announce(keys)
-            if not window.holds(keys):
-                return None
-        taken = [window.take_held(key) for key in keys]
+        taken = window.take_all(self._readings[unit.index].remote_forward)
+        if taken is None:
+            return None
         start, landed = None, []
         for held in taken:
             transfer = held.transfer
@@ -408,8 +405,9 @@ class ParameterStream:
 
     def forget(self, unit: Unit) -> None:
         """The unit's backward is over: what was held for it may go."""
-        if self._window is not None:
-            self._window.unpin(unit.index)
+        window = self._window
+        if window is not None and unit.index in window.pins:
+            window.unpin(unit.index)
 
     def recover(self) -> None:
         """After `stop`, in a step that was broken off: an exception may have lost buffers."""

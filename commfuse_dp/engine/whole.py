@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from commfuse_dp.device.base import Device, Word
+from commfuse_dp.device.base import Device, Word, WordLike
 from commfuse_dp.engine.plan import Geometry, Unit, UnitSlice
 from commfuse_dp.engine.room import box_of, in_chain
 from commfuse_dp.engine.scatter import Scatter
@@ -55,6 +55,10 @@ class Whole(NamedTuple):
     dgrad: Callable[[], bool]
 
 
+def _nothing() -> bool:
+    return False
+
+
 class WholeProducts:
     """Of one unit: a linear, with or without bias, whose shards are whole rows. Called by ops/linear.py."""
 
@@ -66,6 +70,7 @@ class WholeProducts:
         self._forward = _ReadTable(engine, unit)
         self._dgrad_table = _ReadTable(engine, unit)
         self._write = _WriteTable(engine, device)  # of partial gradients
+        self._dtype: torch.dtype | None = None  # of the unit, which is final from the first product on
         self._fitting: tuple[Geometry | None, bool] = (None, False)
 
     # ---- parameters --------------------------------------------------------------------------------------------------
@@ -84,14 +89,13 @@ class WholeProducts:
         """dx = grad @ W, and the partial gradients. grad: [tokens, out] with dense columns, x and dx: [tokens, in].
 
         consume, produce: as in Engine.exchange, for what has to go by slices."""
-        whole = Whole(partial(self._wgrad, grad, x), partial(self._dgrad, grad, dx))
+        wgrad = partial(self._wgrad, grad, x)
+        dgrad = partial(self._product, grad, dx, forward=False) if dx is not None else _nothing
+        whole: Whole = tuple.__new__(Whole, (wgrad, dgrad))  # without a frame
         self._engine.exchange(self._unit, consume, produce, whole=whole)
 
-    def _dgrad(self, grad: torch.Tensor, dx: torch.Tensor | None) -> bool:
-        return dx is not None and self._product(grad, dx, forward=False)
-
     def _product(self, operand: torch.Tensor, out: torch.Tensor, *, forward: bool) -> bool:
-        if operand.dtype != self._unit.dtype or not operand.numel():
+        if operand.dtype != (self._dtype or self._unit.dtype) or not operand.numel():
             return False
         engine = self._engine
         parameters = engine.parameters
@@ -100,50 +104,58 @@ class WholeProducts:
         held = parameters.take_whole(self._unit)
         if held is None:
             return False
-        start = engine.probe.mark()
+        timing = engine.probe.timing
+        start = timing.mark() if timing is not None else None
+        self._dtype = operand.dtype
         if forward:
             table, epoch = self._forward.of(held)
             self._gemms.forward(operand, table, out, epoch=epoch)
         else:
             table, epoch = self._dgrad_table.of(held)
             self._gemms.dgrad(operand, table, out, epoch=epoch)
-        if engine.probe.timing is not None and start is not None:
+        if timing is not None and start is not None:
             awaited = [item.transfer.landed for item in held if item.transfer.arrival is not None]
-            engine.probe.timing.kernel((self._unit.index, forward, operand.shape), self._unit.name, start, awaited)
+            timing.kernel((self._unit.index, forward, operand.shape), self._unit.name, start, awaited)
         parameters.done_whole(self._unit, keep=forward and engine.keeps(self._unit))
         return True
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
     def _wgrad(self, grad: torch.Tensor, x: torch.Tensor, scatter: Scatter, order: list[UnitSlice]) -> bool:
         """All partial gradients, each sent as soon as it is complete. order: slices owed to others first."""
-        chained = in_chain(self._unit, self._engine.world_size)  # buffers of their own, not staging
-        if grad.dtype != x.dtype or not scatter.bound.record.include[0] or not (chained or self._fits(scatter.bound.geometry)):
+        geometry = scatter.bound.geometry
+        if geometry is not self._fitting[0]:
+            self._fitting = geometry, self._fits(geometry)
+        if grad.dtype != x.dtype or not scatter.bound.record.include[0] or not self._fitting[1]:
             return False
-        steps, order = order, [item for item in order if not item.absent]
-        gradients = self._engine.gradients
-        buffers = gradients.reserve_all(scatter, order)
-        table = self._write.of(scatter, order, buffers)
-        for row, rows, out in self._write.sums:  # first, so that the slice's word speaks for it, too
+        present = []
+        for item in order:
+            if not item.absent:
+                present.append(item)
+        gradients, write = self._engine.gradients, self._write
+        buffers = gradients.reserve_all(scatter, present)
+        table = write.of(scatter, present, buffers)
+        for row, rows, out in write.sums:  # first, so that the slice's word speaks for it, too
             torch.sum(grad.narrow(1, row, rows), 0, dtype=out.dtype, out=out)
         value = scatter.seq + 1
         self._gemms.wgrad(grad, x, table, epoch=value)
-        pad = self._write.pad
-        when = [(pad, place, value) if place in self._write.written else None for place in range(len(order))]
-        gradients.send(scatter, steps, buffers, when=when)
+        pad, written = write.pad, write.written
+        when: list[WordLike | None] = []
+        for place in range(len(present)):
+            when.append((pad, place, value) if place in written else None)
+        gradients.send(scatter, order, buffers, when=when)
         return True
 
     def _fits(self, geometry: Geometry) -> bool:
-        """What goes to one inbox fits into its staging together."""
-        if geometry is not self._fitting[0]:
-            transport = self._engine.transport
-            room = transport.message_limit // 2  # half of a ring may be lost to a gap at its end
-            owed: dict[int, int] = {}
-            for owner, own in enumerate(geometry.slices):
-                box = box_of(transport, owner)
-                owed[box] = owed.get(box, 0) + sum(item.nbytes for item in own)
-            # The own part, too: all ranks of a lockstep transport decide alike.
-            self._fitting = geometry, max(owed.values()) <= room
-        return self._fitting[1]
+        """What goes to one inbox fits into its staging together, or takes no room there."""
+        if in_chain(self._unit, self._engine.world_size):
+            return True
+        transport = self._engine.transport
+        room = transport.message_limit // 2  # half of a ring may be lost to a gap at its end
+        owed: dict[int, int] = {}
+        for owner, own in enumerate(geometry.slices):
+            box = box_of(transport, owner)
+            owed[box] = owed.get(box, 0) + sum(item.nbytes for item in own)
+        return max(owed.values()) <= room  # the own part, too: all ranks of a lockstep transport decide alike
 
 
 class _ReadTable:
@@ -224,7 +236,7 @@ class _WriteTable:
         self._device = device
         self._table: SliceTable | None = None
         self._geometry: Geometry | None = None
-        self._at: list[int] = []  # addresses of the buffers
+        self._at: list[tuple[torch.Tensor, int]] = []  # buffers, and their addresses
         self._own: torch.Tensor | None = None
         self._pads: dict[Geometry, torch.Tensor] = {}  # kept: the stream that sends may still wait for an earlier one's words
         self.pad: torch.Tensor  # the words that are written, by places in the order
@@ -232,12 +244,21 @@ class _WriteTable:
         self.sums: list[tuple[int, int, torch.Tensor]] = []  # of biases: first row, rows, where the sum goes
 
     def of(self, scatter: Scatter, order: Sequence[UnitSlice], buffers: Sequence[torch.Tensor]) -> SliceTable:
-        at = [buffer.data_ptr() for buffer in buffers]
-        if self._table is not None and at == self._at and scatter.own is self._own and scatter.bound.geometry is self._geometry:
-            return self._table
+        if (
+            self._table is not None
+            and scatter.own is self._own
+            and scatter.bound.geometry is self._geometry
+            and len(buffers) == len(self._at)
+        ):
+            for buffer, (known, address) in zip(buffers, self._at, strict=True):
+                if buffer is not known and buffer.data_ptr() != address:
+                    break
+            else:
+                return self._table
         if scatter.bound.geometry is not self._geometry:
             self._table, self.pad = None, self._pad_of(scatter.bound.geometry, len(order))
-        self._at, self._own, self._geometry = at, scatter.own, scatter.bound.geometry
+        self._at = [(buffer, buffer.data_ptr()) for buffer in buffers]
+        self._own, self._geometry = scatter.own, scatter.bound.geometry
         self.sums = []
         entries: list[SliceEntry] = []
         for place, (item, buffer) in enumerate(zip(order, buffers, strict=True)):

@@ -18,6 +18,11 @@ otherwise fill the window, and everything after it would be fetched only when it
 On a device, what moves in a pull of its own costs host time and calls of the driver. There slices of one unit that are small
 come together (`group`): one entry here, one buffer, one batch of copies, one word of arrival, however many ranks there are.
 
+[Note: Entries come again]
+A key has one `Held` for good: where its slice lies, what is accounted and what is given for it cannot change. Only what is in
+`_entries` is here. Between two visits it keeps neither buffer nor transfer (which knows the buffer): the pool may have let go
+of that memory, and who held it would keep it beyond the budget. So whoever takes a `Held` is done with it at `done`.
+
 [Note: Same walk on all ranks]
 The walk moves only at `take` and `done`, by rules that depend on nothing but the sequence of layers and the sizes. Ranks
 that run the same program therefore pull in the same order, which two-sided transports rely on. Arrival times play no part.
@@ -83,15 +88,16 @@ def group(sizes: Sequence[int], budget: int) -> list[int]:
 
 
 class Held:
-    """A slice in the window, or on its way there."""
+    """A slice in the window, or on its way there. See [Note: Entries come again]."""
 
-    __slots__ = ("buffer", "nbytes", "pins", "refs", "taken", "transfer")
+    __slots__ = ("buffer", "key", "located", "mirror", "nbytes", "pins", "refs", "taken", "transfer")
 
-    def __init__(self, buffer: torch.Tensor, nbytes: int) -> None:
-        self.nbytes = nbytes  # as accounted
+    def __init__(self, key: Key, located: Located, mirror: Mirror) -> None:
+        self.key, self.located, self.mirror = key, located, mirror
+        self.nbytes = mirror.weight  # as accounted
         self.transfer: Transfer  # missing until the pull, between which and here only an exception can come
-        self.buffer: torch.Tensor | None = buffer
-        self.refs = 1
+        self.buffer: torch.Tensor | None = None
+        self.refs = 0
         self.pins = 0  # refs that hold it for a backward, beyond the budget
         self.taken = False  # somebody has waited for it: its buffer is not written to any more
 
@@ -110,13 +116,14 @@ class Window:
     ) -> None:
         self._transport = transport
         self._pool = pool
+        self._fits = pool.fits if isinstance(pool, Arena) else None  # in a pool of buffers anything does
         self._budget = budget
         self._probe = probe
         self._locate = locate
-        self._located: dict[Key, Located] = {}  # asked for once
         self._mirror = mirror  # on a lockstep transport
-        self._entries: dict[Key, Held] = {}
-        self._pins: dict[int, list[Key]] = defaultdict(list)  # unit -> slices held for its backward
+        self._known: dict[Key, Held] = {}
+        self._entries: dict[Key, Held] = {}  # those that are here, or on their way
+        self.pins: dict[int, list[Key]] = defaultdict(list)  # unit -> slices held for its backward
         self._sequence: list[Key] = []
         self._positions: dict[Key, list[int]] = {}
         self._cursor = 0  # next position of the recording to be used
@@ -145,29 +152,52 @@ class Window:
             transfer = getattr(entry, "transfer", None)
             if transfer is not None:  # else an exception has come before it was pulled
                 transfer.wait(where)
-            self._free(entry)
-        self._entries.clear()
-        self._pins.clear()
+            entry.taken, entry.refs = True, 1
+        self._drop(list(self._entries))
+        self.pins.clear()
         self._pinned = 0
         return self._record
 
     # ---- use ---------------------------------------------------------------------------------------------------------
     def announce(self, keys: list[Key]) -> None:
         """The caller is about to take these keys: fetch what the recording did not foresee, as far as there is room."""
-        pulls: list[tuple[Key, Held, PullRequest]] = []
+        pulls: list[tuple[Held, PullRequest]] = []
         for key in keys:
             if key not in self._entries and not self._foreseen(key):
-                if self.used > self._pinned and not self._fits(key):
+                entry = self._plan(key, pulls, within=self.used > self._pinned)
+                if entry is None:
                     break
-                self._plan(key, pulls).refs = 0  # held for the `take` that follows
-        self._pull(pulls)
+                entry.refs = 0  # held for the `take` that follows
+        if pulls:
+            self._pull(pulls)
 
     def take(self, key: Key) -> Transfer:
         """The transfer of a slice, perhaps still under way: to be waited for. Each `take` is followed by one `done`."""
-        return self.take_held(key).transfer
+        return self._take(key).transfer
 
-    def take_held(self, key: Key) -> Held:
-        """`take`, with the buffer that the slice comes to."""
+    def take_all(self, keys: list[Key]) -> list[Held] | None:
+        """`take` for several, with the buffers that the slices come to. None, and nothing is taken: they do not fit into the
+        window together."""
+        entries, found = self._entries, []
+        for key in keys:
+            if key not in entries:
+                self.announce(keys)
+                if any(key not in entries for key in keys):
+                    return None
+                break
+        for key in keys:
+            cursor = self._cursor
+            if cursor < self._ahead and self._sequence[cursor] == key:  # as recorded: what `_take` comes to, without its search
+                self._record.append(key)
+                self._cursor = cursor + 1
+                entry = entries[key]
+                entry.taken = True
+            else:
+                entry = self._take(key)
+            found.append(entry)
+        return found
+
+    def _take(self, key: Key) -> Held:
         self._record.append(key)
         entry = self._entries.get(key)
         if self._foreseen(key):
@@ -200,34 +230,26 @@ class Window:
         """`done` for slices that were read together."""
         if pin:
             for key in keys:
-                self._pins[key[0]].append(key)
+                self.pins[key[0]].append(key)
                 entry = self._entries[key]
                 if not entry.pins:
                     self._pinned += entry.nbytes
                 entry.pins += 1
         else:
-            mark = self._pool.mark()
-            for key in keys:
-                self._drop(key, mark)
+            self._drop(keys, self._pool.mark())
         self._fill()
 
     def unpin(self, unit: int) -> None:
         """The unit's backward is over (or will not come)."""
-        pins = self._pins.pop(unit, ())
-        mark = self._pool.mark() if pins else None
+        pins = self.pins.pop(unit, None)
+        if not pins:
+            return
         for key in pins:
             entry = self._entries[key]
             entry.pins -= 1
             if not entry.pins:
                 self._pinned -= entry.nbytes
-            self._drop(key, mark)
-
-    def holds(self, keys: list[Key]) -> bool:
-        """All of them are here, or on their way."""
-        for key in keys:  # noqa: SIM110  (the generator would be a frame for each)
-            if key not in self._entries:
-                return False
-        return True
+        self._drop(pins, self._pool.mark())
 
     # ---- inside ------------------------------------------------------------------------------------------------------
     def _foreseen(self, key: Key) -> bool:
@@ -241,74 +263,76 @@ class Window:
         if position == self._cursor:
             return
         self._probe.counters.order_misses += 1
-        for skipped in range(self._cursor, min(position, self._ahead)):
-            self._drop(self._sequence[skipped])
+        self._drop(self._sequence[self._cursor : min(position, self._ahead)])
 
-    def _drop(self, key: Key, mark: Event | None = None) -> None:
-        """mark: behind the last that reads the slice; None: behind what the current stream has been given so far."""
-        entry = self._entries[key]
-        entry.refs -= 1
-        if entry.refs <= 0:
+    def _drop(self, keys: Sequence[Key], mark: Event | None = None) -> None:
+        """mark: behind the last that reads these slices; None: behind what the current stream has been given so far."""
+        for key in keys:
+            entry = self._entries[key]
+            entry.refs -= 1
+            if entry.refs > 0:
+                continue
+            behind = mark
             if not entry.taken:  # it was skipped, but is still being written
                 entry.transfer.wait(Where(f"unit {key[0]}", self._epoch, f"{key[1]}.{key[2]}"))
-                mark = None
+                behind = None
             del self._entries[key]
-            self._free(entry, mark)
-
-    def _free(self, entry: Held, mark: Event | None = None) -> None:
-        if entry.buffer is not None:
+            buffer, entry.buffer = entry.buffer, None
+            if hasattr(entry, "transfer"):
+                del entry.transfer  # it knows the buffer, which the pool may let go
             self.used -= entry.nbytes
             self._probe.counters.window_bytes = self.used
-            self._pool.give(entry.buffer, mark)
-            entry.buffer = None
-
-    def _fits(self, key: Key) -> bool:
-        located = self._located.get(key)
-        if located is None:
-            located = self._located[key] = self._locate(key)
-        nbytes = self._mirror(key).weight if self._mirror is not None else located.total
-        return self.used - self._pinned + nbytes <= self._budget and self._pool.fits(nbytes, self._pinned)
+            assert buffer is not None
+            self._pool.give(buffer, behind)
 
     def _fill(self) -> None:
         sequence, entries = self._sequence, self._entries
-        pulls: list[tuple[Key, Held, PullRequest]] = []
+        pulls: list[tuple[Held, PullRequest]] = []
         while self._ahead < len(sequence):
             key = sequence[self._ahead]
             entry = entries.get(key)
             if entry is not None:
                 entry.refs += 1
-            elif self._fits(key):
-                self._plan(key, pulls)
-            else:
+            elif self._plan(key, pulls, within=True) is None:
                 break
             self._ahead += 1
-        self._pull(pulls)
+        if pulls:
+            self._pull(pulls)
 
-    def _plan(self, key: Key, pulls: list[tuple[Key, Held, PullRequest]]) -> Held:
-        """Make room for a slice that is going to be pulled, by `_pull`, before anything else is done here."""
-        unit, owner, _ = key
-        located = self._located.get(key)
-        if located is None:
-            located = self._located[key] = self._locate(key)
-        offset, nbytes, total, others = located
+    def _plan(self, key: Key, pulls: list[tuple[Held, PullRequest]], *, within: bool) -> Held | None:
+        """Make room for a slice that is going to be pulled, by `_pull`, before anything else is done here. within: None, and
+        nothing is done, if it would not stay inside the budget."""
+        entry = self._known.get(key)
+        if entry is None:
+            located = self._locate(key)
+            mirror = self._mirror(key) if self._mirror is not None else Mirror(located.total, (0, 0))
+            entry = self._known[key] = Held(key, located, mirror)
+        weight = entry.nbytes
+        if within and self.used - self._pinned + weight > self._budget:
+            return None
+        if within and self._fits is not None and not self._fits(weight, self._pinned):
+            return None
+        offset, nbytes, total, others = entry.located
         buffer, free = self._pool.take_later(total)
-        weight, give = self._mirror(key) if self._mirror is not None else (total, (0, 0))
-        entry = self._entries[key] = Held(buffer, weight)
-        pulls.append((key, entry, PullRequest(owner, unit, offset, nbytes, buffer, free, give, others)))
-        self.used += weight
+        entry.buffer, entry.refs, entry.pins, entry.taken = buffer, 1, 0, False
+        request = key[1], key[0], offset, nbytes, buffer, free, entry.mirror.give, others
+        pulls.append((entry, tuple.__new__(PullRequest, request)))  # without a frame for each
+        self.used += weight  # first: what an exception leaves here is freed by `stop`, which takes it off
+        self._entries[key] = entry
         return entry
 
-    def _pull(self, pulls: list[tuple[Key, Held, PullRequest]]) -> None:
-        if not pulls:
-            return
+    def _pull(self, pulls: list[tuple[Held, PullRequest]]) -> None:
+        requests = []
+        for _, request in pulls:
+            requests.append(request)
         try:
-            transfers = self._transport.pull(self._epoch, [request for _, _, request in pulls])
+            transfers = self._transport.pull(self._epoch, requests)
         except BaseException:
-            for key, entry, _ in pulls:  # a broken transport: nothing of it is to be waited for
-                del self._entries[key]
+            for entry, _ in pulls:  # a broken transport: nothing of it is to be waited for
+                del self._entries[entry.key]
                 self.used -= entry.nbytes
             raise
-        for (_, entry, _), transfer in zip(pulls, transfers, strict=True):
+        for (entry, _), transfer in zip(pulls, transfers, strict=True):
             entry.transfer = transfer
         counters = self._probe.counters
         counters.window_bytes = self.used
@@ -316,7 +340,8 @@ class Window:
             counters.window_bytes_peak = self._pool.held
 
     def _pull_one(self, key: Key) -> Held:
-        pulls: list[tuple[Key, Held, PullRequest]] = []
-        entry = self._plan(key, pulls)
+        pulls: list[tuple[Held, PullRequest]] = []
+        entry = self._plan(key, pulls, within=False)
+        assert entry is not None
         self._pull(pulls)
         return entry

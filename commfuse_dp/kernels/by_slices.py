@@ -13,8 +13,8 @@ One difference from the kernels is left: a product in another dtype than its ope
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ class Words(NamedTuple):
     signal: Word | None = None
 
 
-@functools.cache
+@cache  # then a call is no frame
 def is_narrow(dtype: torch.dtype) -> bool:
     """A sum over slices must not be rounded to this type slice by slice: see [Note: Sums in low precision]."""
     return dtype.itemsize < 4

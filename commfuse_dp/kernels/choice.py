@@ -120,6 +120,9 @@ class Chooser:
     """Decisions of one process. asked: see above; path: the cache on disk, None for none; measure: runs a trial.
 
     A chooser is used by one thread at a time. Raises ConfigError on an unknown `asked`.
+
+    Attributes:
+        exact: decisions by the very problems that were asked about; `decide` rounds their tokens.
     """
 
     def __init__(
@@ -131,26 +134,23 @@ class Chooser:
         self._file = MeasuredFile(default_path() if path == "default" else path)
         self._measure = measure
         self._made: dict[tuple[Problem, torch.device], Decision] = {}  # tokens rounded
-        self._exact: dict[tuple[Problem, torch.device], Decision] = {}  # the same, by the problems that were asked about
+        self.exact: dict[tuple[Problem, torch.device], Decision] = {}
         self._logged: set[str] = set()
 
     def decide(self, problem: Problem, device: torch.device) -> Decision:
-        """What computes this product there. The first time it may measure, which waits for the device; later it is a look-up.
+        """What computes this product there, where `exact` does not know. It may measure, which waits for the device.
 
         Raises ConfigError if 'triton' was asked for and the kernels cannot run there, KernelError if none of them compiles.
         """
-        known = self._exact.get((problem, device))
-        if known is not None:
-            return known
         key = (problem._replace(tokens=rounded(problem.tokens)), device)
         decision, keep = self._made.get(key), True
         if decision is None:
             decision, keep = self._decide(*key)
         if keep:
             self._made[key] = decision
-            if len(self._exact) >= _MOST_EXACT:
-                self._exact.clear()
-            self._exact[problem, device] = decision
+            if len(self.exact) >= _MOST_EXACT:
+                self.exact.clear()
+            self.exact[problem, device] = decision
         return decision
 
     def failed(self, problem: Problem, device: torch.device, error: BaseException) -> None:
@@ -170,7 +170,7 @@ class Chooser:
         )
         key = (problem._replace(tokens=rounded(problem.tokens)), device)
         self._made[key] = Decision("blas", None, f"the kernel failed: {why}")
-        self._exact.clear()
+        self.exact.clear()
 
     def explain(self) -> list[Row]:
         """Every decision made so far, for the report."""

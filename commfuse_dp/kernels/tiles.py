@@ -69,24 +69,24 @@ class Problem(NamedTuple):
     tf32: bool = False
 
 
-def _wide(tensor: torch.Tensor) -> bool:
-    """Every row begins at a multiple of 16 bytes."""
-    size = tensor.element_size()
-    if tensor.stride(1) != 1 and tensor.shape[1] > 1:  # a launch copies it to dense rows
-        return tensor.shape[1] * size % 16 == 0
-    return tensor.data_ptr() % 16 == 0 and tensor.stride(0) * size % 16 == 0
-
-
 def problem_of(op: Pass, table: SliceTable, out_dtype: torch.dtype, *operands: torch.Tensor) -> Problem:
     """The product of a launch. operands: what is read besides the slices, one row per token (wgrad: dy, then x)."""
     first = operands[0]
     dtype = first.dtype
-    vectored = table.vectored and all(map(_wide, operands))
+    vectored = table.vectored
+    for tensor in operands if vectored else ():  # every row begins at a multiple of 16 bytes
+        row, column = tensor.stride()
+        if column != 1 and tensor.shape[1] > 1:  # a launch copies it to dense rows
+            row = tensor.shape[1]
+        elif tensor.data_ptr() % 16:
+            vectored = False
+        vectored = vectored and row * tensor.itemsize % 16 == 0
     if op != "forward":  # dy is read from the columns where slices begin; y is only written there
         vectored = vectored and table.alignments.column * dtype.itemsize % 16 == 0
     bias = table.has_bias and op == "forward"
     tf32 = dtype == torch.float32 and uses_tf32()
-    return Problem(op, first.shape[0], table.columns, table.rows, dtype, out_dtype, bias, vectored, tf32)
+    fields = op, first.shape[0], table.columns, table.rows, dtype, out_dtype, bias, vectored, tf32
+    return tuple.__new__(Problem, fields)  # without a frame for each launch
 
 
 # Large tiles keep Hopper's tensor cores busy: 128 x 256 needs the fewest bytes per product of all that fit the registers of two

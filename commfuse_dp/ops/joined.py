@@ -10,7 +10,7 @@ up. Which slices come together depends on the program's order, never on time, so
 
 from __future__ import annotations
 
-import functools
+from functools import lru_cache
 
 import torch
 
@@ -18,7 +18,7 @@ JOINED = 192  # rows of a joined block
 FEW = 64  # slices below it are joined, three at least to a block: of 96 rows each, two to a block cost more than they gained
 
 
-@functools.cache  # a frame less in every pass of every layer
+@lru_cache  # then a call is no frame
 def few(rows: int) -> int:
     """Slices of fewer rows of a weight that has `rows` are joined; of two or three slices there is little to join."""
     return min(FEW, rows // 4 + 1)

@@ -116,7 +116,7 @@ def _old_event(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def hasty(self: BufferPool, buffer: torch.Tensor, mark: Event | None = None) -> None:
         give(self, buffer, mark)
-        free = self._of(buffer.numel())
+        free = self._free[buffer.numel()]
         vars(self).setdefault("first", free[-1][1])
         free[-1] = (buffer, vars(self)["first"])
 

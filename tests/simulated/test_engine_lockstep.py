@@ -21,7 +21,6 @@ from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.parameters import ParameterStream
 from commfuse_dp.engine.partials import PartialGradients
 from commfuse_dp.engine.plan import Unit
-from commfuse_dp.engine.window import Window
 from commfuse_dp.errors import DeadlineError, MismatchError
 from commfuse_dp.ops.linear import fused_linear
 from commfuse_dp.transport.base import GRAD_LANE, PARAM_LANE, ExchangeFn, Transport
@@ -103,15 +102,10 @@ def test_chains_take_the_same_steps(world_size, seed):
 # ---- the simulation catches what these tests are for -------------------------------------------------------------------
 def _own_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank goes by the sizes of its own slices."""
-    monkeypatch.setattr(Window, "_fits", lambda self, key: self.used - self._pinned + self._locate(key)[1] <= self._budget)
-    monkeypatch.setattr(Window, "_free", _free_as_held)
-
-
-def _free_as_held(self: Window, entry: Any, mark: Any = None) -> None:
-    if entry.buffer is not None:
-        self.used -= entry.buffer.numel()
-        self._pool.give(entry.buffer, mark)
-        entry.buffer = None
+    mirror = ParameterStream._mirror
+    monkeypatch.setattr(
+        ParameterStream, "_mirror", lambda self, key: mirror(self, key)._replace(weight=self._locate(key).nbytes)
+    )
 
 
 def _no_absent_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from commfuse_dp.transport.base import CHANNEL_GRAD, Part, PullRequest, Sending,
 from commfuse_dp.transport.one_sided.ring import align
 from commfuse_dp.transport.streams.staging import Lanes, StagingRing
 from commfuse_dp.transport.symmetric import transport as symmetric
-from commfuse_dp.transport.symmetric.ring import Inbox, Outbox
+from commfuse_dp.transport.symmetric.ring import Outbox
 from commfuse_dp.transport.symmetric.transport import SymmetricTransport
 from tests.support import single
 from tests.support.fake_device import FakeWorld
@@ -136,8 +136,8 @@ def test_what_comes_and_leaves_together_is_right(seed: int) -> None:
 
 def test_bytes_that_lie_elsewhere_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """An owner that sets aside less than its senders."""
-    expect = Inbox.expect
-    monkeypatch.setattr(Inbox, "expect", lambda self, tag, nbytes, room: expect(self, tag, nbytes, nbytes))
+    expect = SymmetricTransport.expect
+    monkeypatch.setattr(SymmetricTransport, "expect", lambda self, srcs, tag, nbytes, room=0: expect(self, srcs, tag, nbytes))
     with pytest.raises(Exception):  # noqa: B017  (a stream that stands for ever, or other bytes)
         run_programs(0)
 
@@ -147,34 +147,31 @@ def test_bytes_that_lie_elsewhere_are_found(monkeypatch: pytest.MonkeyPatch) -> 
 def test_lanes_that_are_shared_answer_as_lanes_of_their_own(seed: int) -> None:
     choose = random.Random(seed)
     names = list(range(choose.randrange(1, 7)))
-    shared, apart = Lanes([names], lambda: Outbox(512)), {name: Outbox(512) for name in names}
+    shared, apart = Lanes(names, lambda: Outbox(512)), {name: Outbox(512) for name in names}
     histories: dict[int, list[Any]] = {name: [] for name in names}
     for part in range(60):
         some = names if choose.random() < 0.7 else choose.sample(names, choose.randrange(1, len(names) + 1))
         tag, nbytes = Tag(CHANNEL_GRAD, 0, 0, part), choose.randrange(0, 200)
         got = {}
-        lanes = [(shared.alone(some[0]), some[:1])] if len(some) == 1 else shared.together(some)
+        lanes = [(shared.alone(some[0]), some[:1])] if len(some) == 1 else shared[tuple(some)]
         for lane, members in lanes:
-            place = lane.places.place(nbytes)
-            word = lane.fingerprints.next(place.number, tag, nbytes)
-            got.update(dict.fromkeys(members, (place, word)))
+            got.update(dict.fromkeys(members, lane.next(tag, nbytes)))
         assert set(got) == set(some)
         for name in some:
             histories[name].append((part, nbytes))
-            place = apart[name].places.place(nbytes)
-            assert got[name] == (place, apart[name].fingerprints.next(place.number, tag, nbytes)), (name, part)
+            assert got[name] == apart[name].next(tag, nbytes), (name, part)
     for one in names:
-        assert shared[one].users == sum(shared[other] is shared[one] for other in names)
+        assert shared.of[one].users == sum(shared.of[other] is shared.of[one] for other in names)
         for other in names:
-            assert shared[one] is not shared[other] or histories[one] == histories[other]
+            assert shared.of[one] is not shared.of[other] or histories[one] == histories[other]
 
 
 def test_a_lane_that_goes_on_alone_takes_what_is_reserved_along() -> None:
-    lanes = Lanes([[1, 2]], lambda: StagingRing(256))
-    reservation, _ = lanes[1].reserve(64)
+    lanes = Lanes([1, 2], lambda: StagingRing(256))
+    reservation, _ = lanes.of[1].reserve(64)
     alone = lanes.alone(1)
     found = alone.find(reservation.offset, 64)
-    assert found is not None and found is not reservation and lanes[2].find(reservation.offset, 64) is reservation
+    assert found is not None and found is not reservation and lanes.of[2].find(reservation.offset, 64) is reservation
 
 
 # ---- groups ------------------------------------------------------------------------------------------------------------

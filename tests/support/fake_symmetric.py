@@ -80,7 +80,7 @@ class AskingTransport(SymmetricTransport):
 
     def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[Any]:
         for dst, nbytes in zip(dsts, sizes, strict=True):
-            ring = self._staging.rings.get(dst)
+            ring = self._staging.rings.of.get(dst)
             if ring is not None and 0 <= nbytes <= self.message_limit:
                 self.advance()
                 behind = copy.deepcopy(ring._places).place(nbytes).behind
@@ -95,11 +95,12 @@ class AskingTransport(SymmetricTransport):
             self.advance()
         for src in srcs if not wait else ():
             self._core.check_peer(src)
-            entry = self._inboxes[src, tag.channel].expected.get(tag)
+            entry = self._inboxes[tag.channel].of[src].expected.get(tag)
             if entry is None:
                 return []
-            index = pair_of(src, tag.channel) * ARRIVAL_WORDS + entry.word
-            if not reached(self.device.peek(self._core.own.arrival[index : index + 1])[0], entry.value, exact=True):
+            message, _ = entry
+            index = pair_of(src, tag.channel) * ARRIVAL_WORDS + message.word
+            if not reached(self.device.peek(self._core.own.arrival[index : index + 1])[0], message.value, exact=True):
                 return []
         return super().receive(srcs, tag, where)
 

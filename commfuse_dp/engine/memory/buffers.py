@@ -42,6 +42,7 @@ class BufferPool:
         self._spare = 0  # bytes of `held` that are free
         self._probe = probe
         self._ordering = ordering if ordering is not None else Ordering()
+        self.mark = self._ordering.mark  # for `give`: one event for several buffers
         self._free: OrderedDict[int, deque[tuple[torch.Tensor, Event | None]]] = OrderedDict()  # least recently used size first
         self._made: dict[int, int] = defaultdict(int)  # buffers by size, free or not
 
@@ -49,10 +50,12 @@ class BufferPool:
         """To be written on the current stream.
 
         most: as many buffers of this size are made before the stream is made to wait for one that is still read."""
-        free = self._of(nbytes)
-        waits = bool(free) and free[0][1] is not None and not free[0][1].done()
+        free = self._free.get(nbytes)
+        behind = free[0][1] if free else None
+        waits = behind is not None and not behind.done()
         if waits and self._made[nbytes] < most:
             waits = False
+            self._free.move_to_end(nbytes)
             buffer, event = self._make(nbytes)
         else:
             buffer, event = self.take_later(nbytes)
@@ -67,27 +70,16 @@ class BufferPool:
         """To be written by whoever waits for the event first.
 
         On a device the one that was given back first, which is the first to be free; else the last one, still in the cache."""
-        free = self._of(nbytes)
+        free = self._free.get(nbytes)
         if free:
+            self._free.move_to_end(nbytes)
             self._spare -= nbytes
             return free.pop() if free[-1][1] is None else free.popleft()
         return self._make(nbytes)
 
-    def fits(self, nbytes: int, beside: int) -> bool:
-        """As Arena.fits: here anything does, its room is counted by the window."""
-        return True
-
     def reserve(self, nbytes: int) -> None:
         """As Arena.reserve."""
         return
-
-    def _of(self, nbytes: int) -> deque[tuple[torch.Tensor, Event | None]]:
-        found = self._free.get(nbytes)
-        if found is None:
-            found = self._free[nbytes] = deque()
-        else:
-            self._free.move_to_end(nbytes)
-        return found
 
     def _make(self, nbytes: int) -> tuple[torch.Tensor, Event | None]:
         self._made[nbytes] += 1
@@ -98,18 +90,19 @@ class BufferPool:
             # The allocator may hand out what the current stream still reads: `mark` comes after that.
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device), self._ordering.mark()
 
-    def mark(self) -> Event | None:
-        """For `give`: one event for several buffers."""
-        return self._ordering.mark()
-
     def give(self, buffer: torch.Tensor, mark: Event | None = None) -> None:
         """The caller promises that what the current stream has been given so far is the last to read or write the buffer.
 
         mark: taken behind that, on the same stream."""
         nbytes = buffer.numel()
-        self._of(nbytes).append((buffer, self._ordering.mark() if mark is None else mark))
+        free = self._free.get(nbytes)
+        if free is None:
+            free = self._free[nbytes] = deque()
+        self._free.move_to_end(nbytes)
+        free.append((buffer, self.mark() if mark is None else mark))
         self._spare += nbytes
-        self._trim(0)
+        if self.limit is not None and self.held > self.limit:
+            self._trim(0)
 
     def _trim(self, more: int) -> None:
         """Let go of free buffers until there is room for `more` bytes."""

@@ -28,6 +28,7 @@ class StreamCore:
         self.peers = [(rank + step) % world_size for step in range(1, world_size)]  # not all ranks turn to rank 0 first
         self.closed = False
         self._pid = os.getpid()
+        self._capturing = device.capturing
         self._held: list[WordLike] = []
         self._held_on: Stream | None = None
 
@@ -46,7 +47,7 @@ class StreamCore:
         """Raises what is wrong; hands over what was held back for company. Returns the current stream."""
         if self.closed or self.watch.failure is not None:  # asked here, too: most calls of a layer begin here
             self.check()
-        if self.device.capturing():
+        if self._capturing is not None and self._capturing():
             raise TransportError(
                 f"transport {self.name} cannot be captured into a CUDA graph: {self.no_graph}. Capture without CommFuse's "
                 "layers, or use them outside the graph."

@@ -51,20 +51,20 @@ class PlaceRing:
 
     def place(self, nbytes: int) -> Place:
         """The next message's place. nbytes <= capacity. A message never wraps."""
-        size = align(nbytes) or ALIGNMENT
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT or ALIGNMENT  # as `align`, which would be a frame for each message
         assert size <= self.capacity
         self._number = number = self._number + 1
-        behind = max(0, number - self._words)
+        behind = number - self._words if number > self._words else 0
         start = self._head
         if start + size > self.capacity:
             behind = max(behind, self._take(start, self.capacity))  # lost, but whoever lies there comes first in the ring
             start = 0
         stop = self._head = start + size
         live = self._live
-        while live and live[0][1] < stop and start < live[0][2]:  # as `_take`, which would be a frame for each message
+        while live and live[0][1] < stop and start < live[0][2]:  # as `_take`, which would be a frame, too
             behind = max(behind, live.popleft()[0])
         live.append((number, start, stop))
-        return Place(number, start, behind)
+        return tuple.__new__(Place, (number, start, behind))
 
     def clone(self) -> PlaceRing:
         other = PlaceRing(self.capacity, self._words)
@@ -114,50 +114,51 @@ Name = TypeVar("Name", bound=Hashable)
 Kind = TypeVar("Kind", bound=Lane)
 
 
-class Lanes(dict[Name, Kind]):
-    """The lanes of one rank, by name. What a layer sends has the same size for every owner, and what it awaits comes from all
-    peers alike: lanes that have had the same messages are one object, so that what is worked out about the next message is
-    worked out once for all of them. A message of some of them only makes these go on with a lane of their own."""
+class Lanes(dict[tuple[Name, ...], list[tuple[Kind, tuple[Name, ...]]]]):
+    """The lanes of one rank. What a layer sends has the same size for every owner, and what it awaits comes from all peers
+    alike: lanes that have had the same messages are one object, so that what is worked out about the next message is worked out
+    once for all of them. A message of some of them only makes these go on with a lane of their own.
 
-    def __init__(self, alike: Sequence[Sequence[Name]], make: Callable[[], Kind]) -> None:
-        """alike: names that begin with one lane."""
+    lanes[names] are the lanes of peers that are to have the same message, each with their names. Asking makes it so: peers that
+    are to go on without the others get their lane here. An answer is kept until a lane is split, and costs no call until then.
+
+    Attributes:
+        of: the lane of each name.
+    """
+
+    def __init__(self, alike: Sequence[Name], make: Callable[[], Kind]) -> None:
+        """alike: names, which begin with one lane."""
         super().__init__()
-        for names in alike:
+        self.of: dict[Name, Kind] = {}
+        if alike:
             lane = make()
-            lane.users = len(names)
-            self.update(dict.fromkeys(names, lane))
+            lane.users = len(alike)
+            self.of.update(dict.fromkeys(alike, lane))
 
     def alone(self, name: Name) -> Kind:
         """The lane of one peer, which is to have a message that others do not have."""
-        lane = self[name]
+        lane = self.of[name]
         return lane if lane.users == 1 else self._split(lane, (name,))
 
-    def together(self, names: Sequence[Name]) -> list[tuple[Kind, list[Name]]]:
-        """The lanes of peers that are to have the same message, each with their names."""
-        if names and self[names[0]].users == len(names):
-            lane = self[names[0]]
-            for name in names:
-                if self[name] is not lane:
-                    break
-            else:  # all of them, as ever
-                return [(lane, list(names))]
-        found: dict[int, tuple[Kind, list[Name]]] = {}
+    def __missing__(self, names: tuple[Name, ...]) -> list[tuple[Kind, tuple[Name, ...]]]:
+        members: dict[int, list[Name]] = {}
         for name in names:
-            lane = self[name]
-            known = found.get(id(lane))
-            if known is None:
-                found[id(lane)] = lane, [name]
-            else:
-                known[1].append(name)
-        return [
-            (lane if len(members) == lane.users else self._split(lane, members), members) for lane, members in found.values()
-        ]
+            members.setdefault(id(self.of[name]), []).append(name)
+        found = []
+        for some in members.values():
+            lane = self.of[some[0]]
+            found.append((lane if len(some) == lane.users else self._split(lane, some), tuple(some)))
+        if len(self) >= MOST_VIEWS:
+            self.clear()
+        self[names] = found
+        return found
 
     def _split(self, lane: Kind, names: Sequence[Name]) -> Kind:
+        self.clear()
         own = lane.clone()
         own.users = len(names)
         lane.users -= len(names)
-        self.update(dict.fromkeys(names, own))
+        self.of.update(dict.fromkeys(names, own))
         return own
 
 
@@ -228,8 +229,9 @@ class Staging:
         self.memory = dict(memory)
         device = core.device
         device.wait_event(device.side_stream("scatter"), device.record(device.current_stream()))
-        self.rings = Lanes([core.peers], lambda: StagingRing(align(limit), core.membership.called))
-        self._views: dict[tuple[int, int, int], torch.Tensor] = {}  # (peer, offset, bytes): places come again
+        self.rings = Lanes(core.peers, lambda: StagingRing(align(limit), core.membership.called))
+        self.addresses = {peer: ring.data_ptr() for peer, ring in self.memory.items()}
+        self._views: dict[Hashable, list[torch.Tensor]] = {}  # of messages that are reserved together: places come again
         self._behind: tuple[Stream, Event] | None = None  # the last wait for something to leave
 
     def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int) -> list[torch.Tensor]:
@@ -242,29 +244,28 @@ class Staging:
                 core.check_peer(dst)
             if not 0 <= nbytes <= room <= self._limit:
                 check_message(max(nbytes, room) if nbytes >= 0 else nbytes, self._limit, f"to rank {dst}")
-        offsets: dict[int, int] = {}
-        for ring, members in self.rings.together(dsts):
+        places: list[tuple[tuple[int, ...], int]] = []  # peers, and where in the rings of all of them
+        for ring, members in self.rings[tuple(dsts)]:
             reservation, behind = ring.reserve(room, members)
             if behind is not None and (self._behind is None or self._behind[0] != stream or self._behind[1] is not behind):
                 self._behind = stream, behind
                 if core.probe.timing is not None and core.probe.timing.layer:
                     core.probe.waited(core.probe.timing.layer, core.probe.mark(), (behind,))
                 core.device.wait_event(stream, behind)
-            offsets.update(dict.fromkeys(members, reservation.offset))
-        found, views = [], self._views
-        if len(views) >= MOST_VIEWS:
-            views.clear()
-        for dst, nbytes in zip(dsts, sizes, strict=True):
-            name = dst, offsets[dst], nbytes
-            view = views.get(name)
-            if view is None:
-                view = views[name] = self.memory[dst].narrow(0, *name[1:])
-            found.append(view)
-        return found
+            places.append((members, reservation.offset))
+        name = *dsts, *sizes, *places
+        found = self._views.get(name)
+        if found is None:
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            offsets = {dst: offset for members, offset in places for dst in members}
+            wanted = zip(dsts, sizes, strict=True)
+            found = self._views[name] = [self.memory[dst].narrow(0, offsets[dst], nbytes) for dst, nbytes in wanted]
+        return found.copy()
 
     def rewind(self) -> None:
         """An epoch is over: see [Note: Steps begin at the start]."""
-        for ring in {id(ring): ring for ring in self.rings.values()}.values():
+        for ring in {id(ring): ring for ring in self.rings.of.values()}.values():
             ring.rewind()
 
     def clear(self) -> None:

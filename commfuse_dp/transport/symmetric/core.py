@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import torch
 
@@ -78,33 +79,34 @@ class Core(StreamCore):
         self.exchange, self.memory, self.watch = exchange, memory, watch
         self.blocks = [Block(block, layout) for block in blocks]
         self.own = self.blocks[rank]  # of this rank
+        self._batch: tuple[Stream | None, Batch | None] = None, None  # of the stream that waited last
 
     # ---- waiting for words -------------------------------------------------------------------------------------------
     def wait_for(
-        self,
-        stream: Stream,
-        conditions: Sequence[Awaited],
-        places: Sequence[Place],
-        doing: str,
-        *,
-        about: object = None,
-        batch: Batch | None = None,
-    ) -> Wait:
-        """The stream waits for words, all of them exactly or none, and the watchdog looks after it. `behind` ends the wait,
-        once all that belongs to it is enqueued. batch: of the stream, if the caller has more to put into it."""
+        self, stream: Stream, conditions: Sequence[Awaited], places: Sequence[Place], doing: str, *, about: object = None
+    ) -> None:
+        """The stream waits for words, all of them exactly or none, and the watchdog looks after it."""
         wait = Wait(conditions, places, doing, about)
         self.watch.note(stream, wait)
-        waits = self.device.batch(stream) if batch is None else batch
         if conditions:
-            waits.wait_all([fields[1:4] for fields in conditions], exact=conditions[0][4])
-        if batch is None:
-            waits.submit()
-        return wait
+            known, batch = self._batch
+            if batch is None or known is not stream:
+                batch = self.device.batch(stream)
+                self._batch = stream, batch
+            try:
+                batch.wait_all(list(map(_word_of, conditions)), exact=conditions[0][4])
+            finally:
+                batch.submit()
+        self.behind(stream, wait)
 
-    def behind(self, stream: Stream, waits: Sequence[Wait]) -> Event:
-        """The event that ends the waits: behind all that is in the stream now."""
-        event = self.record(stream)
-        for wait in waits:
+    def behind(self, stream: Stream, wait: Wait | None = None) -> Event:
+        """The event behind all that is in the stream now, which ends the wait."""
+        event = self.device.record(stream, timing=self.probe.timing is not None)  # as `record`
+        if wait is not None:
             wait.end = event
-        self.check()  # on a device whose calls wait, the wait may just have ended badly
+        if self.closed or self.watch.failure is not None:
+            self.check()  # on a device whose calls wait, the wait may just have ended badly
         return event
+
+
+_word_of = itemgetter(1, 2, 3)  # of a condition

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -22,7 +22,7 @@ from commfuse_dp.transport.checks import (
 )
 from commfuse_dp.transport.streams.staging import Lanes, Reservation, Staging, StagingRing
 from commfuse_dp.transport.symmetric.core import CHANNELS, Core, Layout, pair_of
-from commfuse_dp.transport.symmetric.ring import ARRIVAL_WORDS, Arrival, Inbox, Outbox
+from commfuse_dp.transport.symmetric.ring import ARRIVAL_WORDS, Inbox, Outbox
 from commfuse_dp.transport.symmetric.watch import Awaited, Wait
 from commfuse_dp.transport.views import MOST_VIEWS
 
@@ -33,12 +33,16 @@ TOGETHER = 4 << 20  # bytes of messages that leave together: below, time is in c
 class _Fan:
     """Messages of one tag to several peers."""
 
-    __slots__ = ("offsets", "reservations", "room", "sendings", "tag")
+    __slots__ = ("apart", "at", "offsets", "plain", "reservations", "room", "sizes", "tag", "words")
 
     def __init__(self, tag: Tag, room: int) -> None:
         self.tag, self.room = tag, room
-        self.sendings: dict[int, Sending] = {}  # by destination
+        self.sizes: dict[int, int] = {}  # bytes, by destination
         self.offsets: dict[int, int] = {}  # in its staging
+        self.at = 0  # the first of these
+        self.apart = False  # not all of them are equal
+        self.words: list[WordLike] = []  # behind which some of them are complete
+        self.plain = False  # some are behind what is in the current stream
         self.reservations: list[tuple[StagingRing, Reservation]] = []
 
 
@@ -50,14 +54,15 @@ class Messages(Transport):
     def _open_messages(self, layout: Layout) -> None:
         core, device = self._core, self._core.device
         self._scatter = device.side_stream("scatter")
+        self._leaving = device.batch(self._scatter)
         with torch.inference_mode(False):
             memory = {peer: torch.zeros(layout.ring, dtype=torch.uint8, device=device.torch_device) for peer in core.peers}
         self._staging = Staging(core, memory, self.message_limit)
-        by_channel = [[(peer, channel) for peer in core.peers] for channel in CHANNELS]
-        self._outboxes = Lanes(by_channel, lambda: Outbox(layout.ring))
-        self._pairs = {(peer, channel): pair_of(peer, channel) for peer in (*core.peers, core.rank) for channel in CHANNELS}
-        self._views: dict[tuple[int, int, int, int], torch.Tensor] = {}  # (peer, channel, offset, bytes): places come again
-        self._inboxes = Lanes(by_channel, lambda: Inbox(layout.ring))
+        self._outboxes = {channel: Lanes(core.peers, lambda: Outbox(layout.ring)) for channel in CHANNELS}
+        self._inboxes = {channel: Lanes(core.peers, lambda: Inbox(layout.ring)) for channel in CHANNELS}
+        ranks = (*core.peers, core.rank)
+        self._pairs = {channel: {peer: pair_of(peer, channel) for peer in ranks} for channel in CHANNELS}
+        self._views: dict[Hashable, list[torch.Tensor]] = {}  # of messages that lie alike: places come again
 
     # ---- sending -----------------------------------------------------------------------------------------------------
     def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[torch.Tensor]:
@@ -71,53 +76,54 @@ class Messages(Transport):
         core, scatter, staging = self._core, self._scatter, self._staging.memory
         stream = core.enter()
         runs = self._runs(sendings)  # before anything is enqueued
-        device, probe = core.device, core.probe
+        device, probe, batch = core.device, core.probe, self._leaving
         timing = probe.timing if probe.sink is not None else None
         conditions: list[Awaited] = []
-        wait = Wait(conditions, (), "to read earlier messages, which fill its inbox")
+        wait: Wait | None = None
         computed: Event | None = None
-        batch = device.batch(scatter)
+        credit = core.own.credit
         try:
             for run in runs:
-                for fan in run:
-                    produced = [sending.when for sending in fan.sendings.values() if sending.when is not None]
-                    if computed is None and len(produced) < len(fan.sendings):
+                for fan in run.values():
+                    if computed is None and fan.plain:
                         computed = device.record(stream)
                         batch.submit()
                         device.wait_event(scatter, computed)
-                    batch.wait_all(produced)
+                    if fan.words:
+                        batch.wait_all(fan.words)
                 spans: list[Span] = []
                 words: list[WordLike] = []
-                for fan in run:
-                    tag, room = fan.tag, fan.room
-                    pair, total = self._pairs[core.rank, tag.channel], 0
-                    for box, names in self._outboxes.together([(dst, tag.channel) for dst in fan.sendings]):
-                        number, place, behind = box.places.place(room)
-                        word, value, _ = box.fingerprints.next(number, tag, room)
-                        late = behind > box.credited
-                        if late:
+                for (tag, room), fan in run.items():
+                    channel, sizes, offsets, total = tag[0], fan.sizes, fan.offsets, 0
+                    pairs = self._pairs[channel]
+                    pair = pairs[core.rank]
+                    for box, dsts in self._outboxes[channel][tuple(sizes)]:
+                        _, place, behind, word, value, _ = box.next(tag, room)
+                        word += pair * ARRIVAL_WORDS
+                        if behind > box.credited:
                             box.credited = behind
-                            first = not conditions
-                            conditions += [(name[0], core.own.credit, self._pairs[name], behind, False, 0) for name in names]
-                            wait.places += [partial(_where, tag, fan.sendings[name[0]].buffer.nbytes) for name in names]
+                            first, late = wait is None, list[WordLike]()
+                            wait = wait or Wait(conditions, (), "to read earlier messages, which fill its inbox")
+                            for dst in dsts:
+                                wait.places.append(partial(_where, tag, sizes[dst]))
+                                conditions.append((dst, credit, pairs[dst], behind, False, 0))
+                                late.append((credit, pairs[dst], behind))
                             if first:
                                 core.watch.note(scatter, wait)
-                            batch.wait_all([(core.own.credit, self._pairs[name], behind) for name in names])
-                        for name in names:
-                            dst = name[0]
-                            nbytes = fan.sendings[dst].buffer.nbytes
-                            remote = core.blocks[dst]
-                            spans.append((remote.rings[pair], place, staging[dst], fan.offsets[dst], nbytes))
-                            words.append((remote.arrival, pair * ARRIVAL_WORDS + word, value))
+                            batch.wait_all(late)
+                        for dst in dsts:
+                            remote, nbytes = core.blocks[dst], sizes[dst]
+                            spans.append((remote.rings[pair], place, staging[dst], offsets[dst], nbytes))
+                            words.append((remote.arrival, word, value))
                             total += nbytes
-                    count_message(probe.counters, tag.channel, total, sent=True)
+                    count_message(probe.counters, channel, total, sent=True)
                 if timing is not None:
                     batch.submit()
                     begun = timing.mark(scatter)
                     batch.copy_all(spans)
-                    tag, dsts = run[0].tag, [dst for fan in run for dst in fan.sendings]
+                    (tag, _), peers = next(iter(run)), [dst for fan in run.values() for dst in fan.sizes]
                     about: dict[str, object] = {"nbytes": sum(span[4] for span in spans), "key": tag.key, "seq": tag.seq}
-                    about |= {"peer": dsts[0], "part": tag.part} if len(dsts) == 1 else {"peers": dsts}
+                    about |= {"peer": peers[0], "part": tag.part} if len(peers) == 1 else {"peers": peers}
                     timing.span(SEND, "message", begun, timing.mark(scatter), about)
                 elif len(spans) == 1:
                     batch.copy(*spans[0])
@@ -126,21 +132,23 @@ class Messages(Transport):
                 batch.write_all(words)
         finally:
             batch.submit()
-        left = core.behind(scatter, (wait,))
+        left = core.behind(scatter, wait)
         for run in runs:
-            for fan in run:
+            for fan in run.values():
                 for ring, reservation in fan.reservations:
                     ring.sent(reservation, left)
 
-    def _runs(self, sendings: Sequence[Sending]) -> list[list[_Fan]]:
-        """What leaves together, each by messages of one tag. Raises ValueError for what cannot be sent."""
+    def _runs(self, sendings: Sequence[Sending]) -> list[dict[tuple[Tag, int], _Fan]]:
+        """What leaves together, by tag and room. Raises ValueError for what cannot be sent."""
         limit = 0
         if len(sendings) > 1:
-            limit = max(TOGETHER, -(-sum([sending.buffer.nbytes for sending in sendings]) // 4))
+            for sending in sendings:
+                limit += sending[2].nbytes
+            limit = max(TOGETHER, -(-limit // 4))
+        addresses = self._staging.addresses
         runs: list[dict[tuple[Tag, int], _Fan]] = []
         room_left = 0
-        for sending in sendings:
-            dst, tag, buffer, _, room = sending
+        for dst, tag, buffer, when, room in sendings:
             nbytes = buffer.nbytes
             room = room or nbytes
             if not runs or nbytes > room_left:
@@ -149,119 +157,123 @@ class Messages(Transport):
             room_left -= nbytes
             fan = runs[-1].get((tag, room))
             if fan is None:
-                if min(tag) < 0 or max(tag) >= _FIELD_LIMIT or tag.channel not in CHANNELS:
+                if min(tag) < 0 or max(tag) >= _FIELD_LIMIT or tag[0] not in CHANNELS:
                     self._refuse_tag(tag)
                 fan = runs[-1][tag, room] = _Fan(tag, room)
-            staging = self._staging.memory.get(dst)
-            if staging is None:
+            address = addresses.get(dst)
+            if address is None:
                 self._core.check_peer(dst)
                 raise AssertionError(dst)
-            if dst in fan.sendings:
+            if dst in fan.sizes:
                 raise ValueError(f"send to rank {dst}, {tag}: it is sent twice")
-            fan.sendings[dst] = sending
             # An empty tensor has no address.
-            at = buffer.data_ptr() - staging.data_ptr() if nbytes else int(buffer.storage_offset()) * buffer.element_size()
-            fan.offsets[dst] = at
-        found = [list(run.values()) for run in runs]
-        for run in found:
-            for fan in run:
-                self._find(fan)
-        return found
-
-    def _find(self, fan: _Fan) -> None:
-        """The reservations of its messages."""
-        for ring, members in self._staging.rings.together(list(fan.sendings)):
-            lanes = [(ring, members)]
-            if len(members) > 1 and len({fan.offsets[dst] for dst in members}) > 1:
-                lanes = [(self._staging.rings.alone(dst), [dst]) for dst in members]
-            for lane, dsts in lanes:
-                dst = dsts[0]
-                reservation = lane.find(fan.offsets[dst], fan.room if len(dsts) > 1 else fan.sendings[dst].buffer.nbytes)
-                if reservation is None:
-                    raise not_reserved(dst, fan.tag)
-                fan.reservations.append((lane, reservation))
+            at = buffer.data_ptr() - address if nbytes else int(buffer.storage_offset()) * buffer.element_size()
+            if not fan.sizes:
+                fan.at = at
+            fan.apart = fan.apart or at != fan.at
+            fan.sizes[dst], fan.offsets[dst] = nbytes, at
+            if when is not None:
+                fan.words.append(when)
+            else:
+                fan.plain = True
+        rings = self._staging.rings
+        for run in runs:
+            for fan in run.values():  # the reservations of its messages
+                for ring, members in rings[tuple(fan.sizes)]:
+                    lanes: list[tuple[StagingRing, Sequence[int]]] = [(ring, members)]
+                    if fan.apart and len({fan.offsets[dst] for dst in members}) > 1:
+                        lanes = [(rings.alone(dst), [dst]) for dst in members]
+                    for lane, dsts in lanes:
+                        dst = dsts[0]
+                        reservation = lane.find(fan.offsets[dst], fan.room if len(dsts) > 1 else fan.sizes[dst])
+                        if reservation is None:
+                            raise not_reserved(dst, fan.tag)
+                        fan.reservations.append((lane, reservation))
+        return runs
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
     def expect(self, srcs: Sequence[int], tag: Tag, nbytes: int, room: int = 0) -> None:
         core, room = self._core, room or nbytes
-        if min(tag) < 0 or max(tag) >= _FIELD_LIMIT or tag.channel not in CHANNELS:
+        if min(tag) < 0 or max(tag) >= _FIELD_LIMIT or tag[0] not in CHANNELS:
             self._refuse_tag(tag)
-        names = [(src, tag.channel) for src in srcs]
-        for name in names:
-            if name not in self._inboxes:
-                core.check_peer(name[0])
-        for box, members in self._inboxes.together(names):
+        inboxes = self._inboxes[tag[0]]
+        for src in srcs:
+            if src not in inboxes.of:
+                core.check_peer(src)
+        for box, members in inboxes[tuple(srcs)]:
             if tag in box.expected:
-                raise expected_twice(core.membership, core.rank, members[0][0], tag)
+                raise expected_twice(core.membership, core.rank, members[0], tag)
             if not 0 <= nbytes <= room <= self.message_limit:
-                check_message(max(nbytes, room) if nbytes >= 0 else nbytes, self.message_limit, f"from rank {members[0][0]}")
-            box.expect(tag, nbytes, room)
+                check_message(max(nbytes, room) if nbytes >= 0 else nbytes, self.message_limit, f"from rank {members[0]}")
+            box.expected[tag] = box.next(tag, room), nbytes
 
     def receive(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE, *, wait: bool = True) -> list[torch.Tensor]:
         core = self._core
         stream = core.enter()
-        if min(tag) < 0 or max(tag) >= _FIELD_LIMIT or tag.channel not in CHANNELS:
+        if min(tag) < 0 or max(tag) >= _FIELD_LIMIT or tag[0] not in CHANNELS:
             self._refuse_tag(tag)
+        channel = tag[0]
+        inboxes, pairs, arrival = self._inboxes[channel], self._pairs[channel], core.own.arrival
+        for src in srcs:
+            if src not in inboxes.of:
+                core.check_peer(src)
         conditions: list[Awaited] = []
-        names = [(src, tag.channel) for src in srcs]
-        for name in names:
-            if name not in self._inboxes:
-                core.check_peer(name[0])
-        lanes = self._inboxes.together(names)
-        entries: dict[int, Arrival] = {}
+        places: list[
+            tuple[tuple[int, ...], int, int]
+        ] = []  # peers, and where it lies in the rings of all of them: offset, bytes
+        lanes = inboxes[tuple(srcs)]
         for box, members in lanes:
             entry = box.expected.get(tag)
             if entry is None:
-                src = members[0][0]
+                src = members[0]
                 raise ValueError(
                     f"receive: {tag} of rank {src} was not announced by expect([{src}], ...), in the order in which rank {src} "
                     f"sends: transport {core.name} finds messages by it"
                 )
-            for name in members:
-                entries[name[0]] = entry
-                index = self._pairs[name] * ARRIVAL_WORDS + entry.word
-                conditions.append((name[0], core.own.arrival, index, entry.value, True, entry.before))
+            (_, offset, _, word, value, before), nbytes = entry
+            places.append((members, offset, nbytes))
+            for src in members:
+                conditions.append((src, arrival, pairs[src] * ARRIVAL_WORDS + word, value, True, before))
         if not conditions:
             return []
-        place = where if where is not NOWHERE else partial(_where, tag, entries[srcs[0]].nbytes)
-        core.behind(stream, (core.wait_for(stream, conditions, (place,), "to send", about=tag),))
+        place = where if where is not NOWHERE else partial(_where, tag, places[0][2])
+        core.wait_for(stream, conditions, (place,), "to send", about=tag)
         for box, _ in lanes:
             box.received.add(tag)
-        found, views = [], self._views
-        if len(views) >= MOST_VIEWS:
-            views.clear()
-        for src in srcs:
-            _, offset, nbytes, _, _, _ = entries[src]
-            place_of = src, tag.channel, offset, nbytes
-            view = views.get(place_of)
-            if view is None:
-                view = views[place_of] = core.own.rings[self._pairs[src, tag.channel]].narrow(0, offset, nbytes)
-            found.append(view)
-        return found
+        name = *srcs, channel, *places
+        found = self._views.get(name)
+        if found is None:
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            rings, spans = core.own.rings, {src: span for members, *span in places for src in members}
+            found = self._views[name] = [rings[pairs[src]].narrow(0, *spans[src]) for src in srcs]
+        return found.copy()
 
     def release(self, srcs: Sequence[int], tag: Tag, *, more: bool = False) -> None:
-        core = self._core
+        core, channel = self._core, tag[0]
         stream = core.enter(flush=False)
+        inboxes = self._inboxes.get(channel)
+        for src in srcs:
+            if inboxes is None or src not in inboxes.of or tag not in inboxes.of[src].received:
+                raise not_here(src, tag)
+        if inboxes is None:
+            return
         words: list[WordLike] = []
-        pair = self._pairs.get((core.rank, tag.channel), 0)
+        pair = self._pairs[channel][core.rank]
         received = 0
-        names = [(src, tag.channel) for src in srcs]
-        for name in names:
-            if name not in self._inboxes or tag not in self._inboxes[name].received:
-                raise not_here(name[0], tag)
-        for box, members in self._inboxes.together(names):
+        for box, members in inboxes[tuple(srcs)]:
             box.received.discard(tag)
-            entry = box.expected.pop(tag)
-            received += entry.nbytes * len(members)
-            if entry.number != box.released + 1:
-                box.release_early(entry.number, core.device.record(stream))
+            message, nbytes = box.expected.pop(tag)
+            received += nbytes * len(members)
+            if message[0] != box.released + 1:
+                box.release_early(message[0], core.device.record(stream))
                 continue
-            credit, events = box.release(entry.number)
+            credit, events = box.release(message[0])
             for event in events:
                 core.device.wait_event(stream, event)
-            for name in members:
-                words.append((core.blocks[name[0]].credit, pair, credit))
-        count_message(core.probe.counters, tag.channel, received, sent=False)
+            for src in members:
+                words.append((core.blocks[src].credit, pair, credit))
+        count_message(core.probe.counters, channel, received, sent=False)
         if words:
             core.hold(stream, words, more=more)
 

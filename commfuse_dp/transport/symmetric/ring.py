@@ -35,79 +35,71 @@ ARRIVAL_WORDS = 256  # per pair and channel: the most messages that can be under
 _IDENTITY = struct.Struct("<q4qq")
 
 
-class Fingerprints:
-    """Arrival words of one ring, in the order of their messages. Both ends compute them alike."""
-
-    __slots__ = ("_last",)
-
-    def __init__(self) -> None:
-        self._last = [0] * ARRIVAL_WORDS
-
-    def clone(self) -> Fingerprints:
-        other = Fingerprints()
-        other._last = self._last.copy()
-        return other
-
-    def next(self, number: int, tag: Tag, nbytes: int) -> tuple[int, int, int]:
-        """(index of the word, its value, the value that it has before) for a message."""
-        index = number % ARRIVAL_WORDS
-        before = self._last[index]
-        value = zlib.crc32(_IDENTITY.pack(number, *tag, nbytes))
-        if value >= 1 << 31:  # as_int32
-            value -= 1 << 32
-        if value == before:
-            value = as_int32(value + 1)
-        self._last[index] = value
-        return index, value, before
-
-
-class Outbox(Lane):
-    """The sender's side of one inbox ring."""
-
-    def __init__(self, capacity: int) -> None:
-        self.places = PlaceRing(capacity, ARRIVAL_WORDS)
-        self.fingerprints = Fingerprints()
-        self.credited = 0  # the copies enqueued from now on run behind the release of all messages up to this one
-
-    def clone(self) -> Self:
-        other = type(self)(self.places.capacity)
-        other.places, other.fingerprints, other.credited = self.places.clone(), self.fingerprints.clone(), self.credited
-        return other
-
-
-class Arrival(NamedTuple):
-    """A message that is expected, or here."""
+class Message(NamedTuple):
+    """Where a message lies, and how its arrival is told."""
 
     number: int
     offset: int
-    nbytes: int
-    word: int
+    behind: int  # the latest earlier message that must have been released before this one is written; 0: none
+    word: int  # index of the arrival word
     value: int
     before: int  # what the word holds until the message comes
 
 
-class Inbox(Lane):
-    """The owner's side: what is expected, and how far it has been released."""
+class Messages(Lane):
+    """Messages of one ring in their order. Both ends work them out alike."""
 
     def __init__(self, capacity: int) -> None:
         self.places = PlaceRing(capacity, ARRIVAL_WORDS)
-        self.fingerprints = Fingerprints()
-        self.expected: dict[Tag, Arrival] = {}
+        self._last = [0] * ARRIVAL_WORDS  # fingerprints
+
+    def clone(self) -> Self:
+        other = type(self)(self.places.capacity)
+        other.places, other._last = self.places.clone(), self._last.copy()
+        return other
+
+    def next(self, tag: Tag, room: int) -> Message:
+        """room: bytes that its sender sets aside for it, see `Sending`."""
+        number, offset, behind = self.places.place(room)
+        word = number % ARRIVAL_WORDS
+        before = self._last[word]
+        value = zlib.crc32(_IDENTITY.pack(number, *tag, room))
+        if value >= 1 << 31:  # as_int32
+            value -= 1 << 32
+        if value == before:
+            value = as_int32(value + 1)
+        self._last[word] = value
+        return tuple.__new__(Message, (number, offset, behind, word, value, before))
+
+
+class Outbox(Messages):
+    """The sender's side of one inbox ring."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.credited = 0  # the copies enqueued from now on run behind the release of all messages up to this one
+
+    def clone(self) -> Self:
+        other = super().clone()
+        other.credited = self.credited
+        return other
+
+
+class Inbox(Messages):
+    """The owner's side: what is expected, and how far it has been released."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.expected: dict[Tag, tuple[Message, int]] = {}  # or here; with its bytes
         self.received: set[Tag] = set()  # of those: a stream waits for them, or has
         self.released = 0  # all messages up to this number
         self._early: dict[int, Event] = {}  # released before an earlier one: behind the event the bytes are not read
 
-    def clone(self) -> Inbox:
-        other = Inbox(self.places.capacity)
-        other.places, other.fingerprints, other.released = self.places.clone(), self.fingerprints.clone(), self.released
+    def clone(self) -> Self:
+        other = super().clone()
+        other.released = self.released
         other.expected, other.received, other._early = self.expected.copy(), self.received.copy(), self._early.copy()
         return other
-
-    def expect(self, tag: Tag, nbytes: int, room: int) -> None:
-        """room: bytes that its sender sets aside for it, see `Sending`."""
-        place = self.places.place(room)
-        word, value, before = self.fingerprints.next(place.number, tag, room)
-        self.expected[tag] = Arrival(place.number, place.offset, nbytes, word, value, before)
 
     def release_early(self, number: int, event: Event) -> None:
         """While an earlier message is still held."""

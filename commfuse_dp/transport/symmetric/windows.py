@@ -52,26 +52,18 @@ class Pull(Transfer):
 class _Source:
     """A slice of a peer, or slices of several that come as one, which are pulled again and again."""
 
-    __slots__ = ("nbytes", "others", "out", "own", "pad", "parts", "place", "pulls", "received", "segments", "spans")
+    __slots__ = ("lying", "nbytes", "others", "own", "pad", "parts", "place", "pulls", "received")
 
     def __init__(self, parts: list[Part], segments: list[torch.Tensor], others: tuple[Part, ...], rank: int) -> None:
-        self.parts, self.segments, self.others = parts, segments, others
+        """segments: in which the parts lie."""
+        self.parts, self.others = parts, others
+        self.lying = [(part.at, segment, part.start, part.nbytes) for part, segment in zip(parts, segments, strict=True)]
         self.nbytes = parts[-1].at + parts[-1].nbytes  # of the buffer
         self.own = any(part.owner == rank for part in parts)  # what this rank has passed on
         self.received = sum(part.nbytes for part in parts if part.owner != rank)
         self.pad: torch.Tensor | None = None  # of its arrival word, whose value is the number of its pulls
         self.place = 0
         self.pulls = 0
-        self.out: torch.Tensor | None = None
-        self.spans: list[Span] = []  # into `out`
-
-    def to(self, out: torch.Tensor) -> list[Span]:
-        """Where its bytes lie, and where they go: buffers come again."""
-        if out is not self.out:
-            self.out = out
-            lying = zip(self.parts, self.segments, strict=True)
-            self.spans = [(out, part.at, segment, part.start, part.nbytes) for part, segment in lying]
-        return self.spans
 
 
 class Windows(Transport):
@@ -82,6 +74,7 @@ class Windows(Transport):
     def _open_windows(self, *, kernels_may_wait: bool) -> None:
         self._kernels_may_wait = kernels_may_wait
         self._gather = self._core.device.side_stream("gather")
+        self._pulling = self._core.device.batch(self._gather)
         self._segments: list[list[torch.Tensor]] = []  # [owner][key]
         self._shards: list[torch.Tensor] = []  # [owner]: all segments
         self._pads: list[
@@ -132,16 +125,30 @@ class Windows(Transport):
         `out` may be fresh from the allocator: such a copy runs behind all that is in the current stream."""
         core = self._core
         stream = core.enter()
-        device, gather = core.device, self._gather
-        sources = [self._source(epoch, request) for request in requests]  # before anything is enqueued
+        device, gather, batch = core.device, self._gather, self._pulling
+        sources: list[_Source] = []  # before anything is enqueued
+        for owner, key, start, nbytes, out, _, _, others in requests:
+            source = self._sources.get((owner, key, start, nbytes))
+            if source is None or source.others is not others:
+                source = self._source(epoch, Part(owner, key, start, nbytes, 0), others)
+            if epoch <= self._own_finished:
+                raise ValueError(f"pull: epoch {epoch} is over: this rank has finished epoch {self._own_finished}")
+            if (
+                out is None
+                or out.numel() != source.nbytes
+                or out.dtype != torch.uint8
+                or not out.is_contiguous()
+                or out.dim() != 1
+            ):
+                check_out(out, source.nbytes, core.name)
+            sources.append(source)
         conditions: list[Condition] = []
         pulls: list[Pull] = []
         spans: list[Span] = []
-        wait = Wait(conditions, (), "to publish a parameter slice")
+        wait: Wait | None = None
         fresh: Event | None = None
         received = 0
         timing, begun = core.probe.timing, None
-        batch = device.batch(gather)
         try:
             for request, source in zip(requests, sources, strict=True):
                 after = request.after
@@ -151,11 +158,10 @@ class Windows(Transport):
                     batch.submit()
                     device.wait_event(gather, after)
                     self._behind = after
-                arrival = None
+                arrival: Word | None = None
                 if self._kernels_may_wait:
                     source.pulls += 1
-                    assert source.pad is not None
-                    arrival = Word(source.pad, source.place, source.pulls)
+                    arrival = tuple.__new__(Word, (source.pad, source.place, source.pulls))
                 out = request.out
                 assert out is not None
                 pull = Pull(self, out, arrival)
@@ -165,6 +171,8 @@ class Windows(Transport):
                         condition = self._publication(owner, key, epoch)
                         if condition is None:
                             continue
+                        if wait is None:
+                            wait = Wait(conditions, (), "to publish a parameter slice")
                         pull._wait, pull._place = wait, len(conditions)
                         wait.places.append(partial(self.describe, owner, key, epoch, start, nbytes))
                         conditions.append(condition)
@@ -174,16 +182,16 @@ class Windows(Transport):
                 if timing is not None and core.probe.sink is not None:
                     batch.submit()
                     begun = timing.mark(gather)
-                there = source.to(out)
-                if arrival is None and timing is None:
-                    spans += there
-                else:
-                    if len(there) == 1:
-                        batch.copy(*there[0])
+                for at, segment, start, nbytes in source.lying:
+                    spans.append((out, at, segment, start, nbytes))
+                if arrival is not None or timing is not None:
+                    if len(spans) == 1:
+                        batch.copy(*spans[0])
                     else:
-                        batch.copy_all(there)
-                    if arrival is not None:
-                        batch.write(*arrival)
+                        batch.copy_all(spans)
+                    spans = []
+                if arrival is not None:
+                    batch.write(*arrival)
                 if timing is not None:  # somebody looks: every slice has an event of its own, which keeps the time
                     batch.submit()
                     pull.landed = core.record(gather)
@@ -196,8 +204,8 @@ class Windows(Transport):
         finally:
             batch.submit()
         core.probe.counters.param_bytes_received += received
-        if conditions or spans:
-            landed = core.behind(gather, (wait,))
+        if wait is not None or spans:
+            landed = core.behind(gather, wait)
             for pull in pulls if timing is None else ():
                 pull.landed = landed
         return pulls
@@ -212,7 +220,8 @@ class Windows(Transport):
             assert pull.landed is not None
             self._landed = stream, pull.landed
             core.device.wait_event(stream, pull.landed)
-        core.check()  # as in Core.behind
+        if core.closed or core.watch.failure is not None:
+            core.check()  # as in Core.behind
 
     def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
         self._core.enter()
@@ -233,7 +242,7 @@ class Windows(Transport):
         device.wait_event(stream, device.record(self._gather))  # this rank's copies of its own segments
         conditions = tuple(Condition(peer, core.own.finished, peer, epoch) for peer in core.peers)
         if conditions:
-            core.behind(stream, [core.wait_for(stream, conditions, (where,), "to finish reading epoch", about=epoch)])
+            core.wait_for(stream, conditions, (where,), "to finish reading epoch", about=epoch)
 
     def _leave(self) -> None:
         """At the end: nothing is read from now on, whatever epoch the peers may still come to."""
@@ -269,24 +278,18 @@ class Windows(Transport):
                 self._all_awaited = epoch
         return Condition(owner, self._pads[self._core.rank], self._place(owner, key), epoch)
 
-    def _source(self, epoch: int, request: PullRequest) -> _Source:
-        owner, key, start, nbytes, out = request[:5]
-        source = self._sources.get((owner, key, start, nbytes))
-        if source is None or source.others is not request.others:
-            parts = [Part(owner, key, start, nbytes, 0), *request.others]
-            for part in parts:
-                check_pull(self, part, epoch, self._own_finished)
-            before = source
-            segments = [self._segments[part.owner][part.key] for part in parts]
-            source = self._sources[owner, key, start, nbytes] = _Source(parts, segments, request.others, self._core.rank)
-            if before is not None:
-                source.pad, source.place, source.pulls = before.pad, before.place, before.pulls
-            elif self._kernels_may_wait:
-                source.pad, source.place = self._signal(len(self._sources) - 1)
-        if epoch <= self._own_finished:
-            raise ValueError(f"pull: epoch {epoch} is over: this rank has finished epoch {self._own_finished}")
-        if out is None or out.numel() != source.nbytes or out.dtype != torch.uint8 or not out.is_contiguous() or out.dim() != 1:
-            check_out(out, source.nbytes, self._core.name)
+    def _source(self, epoch: int, first: Part, others: tuple[Part, ...]) -> _Source:
+        """What is pulled for the first time. Raises ValueError for bytes that nobody publishes."""
+        parts = [first, *others]
+        for part in parts:
+            check_pull(self, part, epoch, self._own_finished)
+        before = self._sources.get(first[:4])
+        segments = [self._segments[part.owner][part.key] for part in parts]
+        source = self._sources[first[:4]] = _Source(parts, segments, others, self._core.rank)
+        if before is not None:
+            source.pad, source.place, source.pulls = before.pad, before.place, before.pulls
+        elif self._kernels_may_wait:
+            source.pad, source.place = self._signal(len(self._sources) - 1)
         return source
 
     def _signal(self, number: int) -> tuple[torch.Tensor, int]:
