@@ -32,7 +32,7 @@ from collections.abc import Sequence
 import torch
 
 from commfuse_dp.kernels.by_slices import is_narrow
-from commfuse_dp.ops.joined import JoinedPartials, JoinedRows, few
+from commfuse_dp.ops.joined import JoinedPartials, JoinedRows, joining
 from commfuse_dp.ops.operands import ByOwner, ShardedOperand
 from commfuse_dp.ops.pieces import Piece
 
@@ -74,7 +74,7 @@ def linear_backward(
     dx = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_input_grad else None
     left, right = (rows, grads) if operand.transposed else (grads, rows)
     joined: JoinedPartials | None = None
-    thin = few(left.shape[1])
+    thin, most = joining(left.shape[1], left.shape[0])
     upright = left.t()
 
     def produce(item: ByOwner, pieces: Sequence[Piece]) -> None:
@@ -86,7 +86,7 @@ def linear_backward(
             if count < thin and width == right.shape[1]:
                 nonlocal joined
                 if joined is None:
-                    joined = JoinedPartials(left, right)
+                    joined = JoinedPartials(left, right, most)
                 joined.fill(row, out)
                 continue
             span = upright.narrow(0, row, count)
@@ -142,7 +142,19 @@ def _check(weight: torch.Tensor, dtype: torch.dtype, convert: bool) -> None:
 class _Columns:
     """out[:, rows of s] = given @ W_s.T (+ b_s), slice by slice. given: [tokens, columns], out: [tokens, rows]."""
 
-    __slots__ = ("_bias", "_convert", "_few", "_given", "_joined", "_operand", "_out", "_split", "_with_bias", "pending")
+    __slots__ = (
+        "_bias",
+        "_convert",
+        "_few",
+        "_given",
+        "_joined",
+        "_most",
+        "_operand",
+        "_out",
+        "_split",
+        "_with_bias",
+        "pending",
+    )
 
     def __init__(
         self,
@@ -159,7 +171,7 @@ class _Columns:
         self._bias = out.new_empty(out.shape[1]) if with_bias else bias  # an owner's comes with its first slice
         self._operand = operand
         self._split: _SplitRows | None = None  # from the first piece of a row on
-        self._few = few(out.shape[1])
+        self._few, self._most = joining(out.shape[1], out.shape[0])
         self._joined: JoinedRows | None = None  # from the first slice of few rows on
         self.pending = False  # `finish` is still to come
 
@@ -183,7 +195,7 @@ class _Columns:
                 weight = whole
             if count < self._few:
                 if self._joined is None:
-                    self._joined = JoinedRows(self._out.shape[1], given.shape[1], dtype, given.device)
+                    self._joined = JoinedRows(self._most, given.shape[1], dtype, given.device)
                     self.pending = True
                 block = self._joined.put(row, weight)
                 if block is None:
@@ -214,6 +226,7 @@ class _Sum:
         "_few",
         "_given",
         "_joined",
+        "_most",
         "_narrow",
         "_operand",
         "_out",
@@ -238,7 +251,7 @@ class _Sum:
         self._narrow = is_narrow(given.dtype)
         self._bias = out.new_empty(out.shape[1]) if with_bias else bias
         self._whole: torch.Tensor | None = None  # in a narrow type: all rows
-        self._few = few(given.shape[1])
+        self._few, self._most = joining(given.shape[1], given.shape[0])
         self._joined: JoinedRows | None = None  # from the first slice of few rows on
         self._operand = operand
         self._split: _SplitRows | None = None  # from the first piece of a row on
@@ -271,7 +284,7 @@ class _Sum:
                 continue
             if count < self._few:
                 if self._joined is None:
-                    self._joined = JoinedRows(given.shape[1], out.shape[1], dtype, given.device)
+                    self._joined = JoinedRows(self._most, out.shape[1], dtype, given.device)
                     self.pending = True
                 block = self._joined.put(row, weight)
                 if block is None:

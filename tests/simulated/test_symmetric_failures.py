@@ -15,6 +15,7 @@ from commfuse_dp.errors import MismatchError, PeerLostError, TransportError
 from commfuse_dp.transport import closing
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
 from commfuse_dp.transport.symmetric.transport import SymmetricTransport
+from commfuse_dp.transport.waiting import wait_until
 from tests.simulated.test_symmetric import WHERE, quick, run
 from tests.support import single
 from tests.support.fake_device import FakeWorld
@@ -37,8 +38,8 @@ def in_another_order(transport: Transport, exchange: ExchangeFn, world: FakeWorl
     if transport.rank == 0:
         world.run(patience_s=10)  # the watchdog frees the streams
     exchange("has run")
-    with pytest.raises((MismatchError, PeerLostError)) as caught:
-        transport.progress()
+    with pytest.raises((MismatchError, PeerLostError)) as caught:  # one of the two finds it, and its notice takes its time
+        wait_until(transport, lambda: False, peer=other, where=WHERE, doing="to be found out")
     return f"{type(caught.value).__name__}: {caught.value}"
 
 

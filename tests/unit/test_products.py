@@ -17,7 +17,7 @@ from commfuse_dp.kernels import by_slices
 from commfuse_dp.kernels.table import SliceEntry, SliceTable
 from commfuse_dp.ops import linear as fused
 from commfuse_dp.ops.gathered import gather_parameters
-from commfuse_dp.ops.joined import FEW, JOINED, JoinedPartials, JoinedRows
+from commfuse_dp.ops.joined import JoinedPartials, JoinedRows, joining
 from tests.unit.local_operand import LocalOperand
 
 TOKENS, ROWS, COLUMNS = 16, 192, 48
@@ -116,7 +116,7 @@ def operations(operand: LocalOperand, dtype: torch.dtype) -> tuple[dict[str, int
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_wide_type_costs_one_gemm_a_slice_and_nothing_else(dtype):
     for layout in ("rows", "transposed"):
-        forward, backward = operations(operand_of(layout, dtype, 8, rows=8 * FEW), dtype)
+        forward, backward = operations(operand_of(layout, dtype, 8, rows=8 * 64), dtype)
         columns, total = {"mm": 8}, {"mm": 1, "addmm": 7}
         assert (forward, backward) == ((total, columns) if layout == "transposed" else (columns, total))
 
@@ -129,10 +129,29 @@ def test_slices_of_few_rows_share_a_gemm_for_a_copy_each(layout):
     assert (forward, backward) == ((total, columns) if layout == "transposed" else (columns, total))
 
 
+def test_more_tokens_join_more_rows():
+    """By shapes alone: results do not depend on time."""
+    assert joining(768, 512) == (64, 192) and joining(768, 1024) == (128, 384)
+    assert joining(100, 1024) == (26, 100)  # of two or three slices there is little to join
+
+
+@pytest.mark.parametrize("tokens", [512, 1024])
+def test_joined_products_are_those_of_whole_weights(tokens):
+    """8 slices of 96 rows: apart with few tokens, four to a block with many."""
+    operand = operand_of("rows", torch.float64, 8, rows=768)
+    x, grad = random(tokens, COLUMNS).requires_grad_(), random(tokens, 768)
+    with Operations() as counted:
+        fused.fused_linear(x, operand, 0).backward(grad)
+    assert ("copy" in counted.counts) == (tokens == 1024)
+    weight = operand.params[0]
+    assert torch.allclose(x.grad, grad @ weight, rtol=1e-12, atol=1e-10)
+    assert torch.allclose(operand.partials[0], grad.t() @ x.detach(), rtol=1e-12, atol=1e-10)
+
+
 @pytest.mark.parametrize("step", [1, -1], ids=["upwards", "downwards"])
 def test_rows_are_joined_in_both_directions(step):
     weight, blocks = random(768, 3), []
-    joined = JoinedRows(768, 3, torch.float64, weight.device)
+    joined = JoinedRows(192, 3, torch.float64, weight.device)
     for owner in [(3 + step * place) % 32 for place in range(32)]:
         block = joined.put(24 * owner, weight[24 * owner : 24 * owner + 24])
         blocks += [(block[0], block[1].clone())] if block is not None else []
@@ -146,7 +165,7 @@ def test_rows_are_joined_in_both_directions(step):
 def test_partials_of_few_rows_are_computed_together_and_once(order):
     """The first alone, for it does not show which way the order goes; a block never reaches into what was computed."""
     left, right = random(TOKENS, 768), random(TOKENS, COLUMNS)
-    partials = JoinedPartials(left, right)
+    partials = JoinedPartials(left, right, 192)
     wanted = left.t() @ right
     with Operations() as counted:
         for row in order:
@@ -154,7 +173,6 @@ def test_partials_of_few_rows_are_computed_together_and_once(order):
             partials.fill(row, out)
             assert torch.allclose(out.double(), wanted[row : row + 24], rtol=1e-5, atol=1e-5)
     assert counted.counts["mm"] == 1 + 4 + 1
-    assert 4 * JOINED >= 768 - 24  # so that four blocks do
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -168,7 +186,7 @@ def test_partials_of_any_cut_and_order(seed):
     if rng.random() < 0.5:
         rng.shuffle(spans)
     left, right = random(3, rows, seed=seed), random(3, 2)
-    partials, wanted = JoinedPartials(left, right), left.t() @ right
+    partials, wanted = JoinedPartials(left, right, min(192, rows)), left.t() @ right
     for low, high in spans:
         out = torch.full((high - low, 2), torch.nan, dtype=torch.float64)
         partials.fill(low, out)
@@ -177,7 +195,7 @@ def test_partials_of_any_cut_and_order(seed):
 
 def test_rows_in_pieces_cost_one_gemm_each_or_one_together():
     """8 ranges that begin mid-row: 7 rows in 2 pieces. Before: 7 zeroings and 14 products more in forward, 14 in dgrad."""
-    forward, backward = operations(operand_of("flat", torch.float32, 8, rows=9 * FEW), torch.float32)
+    forward, backward = operations(operand_of("flat", torch.float32, 8, rows=9 * 64), torch.float32)
     assert forward == {"mm": 8 + 7, "copy": 14 + 7}
     assert backward == {"mm": 1, "addmm": 8, "copy": 14, "cat": 1}
 
