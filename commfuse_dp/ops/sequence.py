@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import functools
 import math
+from bisect import bisect_right
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,7 @@ import torch.distributed as dist
 from commfuse_dp.collectives import sessions
 from commfuse_dp.collectives.agreement import REMEMBERED, agree, calls_of
 from commfuse_dp.collectives.arguments import SUMMABLE
-from commfuse_dp.collectives.bindings import of_gather
-from commfuse_dp.collectives.bound import Owner
+from commfuse_dp.collectives.bound import Binder, Owner, Rows, Types, binder
 from commfuse_dp.collectives.execution import Bindings
 from commfuse_dp.collectives.sessions import Purpose, begin, execute
 from commfuse_dp.program.gather import gather
@@ -73,9 +73,10 @@ class Tokens:
     Attributes:
         sizes: positions of every rank; `length`: of all of them.
         rows: of every rank's shard. bases: how many rows lie in front of it.
-        width: columns of the whole tensor, S * inner."""
+        width: columns of the whole tensor, S * inner.
+        regions: blocks of rows start to stop of all shards, which are of one of them."""
 
-    __slots__ = ("_regions", "bases", "inner", "length", "outer", "rows", "sizes", "width")
+    __slots__ = ("bases", "inner", "length", "outer", "regions", "rows", "sizes", "width")
 
     def __init__(self, outer: int, inner: int, sizes: tuple[int, ...]) -> None:
         self.outer, self.inner, self.sizes = outer, inner, sizes
@@ -83,40 +84,48 @@ class Tokens:
         self.width = self.length * inner
         self.rows = tuple(outer * size * inner for size in sizes)
         self.bases = tuple(accumulate(self.rows[:-1], initial=0))
-        self._regions: dict[tuple[int, int], tuple[Region, ...]] = {}
+        self.regions = _Regions(self)
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """View of a contiguous whole tensor as [outer, S * inner, K]."""
         return tensor.view(self.outer, self.width, tensor.shape[-1])
 
-    def regions(self, owner: Owner) -> tuple[Region, ...]:
-        place = owner.start, owner.stop
-        found = self._regions.get(place)
-        if found is None:
-            found = self._regions[place] = self._cut(int(owner), owner.offset, owner.offset + owner.stop - owner.start)
-        return found
-
     def regions_of(self, rank: int) -> tuple[Region, ...]:
         """Of a rank's whole shard."""
-        found = self._regions.get((-1 - rank, 0))
-        if found is None:
-            found = self._regions[-1 - rank, 0] = self._cut(rank, 0, self.rows[rank])
-        return found
+        return self.regions[self.bases[rank], self.bases[rank] + self.rows[rank]]
 
-    def _cut(self, rank: int, start: int, stop: int) -> tuple[Region, ...]:
-        base, found = sum(self.sizes[:rank]) * self.inner, []
-        for part in rectangles(start, stop, self.sizes[rank] * self.inner) if stop > start else ():
-            positions = slice(base + part.column_start, base + part.column_stop)
-            rows = slice(part.offset, part.offset + part.numel) if part.numel < stop - start else None
-            at = (part.row_start, positions) if part.row_stop - part.row_start == 1 else None
-            found.append(Region(slice(part.row_start, part.row_stop), positions, rows, at))
-        return tuple(found)
+
+class _Regions(dict[tuple[int, int], tuple[Region, ...]]):
+    """Worked out once: every product of every call asks for some."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        super().__init__()
+        self._sizes, self._inner, self._bases = tokens.sizes, tokens.inner, tokens.bases
+
+    def __missing__(self, place: tuple[int, int]) -> tuple[Region, ...]:
+        start, stop = place
+        found = []
+        if stop > start:
+            rank = bisect_right(self._bases, start) - 1  # the last of those that begin there: the others are empty
+            ahead, first = sum(self._sizes[:rank]) * self._inner, self._bases[rank]
+            for part in rectangles(start - first, stop - first, self._sizes[rank] * self._inner):
+                positions = slice(ahead + part.column_start, ahead + part.column_stop)
+                rows = slice(part.offset, part.offset + part.numel) if part.numel < stop - start else None
+                at = (part.row_start, positions) if part.row_stop - part.row_start == 1 else None
+                found.append(Region(slice(part.row_start, part.row_stop), positions, rows, at))
+        regions = self[place] = tuple(found)
+        return regions
 
 
 @functools.lru_cache(maxsize=1024)
 def tokens_of(outer: int, inner: int, sizes: tuple[int, ...]) -> Tokens:
     """For who is asked anew at every call: the blocks of a division are worked out once."""
     return Tokens(outer, inner, sizes)
+
+
+def beside(x: torch.Tensor, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of x before the sequence and after it, but for the last dimension."""
+    return tuple(x.shape[:dim]), tuple(x.shape[dim + 1 : -1])
 
 
 def shape_with(tensor: torch.Tensor, dim: int, positions: int, width: int) -> tuple[int, ...]:
@@ -179,15 +188,18 @@ def product_to(
     rows: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, whole: torch.Tensor, regions: Sequence[Region]
 ) -> None:
     """Rows of a slice times `right`, to their place in the whole tensor."""
-    for region in regions:
-        left = rows if region.rows is None else rows[region.rows]
-        if region.at is not None:
-            product(left, right, bias, whole[region.at])
+    for entries, positions, part, at in regions:
+        left = rows if part is None else rows[part]
+        if at is not None:
+            if bias is None:
+                torch.mm(left, right, out=whole[at])
+            else:
+                torch.addmm(bias, left, right, out=whole[at])
             continue
-        block = region.of(whole)
+        block = whole[entries, positions]
         if block.shape[1] >= right.shape[0]:
-            for entry, part in zip(block, left.split(block.shape[1]), strict=True):
-                product(part, right, bias, entry)
+            for entry, piece in zip(block, left.split(block.shape[1]), strict=True):
+                product(piece, right, bias, entry)
         else:
             made = left @ right if bias is None else torch.addmm(bias, left, right)
             block.copy_(made.view(block.shape))
@@ -211,6 +223,10 @@ def product_from(
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
+Ranks = tuple[dist.ProcessGroup | None, Transport | None]  # a group, or the transport to use
+How = tuple[str, int | None, int]  # order, slices_per_rank, rank
+
+
 class Place(NamedTuple):
     """Over which ranks an op communicates, and how."""
 
@@ -222,13 +238,27 @@ class Place(NamedTuple):
     world_size: int
     name: str  # in errors and measurements
 
-    def run(self, rows: tuple[int, ...], bindings: Mapping[Tensor, Bindings], device: torch.device) -> None:
-        """Gather (bindings of GATHERED), sum up (of SUMMED), or both in one pass (a layer's backward). rows: of every shard."""
-        m = self.slices_per_rank
-        if m is None:
-            m = _default_slices(rows)
-        program = _program(GATHERED in bindings, SUMMED in bindings, rows, self.order, m, self.rank)
-        execute(self.name, program, bindings, begin(self.group, self.transport, device, TENSOR_PARALLEL), device)
+    @property
+    def ranks(self) -> Ranks:
+        return self.group, self.transport
+
+    @property
+    def how(self) -> How:
+        return self.order, self.slices_per_rank, self.rank
+
+    def run(self, rows: Rows, sizes: tuple[int, ...], bindings: Bindings, device: torch.device) -> None:
+        """Gather rows (of GATHERED), or sum them up (of SUMMED). sizes: rows of every rank."""
+        session = begin(self.group, self.transport, device, TENSOR_PARALLEL)
+        execute(self.name, moves(self.how, sizes, (rows,)), (bindings,), session, device)
+
+
+def gathered_rows(width: int, dtype: torch.dtype) -> Rows:
+    return Rows(GATHERED, (width,), Types.moved(dtype))
+
+
+def summed_rows(width: int, partial: torch.dtype, total: torch.dtype) -> Rows:
+    """partial, total: dtypes of the partial sums, as they travel, and of the result."""
+    return Rows(SUMMED, (width,), Types.summed(partial, total))
 
 
 def gathered(x: torch.Tensor, dim: int, tokens: Tokens, sited: Place) -> torch.Tensor:
@@ -237,10 +267,10 @@ def gathered(x: torch.Tensor, dim: int, tokens: Tokens, sited: Place) -> torch.T
     whole = tokens.whole(made)
 
     def consume(owner: Owner, part: torch.Tensor) -> None:
-        place(part, whole, tokens.regions(owner))
+        place(part, whole, tokens.regions[owner.start, owner.stop])
 
-    bindings = {GATHERED: of_gather(x.contiguous().flatten(0, -2), sum(tokens.rows[: sited.rank]), consume)}
-    sited.run(tokens.rows, bindings, x.device)
+    shard = Bindings(x.contiguous().flatten(0, -2), consume=consume)
+    sited.run(gathered_rows(x.shape[-1], x.dtype), tokens.rows, shard, x.device)
     return made
 
 
@@ -260,17 +290,23 @@ def _default_slices(rows: tuple[int, ...]) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _program(gathers: bool, sums: bool, rows: tuple[int, ...], order: str, slices_per_rank: int, rank: int) -> Program:
-    def problem(collective: Collective, tensor: Tensor) -> Problem:
-        return Problem(collective, rows, order, slices_per_rank, tensor=tensor)
+def moves(how: How, sizes: tuple[int, ...], rows: tuple[Rows, ...]) -> Binder:
+    """What gathers rows (of GATHERED), sums them up (of SUMMED), or both in one pass (a layer's backward)."""
+    order, slices_per_rank, rank = how
+    m = _default_slices(sizes) if slices_per_rank is None else slices_per_rank
 
-    if not sums:
-        gathered = problem("all_gather", GATHERED)
-        return Program((gathered,), rank, tuple(gather(gathered, rank)))
-    summed = problem("reduce_scatter", SUMMED)
-    if not gathers:
-        return Program((summed,), rank, tuple(scatter(summed, rank)))
-    return backward(problem("all_gather", GATHERED), summed, rank)
+    def problem(collective: Collective, tensor: Tensor) -> Problem:
+        return Problem(collective, sizes, order, m, tensor=tensor)
+
+    there, back = problem("all_gather", GATHERED), problem("reduce_scatter", SUMMED)
+    tensors = [entry.tensor for entry in rows]
+    if SUMMED not in tensors:
+        program = Program((there,), rank, tuple(gather(there, rank)))
+    elif GATHERED not in tensors:
+        program = Program((back,), rank, tuple(scatter(back, rank)))
+    else:
+        program = backward(there, back, rank)
+    return binder(program, rows)
 
 
 def place_of(
@@ -339,36 +375,33 @@ def agree_on(
     return tokens_of(outer, inner, agree(transport, place.name, description, own=own, sizes=known))
 
 
-class Prepared(NamedTuple):
-    """What a call comes to that was checked here and agreed on with the other ranks."""
-
-    dim: int
-    tokens: Tokens
-    wanted: tuple[bool, ...]
-    rank: int
-    world_size: int
-
-
-def prepared_calls(
-    group: dist.ProcessGroup | None, transport: Transport | None, device: torch.device
-) -> dict[Hashable, Prepared] | None:
-    """Calls over these ranks, by all that `Prepared` depends on: shapes, dtypes and who requires a gradient, options, the grad
-    mode. They are forgotten when the ranks forget what they have agreed on. None: no call was made yet.
+def prepared_calls(ranks: Ranks, device: torch.device) -> dict[Hashable, Any] | None:
+    """What calls over these ranks come to (Column, Row), by all that it depends on: shapes, dtypes and who requires a gradient,
+    options, the grad mode. It is forgotten when the ranks forget what they have agreed on. None: no call was made yet.
 
     Calls whose sizes are exchanged are none of them: what such a call comes to depends on other ranks."""
+    group, transport = ranks
     if transport is None:
         transport = sessions.open_transport_for(group, device, TENSOR_PARALLEL)
     return None if transport is None else calls_of(transport)
 
 
-def remember(place: Place, device: torch.device, signature: Hashable, prepared: Prepared) -> None:
+def remember(ranks: Ranks, device: torch.device, signature: Hashable, call: object) -> None:
     """For `prepared_calls`."""
-    calls = prepared_calls(place.group, place.transport, device)
+    calls = prepared_calls(ranks, device)
     if calls is None:
         return
     if len(calls) >= REMEMBERED:
         calls.clear()
-    calls[signature] = prepared
+    calls[signature] = call
+
+
+def described(tensors: Sequence[torch.Tensor | None]) -> tuple[Hashable, ...]:
+    """All that `prepared_calls` depends on of these."""
+    found: list[Hashable] = []
+    for tensor in tensors:
+        found += (None,) if tensor is None else (tensor.shape, tensor.dtype, tensor.requires_grad)
+    return tuple(found)
 
 
 def exchange_lengths(name: str, transport: Transport, shard: torch.Tensor, dim: int) -> tuple[int, ...]:
