@@ -134,6 +134,7 @@ class BoundProgram:
         received = {self._numbers[op.piece] for op in program.operations if isinstance(op, Receive)}
 
         self.pieces = tuple(self._numbers)
+        uses.update(self.own)  # the caller's, which stay as they are
         self.uses = [uses[number] for number in range(len(self.pieces))]
         self.tensor = tuple(tensors.index(piece.slice.tensor) for piece in self.pieces)  # number of a piece's tensor
         self.dtypes = tuple(rows[at].types.of(piece) for piece, at in zip(self.pieces, self.tensor, strict=True))

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
@@ -132,7 +132,9 @@ class Execution:
             piece = step.piece
             tensor = tensors[piece]
             if tensor is None:
-                tensor = self._await(piece)
+                lane = bound.lane_of.get(piece)
+                tensor = self._await(piece) if lane is None else self._take(lane, piece)
+                assert tensor is not None
             consume = self._bindings[bound.tensor[piece]].consume
             if consume is not None:
                 assert step.owner is not None
@@ -158,7 +160,8 @@ class Execution:
         else:
             for term in terms:
                 if tensors[term] is None:
-                    self._await(term)
+                    lane = bound.lane_of.get(term)
+                    _ = self._await(term) if lane is None else self._take(lane, term)
             at = bound.lands[piece]
             if target is not None and at is not None:
                 buffer = target if at is ALL else target[at]
@@ -173,7 +176,7 @@ class Execution:
                 assert produce is not None
                 produce(owner, buffer)
             else:
-                partials = cast(list[torch.Tensor], [*map(tensors.__getitem__, terms)])
+                partials: list[torch.Tensor] = [*map(tensors.__getitem__, terms)]  # type: ignore[list-item]
                 out = buffer
                 checked = alike and given is None  # what was not given is this rank's own, or lies in the inbox
                 if checked:  # other ranks' are flat: see `BoundProgram.shapes`
@@ -264,8 +267,10 @@ class Execution:
                 self._take(lane)
         self._give_out()
 
-    def _take(self, lane: int, until: int = -1) -> None:
-        """Receive messages of a lane for as long as there are some, or until a piece is complete."""
+    def _take(self, lane: int, until: int = -1) -> torch.Tensor | None:
+        """Receive messages of a lane for as long as there are some, or until a piece is complete, which is waited for.
+
+        Who waits asks for messages of this lane only, and of others once it has nothing here: each question costs a call."""
         bound, transport, received = self._bound, self._transport, self._received
         assert transport is not None
         source, passages = bound.incoming[lane]
@@ -275,7 +280,7 @@ class Execution:
             tag = _tag((CHANNEL_COLLECTIVE, self._call, number, part))
             came = transport.receive((source,), tag, wait=False)
             if not came:
-                return
+                break
             message = came[0]
             if message.numel() != sizes[part]:
                 here, there = map(transport.membership.called, (bound.rank, source))
@@ -305,7 +310,8 @@ class Execution:
             self._tensors[piece] = target
             received[lane] = at + 1
             if piece == until:
-                return
+                return target
+        return self._await(until) if until >= 0 else None
 
     def _give_out(self) -> None:
         """Send what is ready."""
@@ -355,14 +361,11 @@ class Execution:
 
     # ---- waiting -----------------------------------------------------------------------------------------------------
     def _await(self, piece: int) -> torch.Tensor:
-        tensors, lane = self._tensors, self._bound.lane_of.get(piece)
-        if lane is not None:  # not all lanes: to ask what has not come costs more than to ask for it when it is needed
-            self._take(lane, piece)
+        tensors = self._tensors
+        if tensors[piece] is None:
+            self._wait(lambda: tensors[piece] is not None, self._bound.source.get(piece, -1), piece)
         tensor = tensors[piece]
-        if tensor is None:
-            self._wait(lambda: tensors[piece] is not None, self._bound.source[piece], piece)
-            tensor = tensors[piece]
-            assert tensor is not None
+        assert tensor is not None
         return tensor
 
     def _drain(self) -> None:

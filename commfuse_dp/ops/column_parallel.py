@@ -52,13 +52,11 @@ from commfuse_dp.ops.sequence import (
     beside,
     check_dim,
     check_dtype,
-    described,
+    find_call,
     gathered_rows,
     moves,
-    pick,
     place,
     place_of,
-    prepared_calls,
     product_to,
     remember,
     summed_rows,
@@ -76,6 +74,7 @@ class Column(NamedTuple):
     rank: int
     dim: int
     tokens: Tokens
+    narrow: bool  # x's dtype
     own: tuple[int, ...]  # shape of the own shard, but for its last dimension
     whole: tuple[int, ...]  # of all positions
     keeps: bool  # the gathered x, for backward
@@ -113,6 +112,7 @@ def column_of(
         rank,
         dim,
         tokens,
+        is_narrow(dtype),
         (*before, tokens.sizes[rank], *after),
         (*before, tokens.length, *after),
         save == "gathered" and any(want_weights),
@@ -140,24 +140,24 @@ def column_forward(
     for weight, bias in zip(weights, biases, strict=True):
         y = x.new_empty((*call.whole, weight.shape[0]))
         ys.append(y)
-        terms.append((weight.t(), bias, tokens.whole(y)))
+        terms.append((weight.t(), bias, y.view(tokens.outer, tokens.width, weight.shape[0])))
     kept = x.new_empty((*call.whole, x.shape[-1])) if call.keeps else None
     kept_rows = tokens.whole(kept) if kept is not None else None
 
     def consume(owner: Owner, part: torch.Tensor) -> None:
-        regions = tokens.regions[owner.start, owner.stop]
+        blocks = tokens.blocks[owner.start, owner.stop]
 
         def with_rows(number: int, rows: slice, weight: torch.Tensor) -> None:
             _, bias, whole = terms[number]
-            product_to(part, weight.t(), None if bias is None else bias[rows], whole[..., rows], regions)
+            product_to(part, weight.t(), None if bias is None else bias[rows], whole[..., rows], blocks)
 
         if sharded is not None and not sharded.here:
             sharded.gather(with_rows)
         else:
             for right, bias, whole in terms:
-                product_to(part, right, bias, whole, regions)
+                product_to(part, right, bias, whole, blocks)
         if kept_rows is not None:
-            place(part, kept_rows, regions)
+            place(part, kept_rows, blocks)
 
     shard = (Bindings(x.flatten(0, -2), consume=consume),)
     execute(call.name, call.forward, shard, begin(*ranks, x.device, TENSOR_PARALLEL), x.device)
@@ -182,17 +182,18 @@ def column_backward(
     tokens, rank, gathers, count = call.tokens, call.rank, call.gathers, len(weights)
     wholes: list[torch.Tensor | None] = []
     for grad in grads:
-        wholes.append(None if grad is None else tokens.whole(grad.contiguous()))
-    wgrads = _WeightGradients(wholes, weights, call.want_weights, tokens, rank if sharded is not None else None)
+        wholes.append(None if grad is None else grad.contiguous().view(tokens.outer, tokens.width, grad.shape[-1]))
+    wgrads = _WeightGradients(call, wholes, weights, rank if sharded is not None else None)
     bindings, dx = [], None
     if call.want_x:
-        terms = _InputGradient(wholes, weights, tokens, sharded)
+        terms = _InputGradient(call, wholes, weights, sharded)
 
-        def produce(owner: Owner, buffer: torch.Tensor) -> None:
-            if owner == rank and not gathers and sharded is None:
+        def from_whole_first(owner: Owner, buffer: torch.Tensor) -> None:
+            if owner == rank:
                 wgrads.from_whole(saved)  # beside it travels what has been computed for others
-            terms.of(owner, buffer)
+            terms.produce(owner, buffer)
 
+        produce = terms.produce if gathers or sharded is not None else from_whole_first
         dx = torch.empty((*call.own, weights[0].shape[1]), dtype=weights[0].dtype, device=saved.device)
         bindings.append(Bindings(target=dx.flatten(0, -2), produce=produce))
     if gathers:
@@ -216,28 +217,24 @@ class _InputGradient:
 
     def __init__(
         self,
+        call: Column,
         grads: Sequence[torch.Tensor | None],
         weights: Sequence[torch.Tensor],
-        tokens: Tokens,
         sharded: ShardedWeights | None,
     ) -> None:
         """grads: of y_i, [outer, width, F_i]."""
-        self._grads = grads
-        self._weights = weights
-        self._tokens = tokens
-        self._sharded = sharded
+        self._call, self._grads, self._weights, self._sharded = call, grads, weights, sharded
         self._joined: torch.Tensor | None = None  # in a narrow type: all weights
 
-    def of(self, owner: Owner, out: torch.Tensor) -> None:
-        regions, sharded = self._tokens.regions[owner.start, owner.stop], self._sharded
+    def produce(self, owner: Owner, out: torch.Tensor) -> None:
+        blocks, sharded, narrow = self._call.tokens.blocks[owner.start, owner.stop], self._sharded, self._call.narrow
         lefts = {}
         for number, grad in enumerate(self._grads):
             if grad is not None:
-                lefts[number] = pick(grad, regions)
+                lefts[number] = blocks.pick(grad)
         if not lefts:
             out.zero_()
             return
-        narrow = is_narrow(out.dtype)
         if sharded is not None and not sharded.here:
             sum_rows = None if narrow else Terms(lefts, out)
             sharded.gather(sum_rows, tuple(lefts))
@@ -262,36 +259,35 @@ class _WeightGradients:
 
     def __init__(
         self,
+        call: Column,
         grads: Sequence[torch.Tensor | None],
         weights: Sequence[torch.Tensor],
-        wanted: Sequence[bool],
-        tokens: Tokens,
         own_last: int | None,
     ) -> None:
         """grads: of y_i, [outer, width, F_i]. own_last: the rank whose shard's terms are left to `leave`."""
-        self._grads = grads
-        self._own_last = own_last
-        self._tokens = tokens
+        self._call, self._grads, self._weights, self._own_last = call, grads, weights, own_last
         self._sums: dict[int, torch.Tensor] = {}
-        self._weights = weights
-        self._count = len(wanted)
-        self._active = [(i, grad) for i, grad in enumerate(grads) if wanted[i] and grad is not None]
+        self._active: list[tuple[int, torch.Tensor]] = []
+        for i, grad in enumerate(grads):
+            if call.want_weights[i] and grad is not None:
+                self._active.append((i, grad))
         self._started = self._done = False
         self._joined: torch.Tensor | None = None  # in a narrow type: all of x
 
     def consume(self, owner: Owner, rows: torch.Tensor) -> None:
         if not self._active:
             return
-        regions = self._tokens.regions[owner.start, owner.stop]
-        if is_narrow(rows.dtype):
+        tokens = self._call.tokens
+        blocks = tokens.blocks[owner.start, owner.stop]
+        if self._call.narrow:
             if self._joined is None:
-                self._joined = rows.new_empty(self._tokens.outer, self._tokens.width, rows.shape[1])
-            place(rows, self._joined, regions)
+                self._joined = rows.new_empty(tokens.outer, tokens.width, rows.shape[1])
+            place(rows, self._joined, blocks)
             return
-        if int(owner) == self._own_last:
+        if owner == self._own_last:
             return
         for i, grad in self._active:
-            left = pick(grad, regions).t()
+            left = blocks.pick(grad).t()
             if self._started:
                 self._sums[i].addmm_(left, rows)
             else:
@@ -308,11 +304,11 @@ class _WeightGradients:
 
     def leave(self, sharded: ShardedWeights, saved: torch.Tensor, *, whole: bool) -> None:
         """Add the last terms, those of the own shard, and send rows by rows. whole: `saved` is all of x, not the own shard."""
-        tokens = self._tokens
+        tokens = self._call.tokens
         if self._joined is not None:
             saved, whole = self._joined, True
         right = saved.flatten(0, -2)
-        regions = tokens.regions_of(self._own_last) if not whole and self._own_last is not None else ()
+        blocks = tokens.blocks_of(self._own_last) if not whole and self._own_last is not None else None
 
         def produce(i: int, piece: Piece) -> None:
             grad, out = self._grads[i], piece.tensor
@@ -323,7 +319,7 @@ class _WeightGradients:
             if piece.part == 1:
                 torch.sum(columns, dim=(0, 1), dtype=out.dtype, out=out)
                 return
-            left = columns.flatten(0, -2) if whole else pick(columns, regions)
+            left = columns.flatten(0, -2) if blocks is None else blocks.pick(columns)
             add_product(left.t(), right, piece.of(self._sums[i]) if i in self._sums else None, out)
 
         sharded.scatter(produce)
@@ -331,7 +327,7 @@ class _WeightGradients:
     def finish(self) -> list[torch.Tensor | None]:
         if self._joined is not None:
             self.from_whole(self._joined)
-        found: list[torch.Tensor | None] = [None] * self._count
+        found: list[torch.Tensor | None] = [None] * len(self._grads)
         for i, _ in self._active:
             found[i] = self._sums[i] if i in self._sums else torch.zeros_like(self._weights[i])  # else no tokens at all
         return found
@@ -359,24 +355,21 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        found: tuple[torch.Tensor | None, ...] = (_backward_once if torch.is_grad_enabled() else _backward)(ctx, *grads)
-        return found
+        if torch.is_grad_enabled():
+            return _backward_once(ctx, *grads)  # type: ignore[no-any-return]
+        saved, *weights = ctx.saved_tensors
+        call, ranks, sharded = ctx.how
+        if sharded is None:
+            dx, dws, dbs = column_backward(grads, saved, weights, call, ranks)
+            return (None, dx, *dws, *dbs)
+        sharded.renew()
+        dx, _, _ = column_backward(grads, saved, sharded.weights, call, ranks, sharded)
+        sharded.release()
+        return (None, dx, *(None for _ in sharded.anchors))
 
 
-def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    saved, *weights = ctx.saved_tensors
-    call, ranks, sharded = ctx.how
-    if sharded is None:
-        dx, dws, dbs = column_backward(grads, saved, weights, call, ranks)
-        return (None, dx, *dws, *dbs)
-    sharded.renew()
-    dx, _, _ = column_backward(grads, saved, sharded.weights, call, ranks, sharded)
-    sharded.release()
-    return (None, dx, *(None for _ in sharded.anchors))
-
-
-# With create_graph=True: what is differentiated a second time raises.
-_backward_once: Any = torch.autograd.function.once_differentiable(_backward)  # type: ignore[no-untyped-call]
+# With create_graph=True: what is differentiated a second time raises. It calls the backward again, without the grad mode.
+_backward_once: Any = torch.autograd.function.once_differentiable(_ColumnParallel.backward)  # type: ignore[no-untyped-call]
 
 
 def column_parallel(
@@ -499,17 +492,15 @@ def _prepare(
 ) -> Column:
     """Check the operands and agree with the other ranks, or find that this was done before for ones like these. params: weights
     and biases. trainable: of these; None: those that require a gradient."""
-    recorded = torch.is_grad_enabled()
     divided = sizes if sizes is None else tuple(sizes)
     flags = trainable if trainable is None else tuple(trainable)
-    how = name, dim, divided, save, slices_per_rank, order, recorded, flags, len(biases)
-    signature = how, described((x, *params))
-    calls = prepared_calls(ranks, x.device) if sizes is not None else None
-    found: Column | None = calls.get(signature) if calls is not None else None
+    how = name, dim, divided, save, slices_per_rank, order, flags, len(biases)
+    signature, found = find_call(ranks, how, x, params)
     if found is not None:
-        return found
+        return found  # type: ignore[no-any-return]
     at = _check(name, x, weights, biases, dim, save)
     sited = place_of(*ranks, order, slices_per_rank, name)
+    recorded = torch.is_grad_enabled()
     if trainable is None:
         trainable = [tensor is not None and tensor.requires_grad for tensor in params]
     wanted = tuple([recorded and flag for flag in (x.requires_grad, *trainable)])

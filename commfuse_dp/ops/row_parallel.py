@@ -54,13 +54,11 @@ from commfuse_dp.ops.sequence import (
     beside,
     check_dim,
     check_dtype,
-    described,
+    find_call,
     gathered_rows,
     moves,
-    pick,
     place,
     place_of,
-    prepared_calls,
     product_from,
     product_to,
     remember,
@@ -77,6 +75,7 @@ class Row(NamedTuple):
     rank: int
     dim: int
     tokens: Tokens
+    narrow: bool  # x's dtype
     own: tuple[int, ...]  # shape of the own positions, but for the last dimension
     wanted: tuple[bool, ...]  # gradients of x, weight, bias: alike on all ranks
     forward: Binder
@@ -101,6 +100,7 @@ def row_of(
         rank,
         dim,
         tokens,
+        is_narrow(dtype),
         (*before, tokens.sizes[rank], *after),
         wanted,
         moves(how, tokens.rows, (summed_rows(width, partial_dtype, dtype),)),
@@ -119,19 +119,19 @@ def row_forward(
 ) -> torch.Tensor:
     """Own rows of the sum, [*, s_r, *, D]. x: contiguous. sharded: whose weight and bias these are."""
     tokens, rank = call.tokens, call.rank
-    whole, right = tokens.whole(x), weight.t()
+    whole, right = x.view(tokens.outer, tokens.width, x.shape[-1]), weight.t()
     y = x.new_empty((*call.own, weight.shape[0]))
 
     def produce(owner: Owner, buffer: torch.Tensor) -> None:
-        regions, added = tokens.regions[owner.start, owner.stop], bias if owner == rank else None
+        blocks, added = tokens.blocks[owner.start, owner.stop], bias if owner == rank else None
 
         def with_rows(_: int, rows: slice, weight: torch.Tensor) -> None:
-            product_from(whole, regions, weight.t(), None if added is None else added[rows], buffer[:, rows])
+            product_from(whole, blocks, weight.t(), None if added is None else added[rows], buffer[:, rows])
 
         if sharded is not None and not sharded.here:
             sharded.gather(with_rows)
         else:
-            product_from(whole, regions, right, added, buffer)
+            product_from(whole, blocks, right, added, buffer)
 
     sums = (Bindings(target=y.flatten(0, -2), produce=produce),)
     execute(call.name, call.forward, sums, begin(*ranks, x.device, TENSOR_PARALLEL), x.device)
@@ -153,35 +153,34 @@ def row_backward(
     db leave through it, and are None."""
     tokens, rank = call.tokens, call.rank
     want_x, want_weight, want_bias = call.wanted
-    whole = tokens.whole(x)
-    width = weight.shape[0]
+    block = tokens.outer, tokens.width, x.shape[-1]
+    whole, width, narrow = x.view(block), weight.shape[0], call.narrow
     dx = torch.empty_like(x) if want_x else None
-    dx_whole = tokens.whole(dx) if dx is not None else None
-    narrow = is_narrow(x.dtype)
+    dx_whole = dx.view(block) if dx is not None else None
     joined = grad.new_empty(tokens.outer, tokens.width, width) if want_weight and narrow else None
     dw: torch.Tensor | None = None
     sums: dict[tuple[int, int], torch.Tensor] = {}
 
     def consume(owner: Owner, part: torch.Tensor) -> None:
         nonlocal dw
-        regions = tokens.regions[owner.start, owner.stop]
+        blocks = tokens.blocks[owner.start, owner.stop]
         if dx_whole is not None and sharded is not None and not sharded.here and not narrow:
             made = part.new_empty(part.shape[0], x.shape[-1])
             sharded.gather(Terms({0: part}, made))
-            place(made, dx_whole, regions)
+            place(made, dx_whole, blocks)
         elif dx_whole is not None:
             if sharded is not None and not sharded.here:
                 sharded.gather()
-            product_to(part, weight, None, dx_whole, regions)
+            product_to(part, weight, None, dx_whole, blocks)
         if joined is not None:
-            place(part, joined, regions)
+            place(part, joined, blocks)
         elif sharded is not None and owner == rank:
             pass  # the last term: see below
         elif want_weight and dw is None:
-            dw = torch.mm(part.t(), pick(whole, regions))
+            dw = torch.mm(part.t(), blocks.pick(whole))
         elif want_weight:
             assert dw is not None
-            dw.addmm_(part.t(), pick(whole, regions))
+            dw.addmm_(part.t(), blocks.pick(whole))
         if want_bias:
             sums[int(owner), owner.index] = part.sum(0, dtype=wide_dtype(part.dtype))
 
@@ -190,7 +189,7 @@ def row_backward(
     execute(call.name, call.backward, shard, begin(*ranks, x.device, TENSOR_PARALLEL), x.device)
     db = fold([weight.new_zeros(width), *map(sums.__getitem__, sorted(sums))], bias_dtype) if want_bias else None
     if sharded is not None:
-        own = (rows, pick(whole, tokens.regions_of(rank))) if joined is None else (joined.flatten(0, -2), x.flatten(0, -2))
+        own = (rows, tokens.blocks_of(rank).pick(whole)) if joined is None else (joined.flatten(0, -2), x.flatten(0, -2))
         _leave(sharded, own, dw, db)
         return dx, None, None
     if joined is not None:
@@ -241,23 +240,20 @@ class _RowParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        found: tuple[torch.Tensor | None, ...] = (_backward_once if torch.is_grad_enabled() else _backward)(ctx, grad)
-        return found
+        if torch.is_grad_enabled():
+            return _backward_once(ctx, grad)  # type: ignore[no-any-return]
+        x, *weights = ctx.saved_tensors
+        call, ranks, sharded = ctx.how
+        if sharded is None:
+            return (None, *row_backward(grad, x, weights[0], ctx.bias_dtype, call, ranks))
+        sharded.renew()
+        dx, _, _ = row_backward(grad, x, sharded.weights[0], ctx.bias_dtype, call, ranks, sharded)
+        sharded.release()
+        return None, dx, None
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    x, *weights = ctx.saved_tensors
-    call, ranks, sharded = ctx.how
-    if sharded is None:
-        return (None, *row_backward(grad, x, weights[0], ctx.bias_dtype, call, ranks))
-    sharded.renew()
-    dx, _, _ = row_backward(grad, x, sharded.weights[0], ctx.bias_dtype, call, ranks, sharded)
-    sharded.release()
-    return None, dx, None
-
-
-# With create_graph=True: what is differentiated a second time raises.
-_backward_once: Any = torch.autograd.function.once_differentiable(_backward)  # type: ignore[no-untyped-call]
+# With create_graph=True: what is differentiated a second time raises. It calls the backward again, without the grad mode.
+_backward_once: Any = torch.autograd.function.once_differentiable(_RowParallel.backward)  # type: ignore[no-untyped-call]
 
 
 def row_parallel(
@@ -377,22 +373,21 @@ def _prepare(
 ) -> Row:
     """Check the operands and agree with the other ranks, or find that this was done before for ones like these. trainable: of
     weight and bias; None: those that require a gradient."""
-    recorded = torch.is_grad_enabled()
     given = sizes if sizes is None else tuple(sizes)
     flags = trainable if trainable is None else tuple(trainable)
-    signature = (name, dim, given, reduce_dtype, slices_per_rank, order, recorded, flags), described((x, weight, bias))
-    calls = prepared_calls(ranks, x.device)
-    found: Row | None = calls.get(signature) if calls is not None else None
+    how = name, dim, given, reduce_dtype, slices_per_rank, order, flags
+    signature, found = find_call(ranks, how, x, (weight, bias))
     if found is not None:
-        return found
+        return found  # type: ignore[no-any-return]
     at, partial_dtype = _check(name, x, weight, bias, dim, reduce_dtype)
     sited = place_of(*ranks, order, slices_per_rank, name)
     divided = _divided(name, x, at, sizes, sited.world_size)
+    recorded = torch.is_grad_enabled()
     if trainable is None:
         trainable = [tensor is not None and tensor.requires_grad for tensor in (weight, bias)]
     wanted = tuple([recorded and flag for flag in (x.requires_grad, *trainable)])
-    how = {"out_features": weight.shape[0], "reduce_dtype": partial_dtype}
-    tokens = agree_on(sited, x, at, wanted, divided, divided[sited.rank], **how)
+    more = {"out_features": weight.shape[0], "reduce_dtype": partial_dtype}
+    tokens = agree_on(sited, x, at, wanted, divided, divided[sited.rank], **more)
     call = row_of(name, sited.how, tokens, at, beside(x, at), (weight.shape[0], x.dtype), partial_dtype, wanted)
     remember(ranks, x.device, signature, call)
     return call

@@ -23,8 +23,9 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_right
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,15 @@ class Region(NamedTuple):
         return part if self.rows is None else part[self.rows]
 
 
+class Blocks(NamedTuple):
+    """Where the rows of a slice lie in the whole tensor.
+
+    pick: of the whole tensor, the rows, [rows, K]: a view where they lie in a row, else a copy."""
+
+    regions: tuple[Region, ...]
+    pick: Callable[[torch.Tensor], torch.Tensor]
+
+
 class Tokens:
     """Which rows the ranks keep.
 
@@ -74,9 +84,9 @@ class Tokens:
         sizes: positions of every rank; `length`: of all of them.
         rows: of every rank's shard. bases: how many rows lie in front of it.
         width: columns of the whole tensor, S * inner.
-        regions: blocks of rows start to stop of all shards, which are of one of them."""
+        blocks: of rows start to stop of all shards, which are of one of them."""
 
-    __slots__ = ("bases", "inner", "length", "outer", "regions", "rows", "sizes", "width")
+    __slots__ = ("bases", "blocks", "inner", "length", "outer", "rows", "sizes", "width")
 
     def __init__(self, outer: int, inner: int, sizes: tuple[int, ...]) -> None:
         self.outer, self.inner, self.sizes = outer, inner, sizes
@@ -84,25 +94,25 @@ class Tokens:
         self.width = self.length * inner
         self.rows = tuple(outer * size * inner for size in sizes)
         self.bases = tuple(accumulate(self.rows[:-1], initial=0))
-        self.regions = _Regions(self)
+        self.blocks = _Blocks(self)
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """View of a contiguous whole tensor as [outer, S * inner, K]."""
         return tensor.view(self.outer, self.width, tensor.shape[-1])
 
-    def regions_of(self, rank: int) -> tuple[Region, ...]:
+    def blocks_of(self, rank: int) -> Blocks:
         """Of a rank's whole shard."""
-        return self.regions[self.bases[rank], self.bases[rank] + self.rows[rank]]
+        return self.blocks[self.bases[rank], self.bases[rank] + self.rows[rank]]
 
 
-class _Regions(dict[tuple[int, int], tuple[Region, ...]]):
+class _Blocks(dict[tuple[int, int], Blocks]):
     """Worked out once: every product of every call asks for some."""
 
     def __init__(self, tokens: Tokens) -> None:
         super().__init__()
         self._sizes, self._inner, self._bases = tokens.sizes, tokens.inner, tokens.bases
 
-    def __missing__(self, place: tuple[int, int]) -> tuple[Region, ...]:
+    def __missing__(self, place: tuple[int, int]) -> Blocks:
         start, stop = place
         found = []
         if stop > start:
@@ -113,8 +123,9 @@ class _Regions(dict[tuple[int, int], tuple[Region, ...]]):
                 rows = slice(part.offset, part.offset + part.numel) if part.numel < stop - start else None
                 at = (part.row_start, positions) if part.row_stop - part.row_start == 1 else None
                 found.append(Region(slice(part.row_start, part.row_stop), positions, rows, at))
-        regions = self[place] = tuple(found)
-        return regions
+        at = found[0].at if len(found) == 1 else None
+        blocks = self[place] = Blocks(tuple(found), itemgetter(at) if at is not None else functools.partial(_pick, found))
+        return blocks
 
 
 @functools.lru_cache(maxsize=1024)
@@ -134,17 +145,14 @@ def shape_with(tensor: torch.Tensor, dim: int, positions: int, width: int) -> tu
 
 
 # ---- products of slices ----------------------------------------------------------------------------------------------
-def pick(whole: torch.Tensor, regions: Sequence[Region]) -> torch.Tensor:
-    """The rows of a slice, [rows, K]: a view where they lie in a row, else a copy."""
-    if len(regions) == 1:
-        at = regions[0].at
-        return whole[at] if at is not None else regions[0].of(whole).flatten(0, -2)
-    return torch.cat([region.of(whole).flatten(0, -2) for region in regions]) if regions else whole[:0].flatten(0, -2)
+def _pick(regions: Sequence[Region], whole: torch.Tensor) -> torch.Tensor:
+    parts = [region.of(whole).flatten(0, -2) for region in regions]
+    return whole[:0].flatten(0, -2) if not parts else parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def place(rows: torch.Tensor, whole: torch.Tensor, regions: Sequence[Region]) -> None:
-    """Inverse of `pick`."""
-    for region in regions:
+def place(rows: torch.Tensor, whole: torch.Tensor, blocks: Blocks) -> None:
+    """Inverse of `Blocks.pick`."""
+    for region in blocks.regions:
         block = region.of(whole)
         block.copy_(region.rows_of(rows).view(block.shape))
 
@@ -184,11 +192,9 @@ class Terms:
             self._started = True
 
 
-def product_to(
-    rows: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, whole: torch.Tensor, regions: Sequence[Region]
-) -> None:
-    """Rows of a slice times `right`, to their place in the whole tensor."""
-    for entries, positions, part, at in regions:
+def product_to(rows: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, whole: torch.Tensor, blocks: Blocks) -> None:
+    """Rows of a slice times `right`, to their place in the whole tensor, which is of their dtype."""
+    for entries, positions, part, at in blocks.regions:
         left = rows if part is None else rows[part]
         if at is not None:
             if bias is None:
@@ -206,18 +212,21 @@ def product_to(
 
 
 def product_from(
-    whole: torch.Tensor, regions: Sequence[Region], right: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    whole: torch.Tensor, blocks: Blocks, right: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     """Rows that lie in the whole tensor, times `right`, to the rows of a slice."""
-    for region in regions:
-        to = out if region.rows is None else out[region.rows]
-        if region.at is not None:
-            product(whole[region.at], right, bias, to)
+    for entries, positions, part, at in blocks.regions:
+        to = out if part is None else out[part]
+        if at is not None:
+            if bias is None and out.dtype == whole.dtype:
+                torch.mm(whole[at], right, out=to)
+            else:
+                product(whole[at], right, bias, to)
             continue
-        block = region.of(whole)
+        block = whole[entries, positions]
         if block.shape[1] >= right.shape[1]:
-            for entry, part in zip(block, to.split(block.shape[1]), strict=True):
-                product(entry, right, bias, part)
+            for entry, rows in zip(block, to.split(block.shape[1]), strict=True):
+                product(entry, right, bias, rows)
         else:
             product(block.flatten(0, -2), right, bias, to)
 
@@ -267,7 +276,7 @@ def gathered(x: torch.Tensor, dim: int, tokens: Tokens, sited: Place) -> torch.T
     whole = tokens.whole(made)
 
     def consume(owner: Owner, part: torch.Tensor) -> None:
-        place(part, whole, tokens.regions[owner.start, owner.stop])
+        place(part, whole, tokens.blocks[owner.start, owner.stop])
 
     shard = Bindings(x.contiguous().flatten(0, -2), consume=consume)
     sited.run(gathered_rows(x.shape[-1], x.dtype), tokens.rows, shard, x.device)
@@ -375,11 +384,22 @@ def agree_on(
     return tokens_of(outer, inner, agree(transport, place.name, description, own=own, sizes=known))
 
 
-def prepared_calls(ranks: Ranks, device: torch.device) -> dict[Hashable, Any] | None:
-    """What calls over these ranks come to (Column, Row), by all that it depends on: shapes, dtypes and who requires a gradient,
-    options, the grad mode. It is forgotten when the ranks forget what they have agreed on. None: no call was made yet.
+def find_call(ranks: Ranks, how: Hashable, x: torch.Tensor, params: Sequence[torch.Tensor | None]) -> tuple[Hashable, Any]:
+    """(signature of a call, what it comes to: a Column or Row; None: it is new here).
 
-    Calls whose sizes are exchanged are none of them: what such a call comes to depends on other ranks."""
+    The signature is all that this depends on: shapes, dtypes and who requires a gradient, options, the grad mode. Calls are
+    forgotten when the ranks forget what they have agreed on. Those whose sizes are exchanged are none of them: what such a
+    call comes to depends on other ranks."""
+    signature: list[Hashable] = [torch.is_grad_enabled(), how, x.shape, x.dtype, x.requires_grad]
+    for tensor in params:
+        signature += (None,) if tensor is None else (tensor.shape, tensor.dtype, tensor.requires_grad)
+    calls = _calls_over(ranks, x.device) if ranks[1] is None else calls_of(ranks[1])
+    name = tuple(signature)
+    return name, None if calls is None else calls.get(name)
+
+
+def _calls_over(ranks: Ranks, device: torch.device) -> dict[Hashable, Any] | None:
+    """None: no call was made yet."""
     group, transport = ranks
     if transport is None:
         transport = sessions.open_transport_for(group, device, TENSOR_PARALLEL)
@@ -387,21 +407,13 @@ def prepared_calls(ranks: Ranks, device: torch.device) -> dict[Hashable, Any] | 
 
 
 def remember(ranks: Ranks, device: torch.device, signature: Hashable, call: object) -> None:
-    """For `prepared_calls`."""
-    calls = prepared_calls(ranks, device)
+    """For `find_call`."""
+    calls = _calls_over(ranks, device)
     if calls is None:
         return
     if len(calls) >= REMEMBERED:
         calls.clear()
     calls[signature] = call
-
-
-def described(tensors: Sequence[torch.Tensor | None]) -> tuple[Hashable, ...]:
-    """All that `prepared_calls` depends on of these."""
-    found: list[Hashable] = []
-    for tensor in tensors:
-        found += (None,) if tensor is None else (tensor.shape, tensor.dtype, tensor.requires_grad)
-    return tuple(found)
 
 
 def exchange_lengths(name: str, transport: Transport, shard: torch.Tensor, dim: int) -> tuple[int, ...]:
