@@ -74,7 +74,7 @@ class Passage(NamedTuple):
 
     piece: int
     number: int  # of its tag: among the pieces of all channels between the two ranks
-    cuts: tuple[tuple[int, int], ...]  # element ranges of its messages
+    cuts: tuple[tuple[int, int], ...] | None  # element ranges of its messages; None: there is one
     sizes: tuple[int, ...]  # of these, in bytes
 
 
@@ -134,8 +134,9 @@ class BoundProgram:
         received = {self._numbers[op.piece] for op in program.operations if isinstance(op, Receive)}
 
         self.pieces = tuple(self._numbers)
+        self.count = len(self.pieces)
         uses.update(self.own)  # the caller's, which stay as they are
-        self.uses = [uses[number] for number in range(len(self.pieces))]
+        self.uses = [uses[number] for number in range(self.count)]
         self.tensor = tuple(tensors.index(piece.slice.tensor) for piece in self.pieces)  # number of a piece's tensor
         self.dtypes = tuple(rows[at].types.of(piece) for piece, at in zip(self.pieces, self.tensor, strict=True))
         shapes = [torch.Size((piece.slice.size, *rows[at].shape)) for piece, at in zip(self.pieces, self.tensor, strict=True)]
@@ -154,11 +155,13 @@ class BoundProgram:
         self.incoming = tuple(self._lane(link, lane, channels, limit) for link, lane in program.receive_lanes.items())
         self.passages_out = [len(lane.passages) for lane in self.outgoing]  # by lane
         self.passages_in = [len(lane.passages) for lane in self.incoming]
+        self.sums_of = [len(lane) for lane in self.sums]
+        self.lanes = len(self.outgoing), len(self.incoming), len(self.sums)
         self.lane_of = {passage.piece: at for at, lane in enumerate(self.incoming) for passage in lane.passages}
         self.source = {piece: self.incoming[at].peer for piece, at in self.lane_of.items()}
         # Number of the operation of the compute lane from which on what comes is of use before it is asked for.
         passes_on = any(passage.piece in self.lane_of for lane in self.outgoing for passage in lane.passages)
-        puts_together = any(len(passage.cuts) > 1 for lane in self.incoming for passage in lane.passages)
+        puts_together = any(passage.cuts is not None for lane in self.incoming for passage in lane.passages)
         self.looks_from = 0 if passes_on or puts_together else self._first_sum()
         self.sent = frozenset(passage.piece for lane in self.outgoing for passage in lane.passages)
         # Pieces that nothing uses but one send, in one message: they may be made in the peer's inbox. piece -> lane
@@ -166,7 +169,7 @@ class BoundProgram:
             passage.piece: number
             for number, lane in enumerate(self.outgoing)
             for passage in lane.passages
-            if self.uses[passage.piece] == 1 and len(passage.cuts) == 1
+            if self.uses[passage.piece] == 1 and passage.cuts is None
         }
 
     def _first_sum(self) -> int:
@@ -185,7 +188,7 @@ class BoundProgram:
             itemsize = self.dtypes[number].itemsize
             cuts = tuple(message_cuts(self.nbytes[number] // itemsize, itemsize, limit))
             sizes = tuple((stop - start) * itemsize for start, stop in cuts)
-            passages.append(Passage(number, at * len(channels) + channel, cuts, sizes))
+            passages.append(Passage(number, at * len(channels) + channel, cuts if len(cuts) > 1 else None, sizes))
         return Lane(link.peer, tuple(passages))
 
 

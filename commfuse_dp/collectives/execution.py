@@ -95,16 +95,16 @@ class Execution:
         self._device = device
         self._transport = transport
         self._call = call
-        self._uses = uses = bound.uses.copy()
-        self._tensors: list[torch.Tensor | None] = [None] * len(uses)
+        self._uses = bound.uses.copy()
+        self._tensors: list[torch.Tensor | None] = [None] * bound.count
         self._held: dict[int, tuple[int, Tag]] = {}  # pieces that lie in the inbox
         self._backlog: set[int] = set()
         # By lane: passages that are over, messages of the next one that are, and what it is put together in.
-        out, incoming = len(bound.outgoing), len(bound.incoming)
-        self._sent, self._sent_parts = [0] * out, [0] * out
+        outgoing, incoming, sums = bound.lanes
+        self._sent, self._sent_parts = [0] * outgoing, [0] * outgoing
         self._received, self._received_parts = [0] * incoming, [0] * incoming
         self._targets: list[torch.Tensor | None] = [None] * incoming
-        self._summed = [0] * len(bound.sums)
+        self._summed = [0] * sums
         self._stuck = False  # something is ready for which there was no room
 
     def run(self) -> None:
@@ -144,7 +144,7 @@ class Execution:
                 uses[piece] -= 1
             else:
                 self._used(step.terms)
-        if self._sent != bound.passages_out or bound.sums:
+        if self._sent != bound.passages_out or self._summed != bound.sums_of:
             self._drain()
 
     # ---- compute lane ------------------------------------------------------------------------------------------------
@@ -200,10 +200,11 @@ class Execution:
 
     def _advance(self) -> None:
         """Make the sums beside the compute lane whose terms are all here. Never blocks."""
-        for number, lane in enumerate(self._bound.sums):
-            while self._summed[number] < len(lane) and self._missing(lane[self._summed[number]]) < 0:
-                self._summed[number] += 1
-                self._make(lane[self._summed[number] - 1], patient=False)
+        bound, summed = self._bound, self._summed
+        for number, lane in enumerate(bound.sums):
+            while (at := summed[number]) < bound.sums_of[number] and self._missing(lane[at]) < 0:
+                summed[number] = at + 1
+                self._make(lane[at], patient=False)
 
     def _missing(self, step: Step) -> int:
         """A term of a sum that is not here; -1: all are."""
@@ -265,7 +266,9 @@ class Execution:
         for lane, count in enumerate(self._bound.passages_in):
             if self._received[lane] < count:
                 self._take(lane)
-        self._give_out()
+        self._stuck = False
+        if self._sent != self._bound.passages_out:
+            self._give_out()
 
     def _take(self, lane: int, until: int = -1) -> torch.Tensor | None:
         """Receive messages of a lane for as long as there are some, or until a piece is complete, which is waited for.
@@ -273,8 +276,8 @@ class Execution:
         Who waits asks for messages of this lane only, and of others once it has nothing here: each question costs a call."""
         bound, transport, received = self._bound, self._transport, self._received
         assert transport is not None
-        source, passages = bound.incoming[lane]
-        while (at := received[lane]) < len(passages):
+        (source, passages), count = bound.incoming[lane], bound.passages_in[lane]
+        while (at := received[lane]) < count:
             piece, number, cuts, sizes = passages[at]
             part = self._received_parts[lane]
             tag = _tag((CHANNEL_COLLECTIVE, self._call, number, part))
@@ -294,16 +297,16 @@ class Execution:
                 whole, lands = self._bindings[bound.tensor[piece]].target, bound.lands[piece]
                 if whole is not None and lands is not None:
                     target = whole if lands is ALL else whole[lands]
-                elif len(cuts) > 1:
+                elif cuts is not None:
                     target = self._scratch(piece)
             if target is None:
                 self._held[piece] = (source, tag)
                 target = transport.shaped(message, bound.dtypes[piece], bound.shapes[piece])
             else:
-                start, stop = cuts[part]
-                target.view(-1)[start:stop].copy_(message.view(target.dtype))
+                flat = target.view(-1)
+                (flat if cuts is None else flat[slice(*cuts[part])]).copy_(message.view(target.dtype))
                 transport.release((source,), tag)
-                complete = part + 1 == len(cuts)
+                complete = part + 1 == len(sizes)
                 self._targets[lane], self._received_parts[lane] = (None, 0) if complete else (target, part + 1)
                 if not complete:
                     continue
@@ -319,7 +322,7 @@ class Execution:
         self._stuck = False
         for lane, (peer, passages) in enumerate(bound.outgoing):
             assert transport is not None
-            while (at := sent[lane]) < len(passages):
+            while (at := sent[lane]) < bound.passages_out[lane]:
                 piece, number, cuts, sizes = passages[at]
                 tensor, part = self._tensors[piece], self._sent_parts[lane]
                 if tensor is None:
@@ -328,15 +331,14 @@ class Execution:
                 if not found:
                     self._stuck = True
                     break
-                message, parts = found[0], len(cuts)
-                if parts == 1:
+                message = found[0]
+                if cuts is None:
                     transport.shaped(message, tensor.dtype, bound.shapes[piece]).copy_(tensor)
                 else:
-                    start, stop = cuts[part]
-                    message.view(tensor.dtype).copy_(tensor.reshape(-1)[start:stop])
+                    message.view(tensor.dtype).copy_(tensor.reshape(-1)[slice(*cuts[part])])
                 tag = _tag((CHANNEL_COLLECTIVE, self._call, number, part))
                 transport.send((_sending((peer, tag, message, None, 0)),))
-                if part + 1 < parts:
+                if cuts is not None and part + 1 < len(cuts):
                     self._sent_parts[lane] = part + 1
                     continue
                 sent[lane], self._sent_parts[lane] = at + 1, 0

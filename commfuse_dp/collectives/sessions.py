@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from commfuse_dp.collectives.bound import Binder
 from commfuse_dp.collectives.execution import NO_LIMIT, Bindings, Execution
-from commfuse_dp.collectives.steps import numbers_of, steps_of
+from commfuse_dp.collectives.steps import numbers, numbers_of, steps_of
 from commfuse_dp.errors import TransportError
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.select import Kind, open_transport
@@ -51,6 +52,10 @@ class Session(NamedTuple):
     call: int
 
 
+# Of all its fields in a row: a named tuple's own constructor is a frame of Python.
+_session: Callable[[tuple[Transport, int, int, int]], Session] = partial(tuple.__new__, Session)
+
+
 def begin(
     group: dist.ProcessGroup | None, transport: Transport | None, device: torch.device, purpose: Purpose = COLLECTIVES
 ) -> Session:
@@ -62,7 +67,8 @@ def begin(
         transport = transport_for(group, transport, device, purpose)
         if transport is None:
             return Session(None, 0, 1, 0)
-    return Session(transport, transport.rank, transport.world_size, numbers_of(transport)() & _LAST_CALL)
+    call = numbers.get(transport) or numbers_of(transport)  # every call asks
+    return _session((transport, transport.rank, transport.world_size, call() & _LAST_CALL))
 
 
 def rank_and_size(group: dist.ProcessGroup | None, transport: Transport | None) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from commfuse_dp.interrupts import HELD, deliver_held, watch
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, WHOLE, Outcome, Transport
 
 _known: weakref.WeakKeyDictionary[Transport, Steps] = weakref.WeakKeyDictionary()
-_numbers: weakref.WeakKeyDictionary[Transport, Callable[[], int]] = weakref.WeakKeyDictionary()
+numbers: weakref.WeakKeyDictionary[Transport, Callable[[], int]] = weakref.WeakKeyDictionary()  # see `numbers_of`
 _lock = threading.Lock()
 when_recovered: list[Callable[[Transport], object]] = []  # what ranks remember of each other's calls is forgotten
 
@@ -38,17 +38,14 @@ def follow_steps(transport: Transport) -> Steps | None:
         return None
     with _lock:
         steps = _known.setdefault(transport, Steps(transport))
-        _numbers[transport] = steps.call
+        numbers[transport] = steps.call
     return steps
 
 
 def numbers_of(transport: Transport) -> Callable[[], int]:
     """Gives each call over the transport its number, the same on all ranks: in its step, where ranks run steps."""
-    found = _numbers.get(transport)
-    if found is None:
-        with _lock:
-            found = _numbers.setdefault(transport, itertools.count().__next__)
-    return found
+    with _lock:
+        return numbers.setdefault(transport, itertools.count().__next__)
 
 
 class Steps(StepState):
