@@ -132,8 +132,7 @@ class Execution:
             piece = step.piece
             tensor = tensors[piece]
             if tensor is None:
-                lane = bound.lane_of.get(piece)
-                tensor = self._await(piece) if lane is None else self._take(lane, piece)
+                tensor = self._take(bound.lane_of.get(piece), piece)
                 assert tensor is not None
             consume = self._bindings[bound.tensor[piece]].consume
             if consume is not None:
@@ -160,8 +159,7 @@ class Execution:
         else:
             for term in terms:
                 if tensors[term] is None:
-                    lane = bound.lane_of.get(term)
-                    _ = self._await(term) if lane is None else self._take(lane, term)
+                    self._take(bound.lane_of.get(term), term)
             at = bound.lands[piece]
             if target is not None and at is not None:
                 buffer = target if at is ALL else target[at]
@@ -270,11 +268,12 @@ class Execution:
         if self._sent != self._bound.passages_out:
             self._give_out()
 
-    def _take(self, lane: int, until: int = -1) -> torch.Tensor | None:
-        """Receive messages of a lane for as long as there are some, or until a piece is complete, which is waited for.
-
-        Who waits asks for messages of this lane only, and of others once it has nothing here: each question costs a call."""
+    def _take(self, lane: int | None, until: int = -1) -> torch.Tensor | None:
+        """Receive messages of a lane for as long as there are some. until: or until this piece is complete, which is waited for
+        (lane None: until it is made). Other lanes are looked at only in the wait: each look costs a call."""
         bound, transport, received = self._bound, self._transport, self._received
+        if lane is None:
+            return self._await(until)
         assert transport is not None
         (source, passages), count = bound.incoming[lane], bound.passages_in[lane]
         while (at := received[lane]) < count:

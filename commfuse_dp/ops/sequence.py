@@ -393,24 +393,20 @@ def find_call(ranks: Ranks, how: Hashable, x: torch.Tensor, params: Sequence[tor
     signature: list[Hashable] = [torch.is_grad_enabled(), how, x.shape, x.dtype, x.requires_grad]
     for tensor in params:
         signature += (None,) if tensor is None else (tensor.shape, tensor.dtype, tensor.requires_grad)
-    calls = _calls_over(ranks, x.device) if ranks[1] is None else calls_of(ranks[1])
-    name = tuple(signature)
-    return name, None if calls is None else calls.get(name)
-
-
-def _calls_over(ranks: Ranks, device: torch.device) -> dict[Hashable, Any] | None:
-    """None: no call was made yet."""
-    group, transport = ranks
+    name, (group, transport) = tuple(signature), ranks
     if transport is None:
-        transport = sessions.open_transport_for(group, device, TENSOR_PARALLEL)
-    return None if transport is None else calls_of(transport)
+        transport = sessions.open_transport_for(group, x.device, TENSOR_PARALLEL)
+    return name, None if transport is None else calls_of(transport).get(name)
 
 
 def remember(ranks: Ranks, device: torch.device, signature: Hashable, call: object) -> None:
     """For `find_call`."""
-    calls = _calls_over(ranks, device)
-    if calls is None:
+    group, transport = ranks
+    if transport is None:
+        transport = sessions.open_transport_for(group, device, TENSOR_PARALLEL)
+    if transport is None:
         return
+    calls = calls_of(transport)
     if len(calls) >= REMEMBERED:
         calls.clear()
     calls[signature] = call
