@@ -25,104 +25,40 @@ dy_i[:, S_r, rows_o].T @ x_r, and leaves for o as it is computed."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from commfuse_dp.collectives.bound import Binder, Owner
+from commfuse_dp.collectives.bound import Owner
 from commfuse_dp.collectives.execution import Bindings
 from commfuse_dp.collectives.sessions import begin, execute
-from commfuse_dp.kernels.by_slices import is_narrow
 from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.ops.sequence import (
     TENSOR_PARALLEL,
     GraphPlace,
-    How,
     Ranks,
     Terms,
-    Tokens,
     add_product,
     agree_on,
     beside,
     check_dim,
     check_dtype,
     find_call,
-    gathered_rows,
-    moves,
     place,
     place_of,
     product_to,
     remember,
-    summed_rows,
 )
+from commfuse_dp.ops.sequence_calls import Column, column_of
 from commfuse_dp.ops.sequence_reference import gather_sequence
 from commfuse_dp.transport.base import Transport
 
 Save = Literal["shard", "gathered"]
-
-
-class Column(NamedTuple):
-    """What calls of one signature come to."""
-
-    name: str
-    rank: int
-    dim: int
-    tokens: Tokens
-    narrow: bool  # x's dtype
-    own: tuple[int, ...]  # shape of the own shard, but for its last dimension
-    whole: tuple[int, ...]  # of all positions
-    keeps: bool  # the gathered x, for backward
-    gathers: bool  # x again, in backward
-    want_x: bool  # gradients: alike on all ranks
-    want_weights: tuple[bool, ...]
-    want_biases: tuple[bool, ...]
-    forward: Binder
-    backward: Binder
-
-
-@functools.lru_cache(maxsize=1024)
-def column_of(
-    name: str,
-    how: How,
-    tokens: Tokens,
-    dim: int,
-    shape: tuple[tuple[int, ...], tuple[int, ...]],
-    features: tuple[int, torch.dtype],
-    save: str,
-    wanted: tuple[bool, ...],
-) -> Column:
-    """shape: of x, before the sequence and after it, but for the features.
-    features: how many, and x's dtype. wanted: gradients of x, of the weights, of the biases."""
-    rank = how[-1]
-    before, after = shape
-    width, dtype = features
-    count = len(wanted) // 2
-    want_x, want_weights, want_biases = wanted[0], wanted[1 : 1 + count], wanted[1 + count :]
-    gathers = any(want_weights) and save != "gathered"
-    x_rows, dx_rows = gathered_rows(width, dtype), summed_rows(width, dtype, dtype)
-    back = (dx_rows,) * want_x + (x_rows,) * gathers
-    return Column(
-        name,
-        rank,
-        dim,
-        tokens,
-        is_narrow(dtype),
-        (*before, tokens.sizes[rank], *after),
-        (*before, tokens.length, *after),
-        save == "gathered" and any(want_weights),
-        gathers,
-        want_x,
-        want_weights,
-        want_biases,
-        moves(how, tokens.rows, (x_rows,)),
-        moves(how, tokens.rows, back or (x_rows,)),
-    )
 
 
 # ---- without autograd ------------------------------------------------------------------------------------------------
@@ -534,4 +470,4 @@ def _check(
     return dim
 
 
-__all__ = ["Column", "column_backward", "column_forward", "column_parallel", "column_parallel_of", "column_parallel_reference"]
+__all__ = ["column_backward", "column_forward", "column_parallel", "column_parallel_of", "column_parallel_reference"]

@@ -25,87 +25,41 @@ rows_o].T @ x[:, S_r], and leaves for o as it is computed.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from commfuse_dp.collectives.arguments import check_summable, even_sizes
-from commfuse_dp.collectives.bound import Binder, Owner
+from commfuse_dp.collectives.bound import Owner
 from commfuse_dp.collectives.execution import Bindings
 from commfuse_dp.collectives.sessions import begin, execute
 from commfuse_dp.collectives.summation import fold, wide_dtype
-from commfuse_dp.kernels.by_slices import is_narrow
 from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.ops.sequence import (
     TENSOR_PARALLEL,
     GraphPlace,
-    How,
     Ranks,
     Terms,
-    Tokens,
     add_product,
     agree_on,
     beside,
     check_dim,
     check_dtype,
     find_call,
-    gathered_rows,
-    moves,
     place,
     place_of,
     product_from,
     product_to,
     remember,
-    summed_rows,
 )
+from commfuse_dp.ops.sequence_calls import Row, row_of
 from commfuse_dp.ops.sequence_reference import replicated, scatter_sequence
 from commfuse_dp.transport.base import Transport
-
-
-class Row(NamedTuple):
-    """What calls of one signature come to."""
-
-    name: str
-    rank: int
-    dim: int
-    tokens: Tokens
-    narrow: bool  # x's dtype
-    own: tuple[int, ...]  # shape of the own positions, but for the last dimension
-    wanted: tuple[bool, ...]  # gradients of x, weight, bias: alike on all ranks
-    forward: Binder
-    backward: Binder
-
-
-@functools.lru_cache(maxsize=1024)
-def row_of(
-    name: str,
-    how: How,
-    tokens: Tokens,
-    dim: int,
-    shape: tuple[tuple[int, ...], tuple[int, ...]],
-    features: tuple[int, torch.dtype],
-    partial_dtype: torch.dtype,
-    wanted: tuple[bool, ...],
-) -> Row:
-    """shape: of x, before the sequence and after it, but for the features. features: of the result, and dtype."""
-    rank, (before, after), (width, dtype) = how[-1], shape, features
-    return Row(
-        name,
-        rank,
-        dim,
-        tokens,
-        is_narrow(dtype),
-        (*before, tokens.sizes[rank], *after),
-        wanted,
-        moves(how, tokens.rows, (summed_rows(width, partial_dtype, dtype),)),
-        moves(how, tokens.rows, (gathered_rows(width, dtype),)),
-    )
 
 
 # ---- without autograd ------------------------------------------------------------------------------------------------
@@ -430,4 +384,4 @@ def _divided(name: str, x: torch.Tensor, dim: int, sizes: Sequence[int] | None, 
     return found
 
 
-__all__ = ["Row", "row_backward", "row_forward", "row_parallel", "row_parallel_of", "row_parallel_reference"]
+__all__ = ["row_backward", "row_forward", "row_parallel", "row_parallel_of", "row_parallel_reference"]

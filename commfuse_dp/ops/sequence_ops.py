@@ -18,10 +18,11 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from commfuse_dp.ops.column_parallel import Column, Save, column_backward, column_forward, column_of
+from commfuse_dp.ops.column_parallel import Save, column_backward, column_forward
 from commfuse_dp.ops.operands import call_number, operand_of
-from commfuse_dp.ops.row_parallel import Row, row_backward, row_forward, row_of
+from commfuse_dp.ops.row_parallel import row_backward, row_forward
 from commfuse_dp.ops.sequence import GraphPlace, Place, agree_on, beside, gathered, place_of, shape_with, tokens_of
+from commfuse_dp.ops.sequence_calls import Column, Row, column_of, row_of
 
 _SAVES: tuple[Save, ...] = ("shard", "gathered")
 _AT = "Tensor? layer, SymInt rank, SymInt call"
