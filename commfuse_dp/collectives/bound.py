@@ -1,9 +1,10 @@
 """A program bound to sizes and types: all that its runs have in common, with pieces as numbers.
 
-    Program, rows and dtypes of its tensors, limit of a message  ->  BoundProgram  ->  execution.py, once for every call
+    Program, rows and dtypes of its tensors  ->  Binder  -- limit of a message -->  BoundProgram  ->  execution.py
 
 A step repeats its calls, so what a call has to work out from the program is worked out here, once: which pieces there are, how
-large they are and how often they are used, which of them may be made in a peer's inbox, how they are cut into messages.
+large they are and how often they are used, where they lie in what a call is given and in what it fills, which of them may be
+made in a peer's inbox, how they are cut into messages.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from typing import NamedTuple
 
 import torch
 
+from commfuse_dp.collectives.summation import wide_dtype
 from commfuse_dp.program.layout import Slice, Tensor
-from commfuse_dp.program.operations import TOTAL, Consume, Link, Piece, Produce, Program, Receive, Reduce, Send
+from commfuse_dp.program.operations import TOTAL, Consume, Link, Piece, Problem, Produce, Program, Receive, Reduce, Send
 from commfuse_dp.transport.one_sided.ring import ALIGNMENT
+
+ALL = slice(None)  # of a tensor: no view of it is needed
 
 
 class Owner(int):
@@ -48,6 +52,14 @@ class Types(NamedTuple):
     def of(self, piece: Piece) -> torch.dtype:
         return self.own if piece.origin >= 0 else self.total if piece.origin == TOTAL else self.running
 
+    @classmethod
+    def moved(cls, dtype: torch.dtype) -> Types:
+        return cls(dtype, dtype, dtype)
+
+    @classmethod
+    def summed(cls, partial: torch.dtype, total: torch.dtype) -> Types:
+        return cls(partial, total, wide_dtype(total, partial))
+
 
 class Rows(NamedTuple):
     """What one of the program's tensors is made of. shape: of one row."""
@@ -62,7 +74,7 @@ class Passage(NamedTuple):
 
     piece: int
     number: int  # of its tag: among the pieces of all channels between the two ranks
-    cuts: tuple[tuple[int, int], ...]  # element ranges of its messages
+    cuts: tuple[tuple[int, int], ...] | None  # element ranges of its messages; None: there is one
     sizes: tuple[int, ...]  # of these, in bytes
 
 
@@ -77,8 +89,11 @@ class Step(NamedTuple):
     piece: int  # that it makes, or consumes
     consumes: bool
     owner: Owner | None
-    terms: tuple[int, ...] = ()
+    terms: tuple[int, ...] = ()  # pieces that it uses
     own: int = 0  # which term is this rank's own
+    wide: torch.dtype | None = (
+        None  # what is added up in, if the terms have one dtype and all but the own come from other ranks
+    )
 
 
 class BoundProgram:
@@ -89,6 +104,7 @@ class BoundProgram:
         self._numbers: dict[Piece, int] = {}
         own = [self._number(piece) for piece in program.own_data]
         problems = {problem.tensor: problem for problem in program.problems}
+        tensors = [entry.tensor for entry in rows]
 
         def owner_of(shown: int, source: int, part: Slice) -> Owner:
             return Owner(shown, part, part.start - problems[part.tensor].slices(part.owner, max(source, 0))[0].start)
@@ -99,46 +115,65 @@ class BoundProgram:
             if isinstance(op, Consume):
                 origin, part = op.piece
                 shown = origin if problems[part.tensor].collective == "all_to_all" else part.owner
-                return Step(self._number(op.piece), True, owner_of(shown, origin, part))
+                number = self._number(op.piece)
+                return Step(number, True, owner_of(shown, origin, part), (number,))
             terms = tuple(self._number(Piece(origin, op.slice)) for origin in op.inputs)
             at = op.inputs.index(self.rank) if self.rank in op.inputs else 0
-            return Step(self._number(Piece(op.output, op.slice)), False, None, terms, at)
+            types = rows[tensors.index(op.slice.tensor)].types
+            kinds, wide = {types.of(Piece(origin, op.slice)) for origin in op.inputs}, None
+            if self.rank in op.inputs and len(kinds) == 1:
+                wide = wide_dtype(types.of(Piece(op.output, op.slice)), *kinds)
+            return Step(self._number(Piece(op.output, op.slice)), False, None, terms, at, wide)
 
         self.own = tuple(own)
         self.compute = tuple(map(step_of, program.compute_lane))
         self.sums = tuple(tuple(map(step_of, lane)) for lane in program.reduce_lanes.values())
+        sums = [step for lane in (self.compute, *self.sums) for step in lane if step.owner is None]
         uses = Counter(self._number(op.piece) for op in program.operations if isinstance(op, (Send, Consume)))
-        for step in (*self.compute, *(step for lane in self.sums for step in lane)):
+        summed = {term for step in sums for term in step.terms if term not in uses}
+        for step in sums:
             uses.update(step.terms)
         for moved in (op for op in program.operations if isinstance(op, (Send, Receive))):
             self._number(moved.piece)
+        received = {self._numbers[op.piece] for op in program.operations if isinstance(op, Receive)}
 
         self.pieces = tuple(self._numbers)
-        self.uses = tuple(uses[number] for number in range(len(self.pieces)))
-        tensors = [entry.tensor for entry in rows]
+        self.count = len(self.pieces)
+        uses.update(self.own)  # the caller's, which stay as they are
+        self.uses = [uses[number] for number in range(self.count)]
         self.tensor = tuple(tensors.index(piece.slice.tensor) for piece in self.pieces)  # number of a piece's tensor
-        self.shapes = tuple((piece.slice.size, *rows[at].shape) for piece, at in zip(self.pieces, self.tensor, strict=True))
         self.dtypes = tuple(rows[at].types.of(piece) for piece, at in zip(self.pieces, self.tensor, strict=True))
-        self.nbytes = tuple(
-            torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        shapes = [torch.Size((piece.slice.size, *rows[at].shape)) for piece, at in zip(self.pieces, self.tensor, strict=True)]
+        self.nbytes = tuple(shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, self.dtypes, strict=True))
+        flat = summed & received  # sums take their terms as they lie
+        self.shapes = tuple(torch.Size((shape.numel(),)) if at in flat else shape for at, shape in enumerate(shapes))
+        # Where a piece lies in what a call is given, and in what it fills: see `Bindings`.
+        where = [(problems[piece.slice.tensor], piece) for piece in self.pieces]
+        self.given = tuple(_given(problem, piece, self.rank) for problem, piece in where)
+        self.lands = tuple(
+            _lands(problem, piece, self.rank, rows[at].types) for (problem, piece), at in zip(where, self.tensor, strict=True)
         )
         # Channels of one pair of ranks share its tags; their order is the same at both ends.
         channels = sorted({problem.tensor.channel for problem in program.problems})
         self.outgoing = tuple(self._lane(link, lane, channels, limit) for link, lane in program.send_lanes.items())
         self.incoming = tuple(self._lane(link, lane, channels, limit) for link, lane in program.receive_lanes.items())
         self.passages_out = [len(lane.passages) for lane in self.outgoing]  # by lane
+        self.passages_in = [len(lane.passages) for lane in self.incoming]
+        self.sums_of = [len(lane) for lane in self.sums]
+        self.lanes = len(self.outgoing), len(self.incoming), len(self.sums)
         self.lane_of = {passage.piece: at for at, lane in enumerate(self.incoming) for passage in lane.passages}
         self.source = {piece: self.incoming[at].peer for piece, at in self.lane_of.items()}
         # Number of the operation of the compute lane from which on what comes is of use before it is asked for.
         passes_on = any(passage.piece in self.lane_of for lane in self.outgoing for passage in lane.passages)
-        puts_together = any(len(passage.cuts) > 1 for lane in self.incoming for passage in lane.passages)
+        puts_together = any(passage.cuts is not None for lane in self.incoming for passage in lane.passages)
         self.looks_from = 0 if passes_on or puts_together else self._first_sum()
+        self.sent = frozenset(passage.piece for lane in self.outgoing for passage in lane.passages)
         # Pieces that nothing uses but one send, in one message: they may be made in the peer's inbox. piece -> lane
         self.only_to = {
             passage.piece: number
             for number, lane in enumerate(self.outgoing)
             for passage in lane.passages
-            if self.uses[passage.piece] == 1 and len(passage.cuts) == 1
+            if self.uses[passage.piece] == 1 and passage.cuts is None
         }
 
     def _first_sum(self) -> int:
@@ -157,7 +192,7 @@ class BoundProgram:
             itemsize = self.dtypes[number].itemsize
             cuts = tuple(message_cuts(self.nbytes[number] // itemsize, itemsize, limit))
             sizes = tuple((stop - start) * itemsize for start, stop in cuts)
-            passages.append(Passage(number, at * len(channels) + channel, cuts, sizes))
+            passages.append(Passage(number, at * len(channels) + channel, cuts if len(cuts) > 1 else None, sizes))
         return Lane(link.peer, tuple(passages))
 
 
@@ -172,4 +207,48 @@ def message_cuts(elements: int, itemsize: int, limit: int) -> list[tuple[int, in
     return [(start, min(start + step, elements)) for start in range(0, elements, step)]
 
 
-bind = functools.lru_cache(maxsize=1024)(BoundProgram)
+def _rows(start: int, stop: int, of: int) -> slice:
+    return ALL if stop - start == of else slice(start, stop)
+
+
+def _given(problem: Problem, piece: Piece, rank: int) -> slice | None:
+    """In the own shard of what is gathered; else in all rows that this rank sends, or sums up."""
+    start, stop = piece.slice.start, piece.slice.stop
+    if piece.origin != rank:
+        return None
+    if problem.collective != "all_gather":
+        return slice(start, stop)
+    base = sum(problem.sizes[:rank])
+    return _rows(start - base, stop - base, problem.sizes[rank])
+
+
+def _lands(problem: Problem, piece: Piece, rank: int, types: Types) -> slice | None:
+    """In all rows, of what is gathered or summed up for all; in the own rows of the sum, where the own partial lies, too, if it
+    is of their dtype; in the blocks for this rank, in the order of their sources. None: nowhere."""
+    (origin, part), sizes = piece, problem.sizes
+    start, stop = part.start, part.stop
+    if problem.collective == "all_gather" or (problem.collective == "all_reduce" and origin == TOTAL):
+        return slice(start, stop)
+    if problem.collective == "reduce_scatter":
+        own_partial = origin == rank and part.owner == rank and types.own == types.total
+        base = sum(sizes[:rank])
+        return _rows(start - base, stop - base, sizes[rank]) if origin == TOTAL or own_partial else None
+    if problem.collective == "all_to_all" and part.owner == rank:
+        shift = sum(row[rank] for row in sizes[:origin]) - sum(sizes[origin][:rank])
+        return slice(start + shift, stop + shift)
+    return None
+
+
+class Binder(dict[int, BoundProgram]):
+    """A program over tensors of these rows, bound for every limit of a message that comes."""
+
+    def __init__(self, program: Program, rows: tuple[Rows, ...]) -> None:
+        super().__init__()
+        self._program, self._rows = program, rows
+
+    def __missing__(self, limit: int) -> BoundProgram:
+        bound = self[limit] = BoundProgram(self._program, self._rows, limit)
+        return bound
+
+
+binder = functools.lru_cache(maxsize=1024)(Binder)

@@ -29,48 +29,46 @@ A piece that is larger than half a channel is cut into messages of a quarter, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from commfuse_dp.collectives import progress
-from commfuse_dp.collectives.bound import Owner, Passage, Rows, Step, Types, bind
+from commfuse_dp.collectives.bound import ALL, BoundProgram, Owner, Step
 from commfuse_dp.collectives.steps import steps_of
 from commfuse_dp.collectives.summation import sum_in_rank_order
 from commfuse_dp.errors import MismatchError, Where
 from commfuse_dp.probe import now_ns
-from commfuse_dp.program.layout import Tensor
-from commfuse_dp.program.operations import TOTAL, Piece, Program
+from commfuse_dp.program.operations import TOTAL
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, Sending, Tag, Transport
 from commfuse_dp.transport.waiting import wait_until
 
 # Produced pieces kept in memory of this rank because their channels are full; with more, production waits for credit.
 BACKLOG_PIECES = 2
-_NO_LIMIT = 1 << 62  # of messages, in a world of one rank: there are none
+NO_LIMIT = 1 << 62  # of messages, in a world of one rank: there are none
 _NO_CREDIT = "to take in what was sent to it (no credit)"
 
 ConsumeFn = Callable[[Owner, torch.Tensor], object]
 ProduceFn = Callable[[Owner, torch.Tensor], object]
 
-
-def nothing_yet(_piece: Piece) -> torch.Tensor | None:
-    """`data` of what a callback makes; `landing` of what only passes through."""
-    return None
+# Of all their fields in a row. A named tuple's own constructor is a frame of Python, of which every message would cost two.
+_tag: Callable[[tuple[int, int, int, int]], Tag] = partial(tuple.__new__, Tag)
+_sending: Callable[[tuple[int, Tag, torch.Tensor, None, int]], Sending] = partial(tuple.__new__, Sending)
 
 
 class Bindings(NamedTuple):
-    """What the pieces of one problem's tensor are made of.
+    """What the pieces of one problem's tensor are made of in one run.
 
-    row_shape: shape of one row.
-    data: a piece's tensor where it exists already (own shard, produced tensors), else None.
-    landing: where a piece is to end up, of the piece's shape, contiguous; None: it only passes through.
+    given: the own shard of what is gathered; else all rows that this rank sends or that are summed up, in place of `produce`.
+    target: contiguous, where pieces end up: all rows of what is gathered, or summed up for all ranks; the own rows of sums; the
+        blocks that all ranks send to this one. None: they only pass through.
+    divisor: of sums over all ranks.
     """
 
-    row_shape: tuple[int, ...]
-    types: Types
-    data: Callable[[Piece], torch.Tensor | None] = nothing_yet
-    landing: Callable[[Piece], torch.Tensor | None] = nothing_yet
+    given: torch.Tensor | None = None
+    target: torch.Tensor | None = None
     produce: ProduceFn | None = None
     consume: ConsumeFn | None = None
     divisor: float | None = None
@@ -79,172 +77,179 @@ class Bindings(NamedTuple):
 class Execution:
     """One run of a program on one rank. `transport` may be None in a world of one rank.
 
-    name: what it is, in errors and measurements. bindings: of every problem's tensor. call: number of this run among those over
-    the transport, the same on all ranks."""
+    name: what it is, in errors and measurements. bindings: of every problem's tensor, in the order of the rows that the program
+    is bound to. call: number of this run among those over the transport, the same on all ranks."""
 
     def __init__(
         self,
         name: str,
-        program: Program,
-        bindings: Mapping[Tensor, Bindings],
+        bound: BoundProgram,
+        bindings: Sequence[Bindings],
         device: torch.device,
         transport: Transport | None,
         call: int,
     ) -> None:
         self._name = name
+        self._bound = bound
+        self._bindings = bindings
         self._device = device
         self._transport = transport
         self._call = call
-        rows = tuple([Rows(tensor, binding.row_shape, binding.types) for tensor, binding in bindings.items()])
-        bound = self._bound = bind(program, rows, transport.message_limit if transport is not None else _NO_LIMIT)
-        made_of = tuple(bindings.values())
-        self._bindings = [made_of[tensor] for tensor in bound.tensor]  # by piece
-        self._tensors: list[torch.Tensor | None] = [None] * len(bound.pieces)
-        self._uses = list(bound.uses)
+        self._uses = bound.uses.copy()
+        self._tensors: list[torch.Tensor | None] = [None] * bound.count
         self._held: dict[int, tuple[int, Tag]] = {}  # pieces that lie in the inbox
         self._backlog: set[int] = set()
         # By lane: passages that are over, messages of the next one that are, and what it is put together in.
-        self._sent, self._received = [0] * len(bound.outgoing), [0] * len(bound.incoming)
-        self._sent_parts, self._received_parts = self._sent.copy(), self._received.copy()
-        self._targets: list[torch.Tensor | None] = [None] * len(bound.incoming)
-        self._summed = [0] * len(bound.sums)
+        outgoing, incoming, sums = bound.lanes
+        self._sent, self._sent_parts = [0] * outgoing, [0] * outgoing
+        self._received, self._received_parts = [0] * incoming, [0] * incoming
+        self._targets: list[torch.Tensor | None] = [None] * incoming
+        self._summed = [0] * sums
         self._stuck = False  # something is ready for which there was no room
 
     def run(self) -> None:
         """Raises DeadlineError or PeerLostError (naming the peer and the slice), MismatchError, or what a callback raises."""
-        bound, transport = self._bound, self._transport
+        bound, transport, tensors, uses = self._bound, self._transport, self._tensors, self._uses
         for piece in bound.own:
-            self._tensors[piece] = self._bindings[piece].data(bound.pieces[piece])
+            shard, at = self._bindings[bound.tensor[piece]].given, bound.given[piece]
+            assert shard is not None and at is not None
+            tensors[piece] = shard if at is ALL else shard[at]
         if transport is not None and transport.device is not None:
             self._announce(transport)
         looks_from = bound.looks_from  # see [Note: When to look]
         if transport is None or not transport.in_place or transport.hosts is not None:
             looks_from = 0
-        if looks_from:
+        if looks_from and bound.own:
             self._give_out()
         for number, step in enumerate(bound.compute):
             if number >= looks_from or self._stuck:
                 self._pump()
                 if bound.sums:
                     self._advance()
-            if step.consumes:
-                self._consume(step)
-            elif step.owner is not None:
-                self._produce(step, step.owner)
+            if not step.consumes:
+                self._make(step)
+                continue
+            piece = step.piece
+            tensor = tensors[piece]
+            if tensor is None:
+                tensor = self._take(bound.lane_of.get(piece), piece)
+                assert tensor is not None
+            consume = self._bindings[bound.tensor[piece]].consume
+            if consume is not None:
+                assert step.owner is not None
+                consume(step.owner, tensor)
+            tensor = None  # its memory is free for the next operation
+            if uses[piece] > 1:
+                uses[piece] -= 1
             else:
-                self._reduce(step)
-        self._drain()
+                self._used(step.terms)
+        if self._sent != bound.passages_out or self._summed != bound.sums_of:
+            self._drain()
 
     # ---- compute lane ------------------------------------------------------------------------------------------------
-    def _produce(self, step: Step, owner: Owner) -> None:
-        piece = step.piece
-        bindings = self._bindings[piece]
-        if bindings.data is not nothing_yet:
-            ready = bindings.data(self._bound.pieces[piece])
-            if ready is not None:
-                self._tensors[piece] = ready
-                self._give_out()
-                return
-        assert bindings.produce is not None
-        buffer, inbox = self._room(piece)
-        bindings.produce(owner, buffer)
-        self._made(piece, buffer, inbox)
-
-    def _reduce(self, step: Step, *, patient: bool = True) -> None:
-        """patient: it may wait, for its terms and for room where the sum goes."""
-        tensors, piece = self._tensors, step.piece
-        for term in step.terms:
-            if tensors[term] is None:
-                self._await(term)
-        buffer, inbox = self._room(piece, patient=patient)
-        divisor = self._bindings[piece].divisor if self._bound.pieces[piece].origin == TOTAL else None
-        terms = [self._here(term) for term in step.terms]  # only now: a wait may have moved them
-        sum_in_rank_order(buffer, terms, own_rank=step.own, scale_divisor=divisor)
-        for term in step.terms:
-            self._used(term)
-        self._made(piece, buffer, inbox)
-
-    def _advance(self) -> None:
-        """Make the sums beside the compute lane whose terms are all here. Never blocks."""
-        for number, lane in enumerate(self._bound.sums):
-            while self._summed[number] < len(lane) and not self._missing(lane[self._summed[number]]):
-                self._summed[number] += 1
-                self._reduce(lane[self._summed[number] - 1], patient=False)
-
-    def _missing(self, step: Step) -> list[int]:
-        """Terms of a sum that are not here."""
-        return [piece for piece in step.terms if self._tensors[piece] is None]
-
-    def _consume(self, step: Step) -> None:
-        piece = step.piece
-        tensor, consume = self._tensors[piece], self._bindings[piece].consume
-        if tensor is None:
-            tensor = self._await(piece)
-        if consume is not None:
-            assert step.owner is not None
-            consume(step.owner, tensor)
-        self._used(piece)
-
-    # ---- pieces ------------------------------------------------------------------------------------------------------
-    def _room(self, piece: int, *, patient: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(buffer to compute the piece into, the inbox message it is or None)."""
-        bound, transport = self._bound, self._transport
-        landing = self._bindings[piece].landing(bound.pieces[piece])
-        if landing is not None:
-            return landing, None
-        lane = bound.only_to.get(piece)
-        if lane is not None:
-            inbox = self._reserve_next(lane, piece)
-            if inbox is None and patient and len(self._backlog) >= BACKLOG_PIECES:
-                peer = bound.outgoing[lane].peer
-                self._wait(lambda: len(self._backlog) < BACKLOG_PIECES, peer, piece, _NO_CREDIT)
-                inbox = self._reserve_next(lane, piece)
-            if inbox is not None:
-                assert transport is not None
-                return transport.shaped(inbox, bound.dtypes[piece], bound.shapes[piece]), inbox
-            self._backlog.add(piece)
-        return self._scratch(piece), None
-
-    def _next_to(self, lane: int) -> int:
-        """The piece that a lane sends next."""
-        return self._bound.outgoing[lane].passages[self._sent[lane]].piece
-
-    def _reserve_next(self, lane: int, piece: int) -> torch.Tensor | None:
-        """Room in the peer's inbox if the piece is the next to be sent there."""
-        peer, passages = self._bound.outgoing[lane]
-        if passages[self._sent[lane]].piece != piece:
-            self._pump()
-            if self._next_to(lane) != piece:
-                return None
-        assert self._transport is not None
-        found = self._transport.reserve((peer,), (self._bound.nbytes[piece],))
-        return found[0] if found else None
-
-    def _made(self, piece: int, buffer: torch.Tensor, inbox: torch.Tensor | None) -> None:
+    def _make(self, step: Step, *, patient: bool = True) -> None:
+        """Produce a piece, or sum it up. patient: it may wait, for its terms and for room where it goes."""
+        piece, _, owner, terms, own, wide = step
+        bound, tensors, transport = self._bound, self._tensors, self._transport
+        given, target, produce, _, divisor = self._bindings[bound.tensor[piece]]
+        at, buffer, inbox = bound.given[piece], None, None
+        if owner is not None and given is not None:
+            assert at is not None
+            buffer = given[at].to(bound.dtypes[piece])
+        else:
+            for term in terms:
+                if tensors[term] is None:
+                    self._take(bound.lane_of.get(term), term)
+            at = bound.lands[piece]
+            if target is not None and at is not None:
+                buffer = target if at is ALL else target[at]
+            elif piece in bound.only_to:
+                inbox = self._reserve_next(piece, patient=patient)
+                if inbox is not None:
+                    assert transport is not None
+                    buffer = transport.shaped(inbox, bound.dtypes[piece], bound.shapes[piece])
+            if buffer is None:
+                buffer = self._scratch(piece)
+            if owner is not None:
+                assert produce is not None
+                produce(owner, buffer)
+            else:
+                partials: list[torch.Tensor] = [*map(tensors.__getitem__, terms)]  # type: ignore[list-item]
+                out = buffer
+                if given is not None:  # by the user, who may have given anything
+                    wide = None
+                elif (
+                    wide is not None
+                ):  # it is this rank's own, or lies in the inbox; other ranks' are flat: `BoundProgram.shapes`
+                    out, partials[own] = buffer.view(-1), partials[own].view(-1)
+                divisor = divisor if bound.pieces[piece].origin == TOTAL else None
+                sum_in_rank_order(out, partials, own_rank=own, scale_divisor=divisor, wide=wide)
+                self._used(terms)
         if inbox is not None:
-            assert self._transport is not None
-            lane = self._bound.only_to[piece]
-            peer, passages = self._bound.outgoing[lane]
-            tag = Tag(CHANNEL_COLLECTIVE, self._call, passages[self._sent[lane]].number)
-            self._transport.send((Sending(peer, tag, inbox),))
+            assert transport is not None
+            lane = bound.only_to[piece]
+            peer, passages = bound.outgoing[lane]
+            tag = _tag((CHANNEL_COLLECTIVE, self._call, passages[self._sent[lane]].number, 0))
+            transport.send((_sending((peer, tag, inbox, None, 0)),))
             self._sent[lane] += 1
             if self._backlog:  # the lane's next piece may have waited for this one
                 self._stuck = True
         elif self._uses[piece]:
-            self._tensors[piece] = buffer
-            self._give_out()
+            tensors[piece] = buffer
+            if piece in bound.sent:
+                self._give_out()
 
-    def _used(self, piece: int) -> None:
-        left = self._uses[piece] = self._uses[piece] - 1
-        if left:
-            return
-        self._tensors[piece] = None
-        self._backlog.discard(piece)
-        held = self._held.pop(piece, None)
-        if held is not None:
-            assert self._transport is not None
-            source, tag = held
-            self._transport.release((source,), tag, more=True)
+    def _advance(self) -> None:
+        """Make the sums beside the compute lane whose terms are all here. Never blocks."""
+        bound, summed = self._bound, self._summed
+        for number, lane in enumerate(bound.sums):
+            while (at := summed[number]) < bound.sums_of[number] and self._missing(lane[at]) < 0:
+                summed[number] = at + 1
+                self._make(lane[at], patient=False)
+
+    def _missing(self, step: Step) -> int:
+        """A term of a sum that is not here; -1: all are."""
+        for term in step.terms:
+            if self._tensors[term] is None:
+                return term
+        return -1
+
+    # ---- pieces ------------------------------------------------------------------------------------------------------
+    def _next_to(self, lane: int) -> int:
+        """The piece that a lane sends next."""
+        return self._bound.outgoing[lane].passages[self._sent[lane]].piece
+
+    def _reserve_next(self, piece: int, *, patient: bool) -> torch.Tensor | None:
+        """Room in the peer's inbox if the piece is the next to be sent there; None: it is in the backlog now."""
+        transport, lane, backlog = self._transport, self._bound.only_to[piece], self._backlog
+        assert transport is not None
+        peer, passages = self._bound.outgoing[lane]
+        while True:
+            if passages[self._sent[lane]].piece != piece:
+                self._pump()
+            if passages[self._sent[lane]].piece == piece:
+                found = transport.reserve((peer,), (self._bound.nbytes[piece],))
+                if found:
+                    return found[0]
+            if not patient or len(backlog) < BACKLOG_PIECES:
+                break
+            self._wait(lambda: len(backlog) < BACKLOG_PIECES, peer, piece, _NO_CREDIT)
+            patient = False
+        backlog.add(piece)
+        return None
+
+    def _used(self, pieces: tuple[int, ...]) -> None:
+        for piece in pieces:
+            left = self._uses[piece] = self._uses[piece] - 1
+            if left:
+                continue
+            self._tensors[piece] = None
+            if piece in self._held:
+                source, tag = self._held.pop(piece)
+                assert self._transport is not None
+                self._transport.release((source,), tag, more=True)
+            elif self._backlog:
+                self._backlog.discard(piece)
 
     def _scratch(self, piece: int) -> torch.Tensor:
         return torch.empty(self._bound.shapes[piece], dtype=self._bound.dtypes[piece], device=self._device)
@@ -259,83 +264,90 @@ class Execution:
 
     def _pump(self) -> None:
         """Take in what has arrived and send what is ready, as far as it goes without waiting."""
-        for lane, (_, passages) in enumerate(self._bound.incoming):
-            while self._received[lane] < len(passages) and self._take(lane):
-                pass
-        self._give_out()
+        for lane, count in enumerate(self._bound.passages_in):
+            if self._received[lane] < count:
+                self._take(lane)
+        self._stuck = False
+        if self._sent != self._bound.passages_out:
+            self._give_out()
 
-    def _take(self, lane: int) -> bool:
-        """Receive messages of a lane's next piece; True once it is complete."""
-        source, passages = self._bound.incoming[lane]
-        at, transport = self._received[lane], self._transport
+    def _take(self, lane: int | None, until: int = -1) -> torch.Tensor | None:
+        """Receive messages of a lane for as long as there are some. until: or until this piece is complete, which is waited for
+        (lane None: until it is made). Other lanes are looked at only in the wait: each look costs a call."""
+        bound, transport, received = self._bound, self._transport, self._received
+        if lane is None:
+            return self._await(until)
         assert transport is not None
-        piece, number, cuts, sizes = passages[at]
-        target = self._targets[lane]
-        while (part := self._received_parts[lane]) < len(cuts):
-            tag = Tag(CHANNEL_COLLECTIVE, self._call, number, part)
+        (source, passages), count = bound.incoming[lane], bound.passages_in[lane]
+        while (at := received[lane]) < count:
+            piece, number, cuts, sizes = passages[at]
+            part = self._received_parts[lane]
+            tag = _tag((CHANNEL_COLLECTIVE, self._call, number, part))
             came = transport.receive((source,), tag, wait=False)
             if not came:
-                return False
+                break
             message = came[0]
             if message.numel() != sizes[part]:
-                here, there = map(transport.membership.called, (self._bound.rank, source))
+                here, there = map(transport.membership.called, (bound.rank, source))
                 raise MismatchError(
                     f"rank {here}, {self._name}: {self._where(piece).slice} came from rank {there} in a message "
                     f"of {message.numel()} bytes instead of {sizes[part]}. All ranks must call the same collective "
                     "with the same sizes, row shape, dtypes, order and slices_per_rank."
                 )
-            if target is None and (landing := self._bindings[piece].landing) is not nothing_yet:
-                target = landing(self._bound.pieces[piece])
-            if target is None and len(cuts) == 1:
-                self._held[piece] = (source, tag)
-                target = transport.shaped(message, self._bound.dtypes[piece], self._bound.shapes[piece])
-                break
+            target = self._targets[lane]
             if target is None:
-                target = self._scratch(piece)
-            self._targets[lane] = target
-            start, stop = cuts[part]
-            target.view(-1)[start:stop].copy_(message.view(target.dtype))
-            transport.release((source,), tag)
-            self._received_parts[lane] += 1
-        self._tensors[piece] = target
-        self._received[lane], self._received_parts[lane], self._targets[lane] = at + 1, 0, None
-        return True
+                whole, lands = self._bindings[bound.tensor[piece]].target, bound.lands[piece]
+                if whole is not None and lands is not None:
+                    target = whole if lands is ALL else whole[lands]
+                elif cuts is not None:
+                    target = self._scratch(piece)
+            if target is None:
+                self._held[piece] = (source, tag)
+                target = transport.shaped(message, bound.dtypes[piece], bound.shapes[piece])
+            else:
+                flat = target.view(-1)
+                (flat if cuts is None else flat[slice(*cuts[part])]).copy_(message.view(target.dtype))
+                transport.release((source,), tag)
+                complete = part + 1 == len(sizes)
+                self._targets[lane], self._received_parts[lane] = (None, 0) if complete else (target, part + 1)
+                if not complete:
+                    continue
+            self._tensors[piece] = target
+            received[lane] = at + 1
+            if piece == until:
+                return target
+        return self._await(until) if until >= 0 else None
 
     def _give_out(self) -> None:
         """Send what is ready."""
+        bound, transport, sent = self._bound, self._transport, self._sent
         self._stuck = False
-        for lane, (peer, passages) in enumerate(self._bound.outgoing):
-            while (at := self._sent[lane]) < len(passages):
-                passage = passages[at]
-                tensor = self._tensors[passage.piece]
+        for lane, (peer, passages) in enumerate(bound.outgoing):
+            assert transport is not None
+            while (at := sent[lane]) < bound.passages_out[lane]:
+                piece, number, cuts, sizes = passages[at]
+                tensor, part = self._tensors[piece], self._sent_parts[lane]
                 if tensor is None:
                     break
-                if not self._give(lane, peer, passage, tensor):
+                found = transport.reserve((peer,), (sizes[part],))
+                if not found:
                     self._stuck = True
                     break
-                self._sent[lane], self._sent_parts[lane] = at + 1, 0
-                self._used(passage.piece)
-
-    def _give(self, lane: int, to: int, passage: Passage, tensor: torch.Tensor) -> bool:
-        """Send messages of a piece; True once it has left."""
-        transport = self._transport
-        assert transport is not None
-        if len(passage.cuts) == 1:
-            found = transport.reserve((to,), passage.sizes)
-            if found:
-                transport.shaped(found[0], tensor.dtype, self._bound.shapes[passage.piece]).copy_(tensor)
-                transport.send((Sending(to, Tag(CHANNEL_COLLECTIVE, self._call, passage.number), found[0]),))
-            return bool(found)
-        flat = tensor.reshape(-1)
-        while (part := self._sent_parts[lane]) < len(passage.cuts):
-            found = transport.reserve((to,), (passage.sizes[part],))
-            if not found:
-                return False
-            start, stop = passage.cuts[part]
-            found[0].view(flat.dtype).copy_(flat[start:stop])
-            transport.send((Sending(to, Tag(CHANNEL_COLLECTIVE, self._call, passage.number, part), found[0]),))
-            self._sent_parts[lane] += 1
-        return True
+                message = found[0]
+                if cuts is None:
+                    transport.shaped(message, tensor.dtype, bound.shapes[piece]).copy_(tensor)
+                else:
+                    message.view(tensor.dtype).copy_(tensor.reshape(-1)[slice(*cuts[part])])
+                tag = _tag((CHANNEL_COLLECTIVE, self._call, number, part))
+                transport.send((_sending((peer, tag, message, None, 0)),))
+                if cuts is not None and part + 1 < len(cuts):
+                    self._sent_parts[lane] = part + 1
+                    continue
+                sent[lane], self._sent_parts[lane] = at + 1, 0
+                if self._uses[piece] > 1:
+                    self._uses[piece] -= 1
+                else:
+                    self._used((piece,))
 
     def _evict(self) -> None:
         """Give credit back to senders that have more to send: see the note on deadlocks."""
@@ -353,37 +365,28 @@ class Execution:
 
     # ---- waiting -----------------------------------------------------------------------------------------------------
     def _await(self, piece: int) -> torch.Tensor:
-        lane = self._bound.lane_of.get(piece)
-        if lane is not None:  # not all lanes: to ask what has not come costs more than to ask for it when it is needed
-            while self._tensors[piece] is None and self._take(lane):
-                pass
-        if self._tensors[piece] is None:
-            self._wait(lambda: self._tensors[piece] is not None, self._bound.source[piece], piece)
-        return self._here(piece)
-
-    def _here(self, piece: int) -> torch.Tensor:
-        tensor = self._tensors[piece]
+        tensors = self._tensors
+        if tensors[piece] is None:
+            self._wait(lambda: tensors[piece] is not None, self._bound.source.get(piece, -1), piece)
+        tensor = tensors[piece]
         assert tensor is not None
         return tensor
 
     def _drain(self) -> None:
         """Until all sums are made, and everything owed to others has left. What comes from others has been consumed before."""
-        bound = self._bound
-        if self._sent == bound.passages_out and not bound.sums:
-            return
         self._pump()
         self._advance()
         for number, lane in enumerate(self._bound.sums):
             while (at := self._summed[number]) < len(lane):
                 missing = self._missing(lane[at])
-                if not missing:  # another lane's sum was the last of its terms
+                if missing < 0:  # another lane's sum was the last of its terms
                     self._advance()
                     continue
 
                 def made(number: int = number, at: int = at) -> bool:
                     return self._summed[number] > at
 
-                self._wait(made, self._bound.source.get(missing[0], -1), missing[0])
+                self._wait(made, self._bound.source.get(missing, -1), missing)
         for number, (peer, passages) in enumerate(self._bound.outgoing):
             if self._sent[number] < len(passages):
 

@@ -26,15 +26,13 @@ import torch.distributed as dist
 
 from commfuse_dp.collectives import arguments as args
 from commfuse_dp.collectives.arguments import Op
-from commfuse_dp.collectives.bindings import of_gather, of_scatter
-from commfuse_dp.collectives.bound import Types
-from commfuse_dp.collectives.execution import Bindings, ConsumeFn, ProduceFn, nothing_yet
+from commfuse_dp.collectives.bound import Rows, Types, binder
+from commfuse_dp.collectives.execution import Bindings, ConsumeFn, ProduceFn
 from commfuse_dp.collectives.sessions import Session, begin, execute
-from commfuse_dp.collectives.summation import wide_dtype
 from commfuse_dp.errors import MismatchError
 from commfuse_dp.program.build import build
 from commfuse_dp.program.layout import ONLY
-from commfuse_dp.program.operations import TOTAL, Collective, Piece, Problem, Program
+from commfuse_dp.program.operations import Collective, Problem, Program
 from commfuse_dp.program.orders import check_order
 from commfuse_dp.transport.base import Transport
 
@@ -75,8 +73,8 @@ def all_gather(
     base = sum(found[: session.rank])
     if out is not None:
         out[base : base + shard.shape[0]].copy_(shard)
-    bindings = of_gather(shard, base, consume, out)
-    _run("all_gather", (found, order, slices_per_rank), session, shard.device, bindings)
+    rows = Rows(ONLY, tuple(shard.shape[1:]), Types.moved(shard.dtype))
+    _run("all_gather", (found, order, slices_per_rank), session, shard.device, rows, Bindings(shard, out, consume=consume))
     return out
 
 
@@ -123,16 +121,14 @@ def reduce_scatter(
     found = args.kept_rows(sizes, rows, session.world_size, lambda: _exchange_sizes(session, out))
     result = torch.empty((found[rank], *row_shape), dtype=out_dtype, device=device) if out is None else out
     args.check_out(result, (found[rank], *row_shape), "reduce_scatter")
-    bindings = of_scatter(
-        result.detach(),
-        sum(found[:rank]),
-        rank,
-        partial_dtype,
+    bindings = Bindings(
+        given=produce.detach().contiguous() if isinstance(produce, torch.Tensor) else None,
+        target=result.detach(),
         produce=None if isinstance(produce, torch.Tensor) else produce,
-        data=_rows_of(produce, partial_dtype),
         divisor=float(session.world_size) if op == "mean" else None,
     )
-    _run("reduce_scatter", (found, order, slices_per_rank), session, device, bindings)
+    kept = Rows(ONLY, tuple(row_shape), Types.summed(partial_dtype, out_dtype))
+    _run("reduce_scatter", (found, order, slices_per_rank), session, device, kept, bindings)
     return result if out is None else out
 
 
@@ -163,21 +159,14 @@ def all_reduce(
     if result.dtype != tensor.dtype:
         raise ValueError(f"out is {result.dtype}, tensor is {tensor.dtype}: they must be equal")
     session = begin(group, transport, tensor.device)
-    rank = session.rank
-    flat, flat_out = tensor.detach().contiguous().view(-1), result.detach().view(-1)
-    _run(
-        "all_reduce",
-        (args.even_sizes(tensor.numel(), session.world_size), order, slices_per_rank),
-        session,
-        tensor.device,
-        Bindings(
-            (),
-            Types(partial_dtype, tensor.dtype, wide_dtype(tensor.dtype, partial_dtype)),
-            data=lambda p: flat[p.slice.start : p.slice.stop].to(partial_dtype) if p.origin == rank else None,
-            landing=lambda p: flat_out[p.slice.start : p.slice.stop] if p.origin == TOTAL else None,
-            divisor=float(session.world_size) if op == "mean" else None,
-        ),
+    how = args.even_sizes(tensor.numel(), session.world_size), order, slices_per_rank
+    bindings = Bindings(
+        given=tensor.detach().contiguous().view(-1),
+        target=result.detach().view(-1),
+        divisor=float(session.world_size) if op == "mean" else None,
     )
+    rows = Rows(ONLY, (), Types.summed(partial_dtype, tensor.dtype))
+    _run("all_reduce", how, session, tensor.device, rows, bindings)
     return result
 
 
@@ -222,33 +211,16 @@ def all_to_all(
         table = tuple(tuple(row) for row in gather_integers(session, list(line)))
     if given is not None:
         args.check_total("the tensor to send", int(given.shape[0]), table[rank])
-    starts = [sum(row[rank] for row in table[:source]) for source in range(session.world_size)]
     received = sum(row[rank] for row in table)
     out = None if consume is not None else torch.empty((received, *row_shape), dtype=dtype, device=device)
-
-    def landing(piece: Piece) -> torch.Tensor | None:
-        if out is None or piece.slice.owner != rank:
-            return None
-        start = starts[piece.origin] + piece.slice.start - sum(table[piece.origin][:rank])
-        return out[start : start + piece.slice.size]
-
-    own_rows = _rows_of(produce, dtype)
-
-    def data(piece: Piece) -> torch.Tensor | None:
-        rows = own_rows(piece) if piece.origin == rank else None
-        if rows is not None and (place := landing(piece)) is not None:
-            return place.copy_(rows)
-        return rows
-
-    bindings = Bindings(
-        row_shape,
-        Types(dtype, dtype, dtype),
-        data=data,
-        landing=landing,
-        produce=None if isinstance(produce, torch.Tensor) else produce,
-        consume=consume,
-    )
-    _run("all_to_all", (table, order, slices_per_rank), session, device, bindings)
+    if given is not None:
+        given = given.detach().contiguous()
+        if out is not None:  # the own block
+            start, at, size = sum(table[rank][:rank]), sum(row[rank] for row in table[:rank]), table[rank][rank]
+            out[at : at + size].copy_(given[start : start + size])
+    filled = None if isinstance(produce, torch.Tensor) else produce
+    rows = Rows(ONLY, tuple(row_shape), Types.moved(dtype))
+    _run("all_to_all", (table, order, slices_per_rank), session, device, rows, Bindings(given, out, filled, consume))
     return out
 
 
@@ -263,20 +235,13 @@ def _run(
     how: tuple[Any, str, int],
     session: Session,
     device: torch.device,
+    rows: Rows,
     bindings: Bindings,
     name: str | None = None,
 ) -> None:
     """how: sizes, order, slices_per_rank. name: in errors and measurements; None: the collective's."""
-    program = _program(collective, session.rank, *how)
-    execute(name if name is not None else collective, program, {ONLY: bindings}, session, device)
-
-
-def _rows_of(produce: Any, dtype: torch.dtype) -> Any:
-    """Bindings.data of a tensor given in place of a produce function."""
-    if not isinstance(produce, torch.Tensor):
-        return nothing_yet
-    whole = produce.detach().contiguous()
-    return lambda piece: whole[piece.slice.start : piece.slice.stop].to(dtype)
+    bound = binder(_program(collective, session.rank, *how), (rows,))
+    execute(name if name is not None else collective, bound, (bindings,), session, device)
 
 
 def gather_integers(session: Session, row: list[int]) -> list[list[int]]:
@@ -286,8 +251,8 @@ def gather_integers(session: Session, row: list[int]) -> list[list[int]]:
     out = torch.empty(session.world_size, len(row), dtype=torch.int64, device="cpu")
     out[session.rank] = line[0]
     how = (1,) * session.world_size, "pairwise", 1
-    bindings = of_gather(line, session.rank, None, out)
-    _run("all_gather", how, inner, torch.device("cpu"), bindings, name="exchange of sizes")
+    rows = Rows(ONLY, tuple(line.shape[1:]), Types.moved(line.dtype))
+    _run("all_gather", how, inner, torch.device("cpu"), rows, Bindings(line, out), name="exchange of sizes")
     return out.tolist()
 
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from commfuse_dp.collectives.execution import Bindings, Execution
-from commfuse_dp.collectives.steps import steps_of
+from commfuse_dp.collectives.bound import Binder
+from commfuse_dp.collectives.execution import NO_LIMIT, Bindings, Execution
+from commfuse_dp.collectives.steps import numbers, numbers_of, steps_of
 from commfuse_dp.errors import TransportError
-from commfuse_dp.program.layout import Tensor
-from commfuse_dp.program.operations import Program
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.select import Kind, open_transport
 
@@ -41,7 +41,6 @@ COLLECTIVES = Purpose()
 
 _lock = threading.Lock()
 _opened: weakref.WeakKeyDictionary[object, dict[tuple[Purpose, str], Transport]] = weakref.WeakKeyDictionary()
-_calls: weakref.WeakKeyDictionary[Transport, int] = weakref.WeakKeyDictionary()
 
 
 class Session(NamedTuple):
@@ -51,6 +50,10 @@ class Session(NamedTuple):
     rank: int
     world_size: int
     call: int
+
+
+# Of all its fields in a row: a named tuple's own constructor is a frame of Python.
+_session: Callable[[tuple[Transport, int, int, int]], Session] = partial(tuple.__new__, Session)
 
 
 def begin(
@@ -64,13 +67,8 @@ def begin(
         transport = transport_for(group, transport, device, purpose)
         if transport is None:
             return Session(None, 0, 1, 0)
-    steps = steps_of(transport)
-    if steps is not None:
-        return Session(transport, transport.rank, transport.world_size, steps.call())
-    with _lock:
-        call = _calls.get(transport, 0)
-        _calls[transport] = (call + 1) & _LAST_CALL
-    return Session(transport, transport.rank, transport.world_size, call)
+    call = numbers.get(transport) or numbers_of(transport)  # every call asks
+    return _session((transport, transport.rank, transport.world_size, call() & _LAST_CALL))
 
 
 def rank_and_size(group: dist.ProcessGroup | None, transport: Transport | None) -> tuple[int, int]:
@@ -128,13 +126,15 @@ def open_transport_for(group: dist.ProcessGroup | None, device: torch.device, pu
         return _opened.get(members, {}).get((purpose, device.type))
 
 
-def execute(name: str, program: Program, bindings: Mapping[Tensor, Bindings], session: Session, device: torch.device) -> None:
+def execute(name: str, binder: Binder, bindings: Sequence[Bindings], session: Session, device: torch.device) -> None:
     """Run a program in its place among the calls of its transport. If it fails here, all ranks are told (`failed`)."""
+    transport, _, _, call = session
     try:
-        Execution(name, program, bindings, device, session.transport, session.call).run()
+        bound = binder[NO_LIMIT if transport is None else transport.message_limit]
+        Execution(name, bound, bindings, device, transport, call).run()
     except BaseException as error:
-        if session.transport is not None:
-            failed(session.transport, name, error)
+        if transport is not None:
+            failed(transport, name, error)
         raise
 
 

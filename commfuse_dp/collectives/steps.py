@@ -7,6 +7,7 @@ next step.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from commfuse_dp.interrupts import HELD, deliver_held, watch
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, WHOLE, Outcome, Transport
 
 _known: weakref.WeakKeyDictionary[Transport, Steps] = weakref.WeakKeyDictionary()
+numbers: weakref.WeakKeyDictionary[Transport, Callable[[], int]] = weakref.WeakKeyDictionary()  # see `numbers_of`
 _lock = threading.Lock()
 when_recovered: list[Callable[[Transport], object]] = []  # what ranks remember of each other's calls is forgotten
 
@@ -35,7 +37,15 @@ def follow_steps(transport: Transport) -> Steps | None:
     if transport.recovery is None:
         return None
     with _lock:
-        return _known.setdefault(transport, Steps(transport))
+        steps = _known.setdefault(transport, Steps(transport))
+        numbers[transport] = steps.call
+    return steps
+
+
+def numbers_of(transport: Transport) -> Callable[[], int]:
+    """Gives each call over the transport its number, the same on all ranks: in its step, where ranks run steps."""
+    with _lock:
+        return numbers.setdefault(transport, itertools.count().__next__)
 
 
 class Steps(StepState):

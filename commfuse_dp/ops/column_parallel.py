@@ -26,52 +26,39 @@ dy_i[:, S_r, rows_o].T @ x_r, and leaves for o as it is computed."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from commfuse_dp.collectives.bindings import of_gather, of_scatter
 from commfuse_dp.collectives.bound import Owner
-from commfuse_dp.kernels.by_slices import is_narrow
+from commfuse_dp.collectives.execution import Bindings
+from commfuse_dp.collectives.sessions import begin, execute
 from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.ops.sequence import (
-    GATHERED,
-    SUMMED,
+    TENSOR_PARALLEL,
     GraphPlace,
-    Place,
-    Prepared,
+    Ranks,
     Terms,
-    Tokens,
     add_product,
     agree_on,
+    beside,
     check_dim,
     check_dtype,
-    pick,
+    find_call,
     place,
     place_of,
-    prepared_calls,
     product_to,
     remember,
-    shape_with,
 )
+from commfuse_dp.ops.sequence_calls import Column, column_of
 from commfuse_dp.ops.sequence_reference import gather_sequence
 from commfuse_dp.transport.base import Transport
 
 Save = Literal["shard", "gathered"]
-
-
-class Column(NamedTuple):
-    """One call."""
-
-    place: Place
-    tokens: Tokens
-    dim: int
-    save: Save
-    wanted: tuple[bool, ...]  # gradients of x, of the weights, of the biases: alike on all ranks
 
 
 # ---- without autograd ------------------------------------------------------------------------------------------------
@@ -80,36 +67,36 @@ def column_forward(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
     call: Column,
+    ranks: Ranks,
     sharded: ShardedWeights | None = None,
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """(y_i [*, S, *, F_i], the gathered x [*, S, *, D] if it is saved). x: contiguous. sharded: whose weights these are."""
-    tokens, sited = call.tokens, call.place
+    tokens = call.tokens
     ys, terms = [], []
     for weight, bias in zip(weights, biases, strict=True):
-        y = x.new_empty(shape_with(x, call.dim, tokens.length, weight.shape[0]))
+        y = x.new_empty((*call.whole, weight.shape[0]))
         ys.append(y)
-        terms.append((weight.t(), bias, tokens.whole(y)))
-    keeps = call.save == "gathered" and any(call.wanted[1 : 1 + len(ys)])
-    kept = x.new_empty(shape_with(x, call.dim, tokens.length, x.shape[-1])) if keeps else None
+        terms.append((weight.t(), bias, y.view(tokens.outer, tokens.width, weight.shape[0])))
+    kept = x.new_empty((*call.whole, x.shape[-1])) if call.keeps else None
     kept_rows = tokens.whole(kept) if kept is not None else None
 
     def consume(owner: Owner, part: torch.Tensor) -> None:
-        regions = tokens.regions(owner)
+        blocks = tokens.blocks[owner.start, owner.stop]
 
         def with_rows(number: int, rows: slice, weight: torch.Tensor) -> None:
             _, bias, whole = terms[number]
-            product_to(part, weight.t(), None if bias is None else bias[rows], whole[..., rows], regions)
+            product_to(part, weight.t(), None if bias is None else bias[rows], whole[..., rows], blocks)
 
         if sharded is not None and not sharded.here:
             sharded.gather(with_rows)
         else:
             for right, bias, whole in terms:
-                product_to(part, right, bias, whole, regions)
+                product_to(part, right, bias, whole, blocks)
         if kept_rows is not None:
-            place(part, kept_rows, regions)
+            place(part, kept_rows, blocks)
 
-    bindings = {GATHERED: of_gather(x.flatten(0, -2), tokens.bases[sited.rank], consume)}
-    sited.run(tokens.rows, bindings, x.device)
+    shard = (Bindings(x.flatten(0, -2), consume=consume),)
+    execute(call.name, call.forward, shard, begin(*ranks, x.device, TENSOR_PARALLEL), x.device)
     if sharded is not None and not sharded.here:  # no tokens at all
         sharded.gather()
     return ys, kept
@@ -120,6 +107,7 @@ def column_backward(
     saved: torch.Tensor,
     weights: Sequence[torch.Tensor],
     call: Column,
+    ranks: Ranks,
     sharded: ShardedWeights | None = None,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None], list[torch.Tensor | None]]:
     """(dx of the own shard, dW_i, db_i), None where not wanted. grads: of y_i; None: nothing has used it here.
@@ -127,28 +115,27 @@ def column_backward(
     sharded: whose weights these are; dW_i and db_i leave through it, and are None.
 
     Which collectives are run depends on what all ranks want, not on what this rank has been given."""
-    tokens, sited, count = call.tokens, call.place, len(weights)
-    want_x, want_weights, want_biases = call.wanted[0], call.wanted[1 : 1 + count], call.wanted[1 + count :]
-    wholes = [None if grad is None else tokens.whole(grad.contiguous()) for grad in grads]
-    wgrads = _WeightGradients(wholes, weights, want_weights, tokens, sited.rank if sharded is not None else None)
-    terms = _InputGradient(wholes, weights, tokens, sharded)
-    gathers = any(want_weights) and call.save != "gathered"
+    tokens, rank, gathers, count = call.tokens, call.rank, call.gathers, len(weights)
+    wholes: list[torch.Tensor | None] = []
+    for grad in grads:
+        wholes.append(None if grad is None else grad.contiguous().view(tokens.outer, tokens.width, grad.shape[-1]))
+    wgrads = _WeightGradients(call, wholes, weights, rank if sharded is not None else None)
+    bindings, dx = [], None
+    if call.want_x:
+        terms = _InputGradient(call, wholes, weights, sharded)
 
-    def produce(owner: Owner, buffer: torch.Tensor) -> None:
-        if int(owner) == sited.rank and not gathers and sharded is None:
-            wgrads.from_whole(saved)  # beside it travels what has been computed for others
-        terms.of(owner, buffer)
+        def from_whole_first(owner: Owner, buffer: torch.Tensor) -> None:
+            if owner == rank:
+                wgrads.from_whole(saved)  # beside it travels what has been computed for others
+            terms.produce(owner, buffer)
 
-    bindings = {}
-    dx = None
-    if want_x:
-        shape = shape_with(saved, call.dim, tokens.sizes[sited.rank], weights[0].shape[1])
-        dx = torch.empty(shape, dtype=weights[0].dtype, device=saved.device)
-        bindings[SUMMED] = of_scatter(dx.flatten(0, -2), tokens.bases[sited.rank], sited.rank, dx.dtype, produce)
+        produce = terms.produce if gathers or sharded is not None else from_whole_first
+        dx = torch.empty((*call.own, weights[0].shape[1]), dtype=weights[0].dtype, device=saved.device)
+        bindings.append(Bindings(target=dx.flatten(0, -2), produce=produce))
     if gathers:
-        bindings[GATHERED] = of_gather(saved.flatten(0, -2), tokens.bases[sited.rank], wgrads.consume)
+        bindings.append(Bindings(saved.flatten(0, -2), consume=wgrads.consume))
     if bindings:
-        sited.run(tokens.rows, bindings, saved.device)
+        execute(call.name, call.backward, bindings, begin(*ranks, saved.device, TENSOR_PARALLEL), saved.device)
     if sharded is not None:
         wgrads.leave(sharded, saved, whole=not gathers)
         return dx, [None] * count, [None] * count
@@ -156,7 +143,7 @@ def column_backward(
         wgrads.from_whole(saved)
     dbs: list[torch.Tensor | None] = [None] * count
     for number, whole in enumerate(wholes):
-        if want_biases[number] and whole is not None:
+        if call.want_biases[number] and whole is not None:
             dbs[number] = whole.flatten(0, -2).sum(0)
     return dx, wgrads.finish(), dbs
 
@@ -166,42 +153,41 @@ class _InputGradient:
 
     def __init__(
         self,
+        call: Column,
         grads: Sequence[torch.Tensor | None],
         weights: Sequence[torch.Tensor],
-        tokens: Tokens,
         sharded: ShardedWeights | None,
     ) -> None:
         """grads: of y_i, [outer, width, F_i]."""
-        self._used = [(number, grad) for number, grad in enumerate(grads) if grad is not None]
-        self._weights = weights
-        self._tokens = tokens
-        self._sharded = sharded
-        self._narrow = is_narrow(weights[0].dtype)
+        self._call, self._grads, self._weights, self._sharded = call, grads, weights, sharded
         self._joined: torch.Tensor | None = None  # in a narrow type: all weights
 
-    def of(self, owner: Owner, out: torch.Tensor) -> None:
-        if not self._used:
+    def produce(self, owner: Owner, out: torch.Tensor) -> None:
+        blocks, sharded, narrow = self._call.tokens.blocks[owner.start, owner.stop], self._sharded, self._call.narrow
+        lefts = {}
+        for number, grad in enumerate(self._grads):
+            if grad is not None:
+                lefts[number] = blocks.pick(grad)
+        if not lefts:
             out.zero_()
             return
-        regions, sharded = self._tokens.regions(owner), self._sharded
-        lefts = {}
-        for number, grad in self._used:
-            lefts[number] = pick(grad, regions)
         if sharded is not None and not sharded.here:
-            sum_rows = None if self._narrow else Terms(lefts, out)
+            sum_rows = None if narrow else Terms(lefts, out)
             sharded.gather(sum_rows, tuple(lefts))
             if sum_rows is not None:
                 return
-        if self._narrow and len(lefts) > 1:
+        if narrow and len(lefts) > 1:
             if self._joined is None:
                 self._joined = torch.cat([self._weights[number] for number in lefts])
             torch.mm(torch.cat([*lefts.values()], dim=1), self._joined, out=out)
             return
-        for at, (number, left) in enumerate(lefts.items()):
-            if at:
+        started = False
+        for number, left in lefts.items():
+            if started:
                 out.addmm_(left, self._weights[number])
             else:
                 torch.mm(left, self._weights[number], out=out)
+                started = True
 
 
 class _WeightGradients:
@@ -209,36 +195,35 @@ class _WeightGradients:
 
     def __init__(
         self,
+        call: Column,
         grads: Sequence[torch.Tensor | None],
         weights: Sequence[torch.Tensor],
-        wanted: Sequence[bool],
-        tokens: Tokens,
         own_last: int | None,
     ) -> None:
         """grads: of y_i, [outer, width, F_i]. own_last: the rank whose shard's terms are left to `leave`."""
-        self._grads = grads
-        self._own_last = own_last
-        self._tokens = tokens
+        self._call, self._grads, self._weights, self._own_last = call, grads, weights, own_last
         self._sums: dict[int, torch.Tensor] = {}
-        self._weights = weights
-        self._count = len(wanted)
-        self._active = [(i, grad) for i, grad in enumerate(grads) if wanted[i] and grad is not None]
+        self._active: list[tuple[int, torch.Tensor]] = []
+        for i, grad in enumerate(grads):
+            if call.want_weights[i] and grad is not None:
+                self._active.append((i, grad))
         self._started = self._done = False
         self._joined: torch.Tensor | None = None  # in a narrow type: all of x
 
     def consume(self, owner: Owner, rows: torch.Tensor) -> None:
         if not self._active:
             return
-        regions = self._tokens.regions(owner)
-        if is_narrow(rows.dtype):
+        tokens = self._call.tokens
+        blocks = tokens.blocks[owner.start, owner.stop]
+        if self._call.narrow:
             if self._joined is None:
-                self._joined = rows.new_empty(self._tokens.outer, self._tokens.width, rows.shape[1])
-            place(rows, self._joined, regions)
+                self._joined = rows.new_empty(tokens.outer, tokens.width, rows.shape[1])
+            place(rows, self._joined, blocks)
             return
-        if int(owner) == self._own_last:
+        if owner == self._own_last:
             return
         for i, grad in self._active:
-            left = pick(grad, regions).t()
+            left = blocks.pick(grad).t()
             if self._started:
                 self._sums[i].addmm_(left, rows)
             else:
@@ -255,11 +240,11 @@ class _WeightGradients:
 
     def leave(self, sharded: ShardedWeights, saved: torch.Tensor, *, whole: bool) -> None:
         """Add the last terms, those of the own shard, and send rows by rows. whole: `saved` is all of x, not the own shard."""
-        tokens = self._tokens
+        tokens = self._call.tokens
         if self._joined is not None:
             saved, whole = self._joined, True
         right = saved.flatten(0, -2)
-        regions = tokens.regions_of(self._own_last) if not whole and self._own_last is not None else ()
+        blocks = tokens.blocks_of(self._own_last) if not whole and self._own_last is not None else None
 
         def produce(i: int, piece: Piece) -> None:
             grad, out = self._grads[i], piece.tensor
@@ -270,7 +255,7 @@ class _WeightGradients:
             if piece.part == 1:
                 torch.sum(columns, dim=(0, 1), dtype=out.dtype, out=out)
                 return
-            left = columns.flatten(0, -2) if whole else pick(columns, regions)
+            left = columns.flatten(0, -2) if blocks is None else blocks.pick(columns)
             add_product(left.t(), right, piece.of(self._sums[i]) if i in self._sums else None, out)
 
         sharded.scatter(produce)
@@ -278,7 +263,7 @@ class _WeightGradients:
     def finish(self) -> list[torch.Tensor | None]:
         if self._joined is not None:
             self.from_whole(self._joined)
-        found: list[torch.Tensor | None] = [None] * self._count
+        found: list[torch.Tensor | None] = [None] * len(self._grads)
         for i, _ in self._active:
             found[i] = self._sums[i] if i in self._sums else torch.zeros_like(self._weights[i])  # else no tokens at all
         return found
@@ -288,42 +273,39 @@ class _WeightGradients:
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: Column, sharded: ShardedWeights | None, x: torch.Tensor, *params: torch.Tensor | None
+        ctx: Any, how: tuple[Column, Ranks, ShardedWeights | None], x: torch.Tensor, *params: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        """params: weights and biases; the anchors of `sharded`, if there is one."""
-        ctx.call, ctx.sharded = call, sharded
+        """params: weights and biases; the anchors of what is sharded, if weights are."""
+        ctx.how = call, ranks, sharded = how
         ctx.set_materialize_grads(False)
         if sharded is not None:
-            ys, kept = column_forward(x, sharded.weights, sharded.biases, call, sharded)
+            ys, kept = column_forward(x, sharded.weights, sharded.biases, call, ranks, sharded)
             sharded.release()
             ctx.save_for_backward(x if kept is None else kept)
             return tuple(ys)
         count = len(params) // 2
         weights, biases = params[:count], params[count:]
-        ys, kept = column_forward(x, weights, biases, call)  # type: ignore[arg-type]
+        ys, kept = column_forward(x, weights, biases, call, ranks)  # type: ignore[arg-type]
         ctx.save_for_backward(x if kept is None else kept, *weights)
         return tuple(ys)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        found: tuple[torch.Tensor | None, ...] = (_backward_once if torch.is_grad_enabled() else _backward)(ctx, *grads)
-        return found
+        if torch.is_grad_enabled():
+            return _backward_once(ctx, *grads)  # type: ignore[no-any-return]
+        saved, *weights = ctx.saved_tensors
+        call, ranks, sharded = ctx.how
+        if sharded is None:
+            dx, dws, dbs = column_backward(grads, saved, weights, call, ranks)
+            return (None, dx, *dws, *dbs)
+        sharded.renew()
+        dx, _, _ = column_backward(grads, saved, sharded.weights, call, ranks, sharded)
+        sharded.release()
+        return (None, dx, *(None for _ in sharded.anchors))
 
 
-def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    saved, *weights = ctx.saved_tensors
-    sharded = ctx.sharded
-    if sharded is None:
-        dx, dws, dbs = column_backward(grads, saved, weights, ctx.call)
-        return (None, None, dx, *dws, *dbs)
-    sharded.renew()
-    dx, _, _ = column_backward(grads, saved, sharded.weights, ctx.call, sharded)
-    sharded.release()
-    return (None, None, dx, *(None for _ in sharded.anchors))
-
-
-# With create_graph=True: what is differentiated a second time raises.
-_backward_once: Any = torch.autograd.function.once_differentiable(_backward)  # type: ignore[no-untyped-call]
+# With create_graph=True: what is differentiated a second time raises. It calls the backward again, without the grad mode.
+_backward_once: Any = torch.autograd.function.once_differentiable(_ColumnParallel.backward)  # type: ignore[no-untyped-call]
 
 
 def column_parallel(
@@ -401,11 +383,9 @@ def column_parallel_of(
         found = served if served is not None else new_place(group, order, slices_per_rank, name)
         return column_in_graph(x, list(weights), list(biases or [None] * len(weights)), dim, sizes, save, found)
     trainable = sharded.trainable if sharded is not None else None
-    call = _prepare(name, x, weights, biases, dim, sizes, group, save, slices_per_rank, order, transport, trainable)
-    x = x.contiguous()
-    if sharded is not None:
-        return _ColumnParallel.apply(call, sharded, x, *sharded.anchors)
-    return _ColumnParallel.apply(call, None, x, *weights, *(biases or (None,) * len(weights)))
+    params, ranks = (*weights, *(biases or (None,) * len(weights))), (group, transport)
+    call = _prepare(name, x, weights, biases, params, dim, sizes, ranks, save, slices_per_rank, order, trainable)
+    return _ColumnParallel.apply((call, ranks, sharded), x.contiguous(), *(params if sharded is None else sharded.anchors))
 
 
 def column_parallel_reference(
@@ -426,8 +406,9 @@ def column_parallel_reference(
     x, weights = autocast(x), [autocast(weight) for weight in weights]
     biases = [None if bias is None else autocast(bias) for bias in biases]
     name = "column_parallel_reference"
-    call = _prepare(name, x, weights, biases, dim, sizes, group, save, slices_per_rank, order, transport)
-    whole = gather_sequence(x.contiguous(), call.dim, call.tokens.sizes, call.place.group)
+    params = *weights, *(biases or (None,) * len(weights))
+    call = _prepare(name, x, weights, biases, params, dim, sizes, (group, transport), save, slices_per_rank, order)
+    whole = gather_sequence(x.contiguous(), call.dim, call.tokens.sizes, group)
     return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases or [None] * len(weights), strict=True))
 
 
@@ -436,39 +417,34 @@ def _prepare(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
+    params: Sequence[torch.Tensor | None],
     dim: int,
     sizes: Sequence[int] | None,
-    group: dist.ProcessGroup | None,
+    ranks: Ranks,
     save: str,
     slices_per_rank: int | None,
     order: str,
-    transport: Transport | None,
     trainable: Sequence[bool] | None = None,
 ) -> Column:
-    """Check the operands and agree with the other ranks, or find that this was done before for ones like these. trainable: of
-    weights and biases; None: those that require a gradient."""
-    recorded = torch.is_grad_enabled()
-    signature = (
-        (name, dim, sizes if sizes is None else tuple(sizes), save, slices_per_rank, order, recorded),
-        (x.shape, x.dtype, x.requires_grad, trainable if trainable is None else tuple(trainable)),
-        tuple([(weight.shape, weight.dtype, weight.requires_grad) for weight in weights]),
-        tuple([bias if bias is None else (bias.shape, bias.dtype, bias.requires_grad) for bias in biases]),
-    )
-    calls = prepared_calls(group, transport, x.device) if sizes is not None else None
-    found = calls.get(signature) if calls is not None else None
+    """Check the operands and agree with the other ranks, or find that this was done before for ones like these. params: weights
+    and biases. trainable: of these; None: those that require a gradient."""
+    divided = sizes if sizes is None else tuple(sizes)
+    flags = trainable if trainable is None else tuple(trainable)
+    how = name, dim, divided, save, slices_per_rank, order, flags, len(biases)
+    signature, found = find_call(ranks, how, x, params)
     if found is not None:
-        sited = Place(group, transport, order, slices_per_rank, found.rank, found.world_size, name)
-        return Column(sited, found.tokens, found.dim, save, found.wanted)  # type: ignore[arg-type]
+        return found  # type: ignore[no-any-return]
     at = _check(name, x, weights, biases, dim, save)
-    sited = place_of(group, transport, order, slices_per_rank, name)
+    sited = place_of(*ranks, order, slices_per_rank, name)
+    recorded = torch.is_grad_enabled()
     if trainable is None:
-        params = *weights, *(biases or (None,) * len(weights))
         trainable = [tensor is not None and tensor.requires_grad for tensor in params]
     wanted = tuple([recorded and flag for flag in (x.requires_grad, *trainable)])
     tokens = agree_on(sited, x, at, wanted, sizes, int(x.shape[at]), features=x.shape[-1], save=save)
+    call = column_of(name, sited.how, tokens, at, beside(x, at), (x.shape[-1], x.dtype), save, wanted)
     if sizes is not None:
-        remember(sited, x.device, signature, Prepared(at, tokens, wanted, sited.rank, sited.world_size))
-    return Column(sited, tokens, at, save, wanted)  # type: ignore[arg-type]
+        remember(ranks, x.device, signature, call)
+    return call
 
 
 def _check(
@@ -494,4 +470,4 @@ def _check(
     return dim
 
 
-__all__ = ["Column", "column_backward", "column_forward", "column_parallel", "column_parallel_of", "column_parallel_reference"]
+__all__ = ["column_backward", "column_forward", "column_parallel", "column_parallel_of", "column_parallel_reference"]

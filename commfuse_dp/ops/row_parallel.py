@@ -26,79 +26,69 @@ rows_o].T @ x[:, S_r], and leaves for o as it is computed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from commfuse_dp.collectives.arguments import check_summable, even_sizes
-from commfuse_dp.collectives.bindings import of_gather, of_scatter
 from commfuse_dp.collectives.bound import Owner
+from commfuse_dp.collectives.execution import Bindings
+from commfuse_dp.collectives.sessions import begin, execute
 from commfuse_dp.collectives.summation import fold, wide_dtype
-from commfuse_dp.kernels.by_slices import is_narrow
 from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.ops.sequence import (
-    GATHERED,
-    SUMMED,
+    TENSOR_PARALLEL,
     GraphPlace,
-    Place,
-    Prepared,
+    Ranks,
     Terms,
-    Tokens,
     add_product,
     agree_on,
+    beside,
     check_dim,
     check_dtype,
-    pick,
+    find_call,
     place,
     place_of,
-    prepared_calls,
     product_from,
     product_to,
     remember,
-    shape_with,
 )
+from commfuse_dp.ops.sequence_calls import Row, row_of
 from commfuse_dp.ops.sequence_reference import replicated, scatter_sequence
 from commfuse_dp.transport.base import Transport
 
 
-class Row(NamedTuple):
-    """One call."""
-
-    place: Place
-    tokens: Tokens
-    dim: int
-    partial_dtype: torch.dtype
-    wanted: tuple[bool, ...]  # gradients of x, weight, bias: alike on all ranks
-
-
 # ---- without autograd ------------------------------------------------------------------------------------------------
 def row_forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Row, sharded: ShardedWeights | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    call: Row,
+    ranks: Ranks,
+    sharded: ShardedWeights | None = None,
 ) -> torch.Tensor:
     """Own rows of the sum, [*, s_r, *, D]. x: contiguous. sharded: whose weight and bias these are."""
-    tokens, sited = call.tokens, call.place
-    whole, right = tokens.whole(x), weight.t()
-    y = x.new_empty(shape_with(x, call.dim, tokens.sizes[sited.rank], weight.shape[0]))
+    tokens, rank = call.tokens, call.rank
+    whole, right = x.view(tokens.outer, tokens.width, x.shape[-1]), weight.t()
+    y = x.new_empty((*call.own, weight.shape[0]))
 
     def produce(owner: Owner, buffer: torch.Tensor) -> None:
-        regions, added = tokens.regions(owner), bias if int(owner) == sited.rank else None
+        blocks, added = tokens.blocks[owner.start, owner.stop], bias if owner == rank else None
 
         def with_rows(_: int, rows: slice, weight: torch.Tensor) -> None:
-            product_from(whole, regions, weight.t(), None if added is None else added[rows], buffer[:, rows])
+            product_from(whole, blocks, weight.t(), None if added is None else added[rows], buffer[:, rows])
 
         if sharded is not None and not sharded.here:
             sharded.gather(with_rows)
         else:
-            product_from(whole, regions, right, added, buffer)
+            product_from(whole, blocks, right, added, buffer)
 
-    base = tokens.bases[sited.rank]
-    rows = y.flatten(0, -2)
-    bindings = {SUMMED: of_scatter(rows, base, sited.rank, call.partial_dtype, produce)}
-    sited.run(tokens.rows, bindings, x.device)
+    sums = (Bindings(target=y.flatten(0, -2), produce=produce),)
+    execute(call.name, call.forward, sums, begin(*ranks, x.device, TENSOR_PARALLEL), x.device)
     if sharded is not None and not sharded.here:  # no tokens at all
         sharded.gather()
     return y
@@ -110,54 +100,51 @@ def row_backward(
     weight: torch.Tensor,
     bias_dtype: torch.dtype,
     call: Row,
+    ranks: Ranks,
     sharded: ShardedWeights | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """(dx, dW, db), None where not wanted, from the gradient of the own rows. sharded: whose weight and bias these are; dW and
     db leave through it, and are None."""
-    tokens, sited = call.tokens, call.place
+    tokens, rank = call.tokens, call.rank
     want_x, want_weight, want_bias = call.wanted
-    whole = tokens.whole(x)
-    width = weight.shape[0]
+    block = tokens.outer, tokens.width, x.shape[-1]
+    whole, width, narrow = x.view(block), weight.shape[0], call.narrow
     dx = torch.empty_like(x) if want_x else None
-    dx_whole = tokens.whole(dx) if dx is not None else None
-    narrow = is_narrow(x.dtype)
+    dx_whole = dx.view(block) if dx is not None else None
     joined = grad.new_empty(tokens.outer, tokens.width, width) if want_weight and narrow else None
     dw: torch.Tensor | None = None
     sums: dict[tuple[int, int], torch.Tensor] = {}
 
     def consume(owner: Owner, part: torch.Tensor) -> None:
         nonlocal dw
-        regions = tokens.regions(owner)
+        blocks = tokens.blocks[owner.start, owner.stop]
         if dx_whole is not None and sharded is not None and not sharded.here and not narrow:
             made = part.new_empty(part.shape[0], x.shape[-1])
             sharded.gather(Terms({0: part}, made))
-            place(made, dx_whole, regions)
+            place(made, dx_whole, blocks)
         elif dx_whole is not None:
             if sharded is not None and not sharded.here:
                 sharded.gather()
-            product_to(part, weight, None, dx_whole, regions)
+            product_to(part, weight, None, dx_whole, blocks)
         if joined is not None:
-            place(part, joined, regions)
-        elif sharded is not None and int(owner) == sited.rank:
+            place(part, joined, blocks)
+        elif sharded is not None and owner == rank:
             pass  # the last term: see below
         elif want_weight and dw is None:
-            dw = torch.mm(part.t(), pick(whole, regions))
+            dw = torch.mm(part.t(), blocks.pick(whole))
         elif want_weight:
             assert dw is not None
-            dw.addmm_(part.t(), pick(whole, regions))
+            dw.addmm_(part.t(), blocks.pick(whole))
         if want_bias:
             sums[int(owner), owner.index] = part.sum(0, dtype=wide_dtype(part.dtype))
 
     rows = grad.contiguous().flatten(0, -2)
-    bindings = {GATHERED: of_gather(rows, tokens.bases[sited.rank], consume)}
-    sited.run(tokens.rows, bindings, x.device)
+    shard = (Bindings(rows, consume=consume),)
+    execute(call.name, call.backward, shard, begin(*ranks, x.device, TENSOR_PARALLEL), x.device)
     db = fold([weight.new_zeros(width), *map(sums.__getitem__, sorted(sums))], bias_dtype) if want_bias else None
     if sharded is not None:
-        if joined is not None:
-            last = joined.flatten(0, -2), x.flatten(0, -2)
-        else:
-            last = rows, pick(whole, tokens.regions_of(sited.rank))
-        _leave(sharded, last, dw, db)
+        own = (rows, tokens.blocks_of(rank).pick(whole)) if joined is None else (joined.flatten(0, -2), x.flatten(0, -2))
+        _leave(sharded, own, dw, db)
         return dx, None, None
     if joined is not None:
         dw = torch.mm(joined.flatten(0, -2).t(), x.flatten(0, -2))
@@ -188,12 +175,13 @@ def _leave(
 class _RowParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: Row, sharded: ShardedWeights | None, x: torch.Tensor, *params: torch.Tensor | None
+        ctx: Any, how: tuple[Row, Ranks, ShardedWeights | None], x: torch.Tensor, *params: torch.Tensor | None
     ) -> torch.Tensor:
-        """params: weight and bias; the anchor of `sharded`, if there is one."""
-        ctx.call, ctx.sharded, ctx.bias_dtype = call, sharded, x.dtype
+        """params: weight and bias; the anchor of what is sharded, if they are."""
+        ctx.how = call, ranks, sharded = how
+        ctx.bias_dtype = x.dtype
         if sharded is not None:
-            y = row_forward(x, sharded.weights[0], sharded.biases[0], call, sharded)
+            y = row_forward(x, sharded.weights[0], sharded.biases[0], call, ranks, sharded)
             sharded.release()
             ctx.save_for_backward(x)
             return y
@@ -202,27 +190,24 @@ class _RowParallel(torch.autograd.Function):
         if bias is not None:
             ctx.bias_dtype = bias.dtype
         ctx.save_for_backward(x, weight)
-        return row_forward(x, weight, bias, call)
+        return row_forward(x, weight, bias, call, ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        found: tuple[torch.Tensor | None, ...] = (_backward_once if torch.is_grad_enabled() else _backward)(ctx, grad)
-        return found
+        if torch.is_grad_enabled():
+            return _backward_once(ctx, grad)  # type: ignore[no-any-return]
+        x, *weights = ctx.saved_tensors
+        call, ranks, sharded = ctx.how
+        if sharded is None:
+            return (None, *row_backward(grad, x, weights[0], ctx.bias_dtype, call, ranks))
+        sharded.renew()
+        dx, _, _ = row_backward(grad, x, sharded.weights[0], ctx.bias_dtype, call, ranks, sharded)
+        sharded.release()
+        return None, dx, None
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    x, *weights = ctx.saved_tensors
-    sharded = ctx.sharded
-    if sharded is None:
-        return (None, None, *row_backward(grad, x, weights[0], ctx.bias_dtype, ctx.call))
-    sharded.renew()
-    dx, _, _ = row_backward(grad, x, sharded.weights[0], ctx.bias_dtype, ctx.call, sharded)
-    sharded.release()
-    return None, None, dx, None
-
-
-# With create_graph=True: what is differentiated a second time raises.
-_backward_once: Any = torch.autograd.function.once_differentiable(_backward)  # type: ignore[no-untyped-call]
+# With create_graph=True: what is differentiated a second time raises. It calls the backward again, without the grad mode.
+_backward_once: Any = torch.autograd.function.once_differentiable(_RowParallel.backward)  # type: ignore[no-untyped-call]
 
 
 def row_parallel(
@@ -299,11 +284,10 @@ def row_parallel_of(
         divided = _divided(name, x, dim, sizes, found.world_size)
         return row_in_graph(x, weight, bias, dim, divided, partial_dtype, found)
     trainable = sharded.trainable if sharded is not None else None
-    call = _prepare(name, x, weight, bias, dim, sizes, group, reduce_dtype, slices_per_rank, order, transport, trainable)
-    x = x.contiguous()
-    if sharded is not None:
-        return _RowParallel.apply(call, sharded, x, *sharded.anchors)
-    return _RowParallel.apply(call, None, x, weight, bias)
+    ranks = group, transport
+    call = _prepare(name, x, weight, bias, dim, sizes, ranks, reduce_dtype, slices_per_rank, order, trainable)
+    params = (weight, bias) if sharded is None else sharded.anchors
+    return _RowParallel.apply((call, ranks, sharded), x.contiguous(), *params)
 
 
 def row_parallel_reference(
@@ -323,9 +307,9 @@ def row_parallel_reference(
     all-reduce of the bias' gradient. `transport` serves the comparison of the ranks alone."""
     x, weight, bias = autocast(x), autocast(weight), None if bias is None else autocast(bias)
     name = "row_parallel_reference"
-    call = _prepare(name, x, weight, bias, dim, sizes, group, reduce_dtype, slices_per_rank, order, transport)
-    own = scatter_sequence(F.linear(x, weight), call.dim, call.tokens.sizes, call.place.group, reduce_dtype)
-    return own if bias is None else own + replicated(bias, call.place.group)
+    call = _prepare(name, x, weight, bias, dim, sizes, (group, transport), reduce_dtype, slices_per_rank, order)
+    own = scatter_sequence(F.linear(x, weight), call.dim, call.tokens.sizes, group, reduce_dtype)
+    return own if bias is None else own + replicated(bias, group)
 
 
 def _prepare(
@@ -335,37 +319,32 @@ def _prepare(
     bias: torch.Tensor | None,
     dim: int,
     sizes: Sequence[int] | None,
-    group: dist.ProcessGroup | None,
+    ranks: Ranks,
     reduce_dtype: torch.dtype | None,
     slices_per_rank: int | None,
     order: str,
-    transport: Transport | None,
     trainable: Sequence[bool] | None = None,
 ) -> Row:
     """Check the operands and agree with the other ranks, or find that this was done before for ones like these. trainable: of
     weight and bias; None: those that require a gradient."""
-    recorded = torch.is_grad_enabled()
-    signature = (
-        (name, dim, sizes if sizes is None else tuple(sizes), reduce_dtype, slices_per_rank, order, recorded),
-        (x.shape, x.dtype, x.requires_grad, trainable if trainable is None else tuple(trainable)),
-        (weight.shape, weight.dtype, weight.requires_grad),
-        bias if bias is None else (bias.shape, bias.dtype, bias.requires_grad),
-    )
-    calls = prepared_calls(group, transport, x.device)
-    found = calls.get(signature) if calls is not None else None
+    given = sizes if sizes is None else tuple(sizes)
+    flags = trainable if trainable is None else tuple(trainable)
+    how = name, dim, given, reduce_dtype, slices_per_rank, order, flags
+    signature, found = find_call(ranks, how, x, (weight, bias))
     if found is not None:
-        sited = Place(group, transport, order, slices_per_rank, found.rank, found.world_size, name)
-        return Row(sited, found.tokens, found.dim, x.dtype if reduce_dtype is None else reduce_dtype, found.wanted)
+        return found  # type: ignore[no-any-return]
     at, partial_dtype = _check(name, x, weight, bias, dim, reduce_dtype)
-    sited = place_of(group, transport, order, slices_per_rank, name)
+    sited = place_of(*ranks, order, slices_per_rank, name)
     divided = _divided(name, x, at, sizes, sited.world_size)
+    recorded = torch.is_grad_enabled()
     if trainable is None:
         trainable = [tensor is not None and tensor.requires_grad for tensor in (weight, bias)]
     wanted = tuple([recorded and flag for flag in (x.requires_grad, *trainable)])
-    how = {"out_features": weight.shape[0], "reduce_dtype": partial_dtype}
-    tokens = agree_on(sited, x, at, wanted, divided, divided[sited.rank], **how)
-    remember(sited, x.device, signature, Prepared(at, tokens, wanted, sited.rank, sited.world_size))
-    return Row(sited, tokens, at, partial_dtype, wanted)
+    more = {"out_features": weight.shape[0], "reduce_dtype": partial_dtype}
+    tokens = agree_on(sited, x, at, wanted, divided, divided[sited.rank], **more)
+    call = row_of(name, sited.how, tokens, at, beside(x, at), (weight.shape[0], x.dtype), partial_dtype, wanted)
+    remember(ranks, x.device, signature, call)
+    return call
 
 
 def _check(
@@ -405,4 +384,4 @@ def _divided(name: str, x: torch.Tensor, dim: int, sizes: Sequence[int] | None, 
     return found
 
 
-__all__ = ["Row", "row_backward", "row_forward", "row_parallel", "row_parallel_of", "row_parallel_reference"]
+__all__ = ["row_backward", "row_forward", "row_parallel", "row_parallel_of", "row_parallel_reference"]

@@ -22,9 +22,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,8 +34,7 @@ import torch.distributed as dist
 from commfuse_dp.collectives import sessions
 from commfuse_dp.collectives.agreement import REMEMBERED, agree, calls_of
 from commfuse_dp.collectives.arguments import SUMMABLE
-from commfuse_dp.collectives.bindings import of_gather
-from commfuse_dp.collectives.bound import Owner
+from commfuse_dp.collectives.bound import Binder, Owner, Rows, Types, binder
 from commfuse_dp.collectives.execution import Bindings
 from commfuse_dp.collectives.sessions import Purpose, begin, execute
 from commfuse_dp.program.gather import gather
@@ -67,15 +68,25 @@ class Region(NamedTuple):
         return part if self.rows is None else part[self.rows]
 
 
+class Blocks(NamedTuple):
+    """Where the rows of a slice lie in the whole tensor.
+
+    pick: of the whole tensor, the rows, [rows, K]: a view where they lie in a row, else a copy."""
+
+    regions: tuple[Region, ...]
+    pick: Callable[[torch.Tensor], torch.Tensor]
+
+
 class Tokens:
     """Which rows the ranks keep.
 
     Attributes:
         sizes: positions of every rank; `length`: of all of them.
         rows: of every rank's shard. bases: how many rows lie in front of it.
-        width: columns of the whole tensor, S * inner."""
+        width: columns of the whole tensor, S * inner.
+        blocks: of rows start to stop of all shards, which are of one of them."""
 
-    __slots__ = ("_regions", "bases", "inner", "length", "outer", "rows", "sizes", "width")
+    __slots__ = ("bases", "blocks", "inner", "length", "outer", "rows", "sizes", "width")
 
     def __init__(self, outer: int, inner: int, sizes: tuple[int, ...]) -> None:
         self.outer, self.inner, self.sizes = outer, inner, sizes
@@ -83,34 +94,38 @@ class Tokens:
         self.width = self.length * inner
         self.rows = tuple(outer * size * inner for size in sizes)
         self.bases = tuple(accumulate(self.rows[:-1], initial=0))
-        self._regions: dict[tuple[int, int], tuple[Region, ...]] = {}
+        self.blocks = _Blocks(self)
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """View of a contiguous whole tensor as [outer, S * inner, K]."""
         return tensor.view(self.outer, self.width, tensor.shape[-1])
 
-    def regions(self, owner: Owner) -> tuple[Region, ...]:
-        place = owner.start, owner.stop
-        found = self._regions.get(place)
-        if found is None:
-            found = self._regions[place] = self._cut(int(owner), owner.offset, owner.offset + owner.stop - owner.start)
-        return found
-
-    def regions_of(self, rank: int) -> tuple[Region, ...]:
+    def blocks_of(self, rank: int) -> Blocks:
         """Of a rank's whole shard."""
-        found = self._regions.get((-1 - rank, 0))
-        if found is None:
-            found = self._regions[-1 - rank, 0] = self._cut(rank, 0, self.rows[rank])
-        return found
+        return self.blocks[self.bases[rank], self.bases[rank] + self.rows[rank]]
 
-    def _cut(self, rank: int, start: int, stop: int) -> tuple[Region, ...]:
-        base, found = sum(self.sizes[:rank]) * self.inner, []
-        for part in rectangles(start, stop, self.sizes[rank] * self.inner) if stop > start else ():
-            positions = slice(base + part.column_start, base + part.column_stop)
-            rows = slice(part.offset, part.offset + part.numel) if part.numel < stop - start else None
-            at = (part.row_start, positions) if part.row_stop - part.row_start == 1 else None
-            found.append(Region(slice(part.row_start, part.row_stop), positions, rows, at))
-        return tuple(found)
+
+class _Blocks(dict[tuple[int, int], Blocks]):
+    """Worked out once: every product of every call asks for some."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        super().__init__()
+        self._sizes, self._inner, self._bases = tokens.sizes, tokens.inner, tokens.bases
+
+    def __missing__(self, place: tuple[int, int]) -> Blocks:
+        start, stop = place
+        found = []
+        if stop > start:
+            rank = bisect_right(self._bases, start) - 1  # the last of those that begin there: the others are empty
+            ahead, first = sum(self._sizes[:rank]) * self._inner, self._bases[rank]
+            for part in rectangles(start - first, stop - first, self._sizes[rank] * self._inner):
+                positions = slice(ahead + part.column_start, ahead + part.column_stop)
+                rows = slice(part.offset, part.offset + part.numel) if part.numel < stop - start else None
+                at = (part.row_start, positions) if part.row_stop - part.row_start == 1 else None
+                found.append(Region(slice(part.row_start, part.row_stop), positions, rows, at))
+        at = found[0].at if len(found) == 1 else None
+        blocks = self[place] = Blocks(tuple(found), itemgetter(at) if at is not None else functools.partial(_pick, found))
+        return blocks
 
 
 @functools.lru_cache(maxsize=1024)
@@ -119,23 +134,25 @@ def tokens_of(outer: int, inner: int, sizes: tuple[int, ...]) -> Tokens:
     return Tokens(outer, inner, sizes)
 
 
+def beside(x: torch.Tensor, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of x before the sequence and after it, but for the last dimension."""
+    return tuple(x.shape[:dim]), tuple(x.shape[dim + 1 : -1])
+
+
 def shape_with(tensor: torch.Tensor, dim: int, positions: int, width: int) -> tuple[int, ...]:
     """The tensor's shape with another number of positions and another last dimension."""
     return (*tensor.shape[:dim], positions, *tensor.shape[dim + 1 : -1], width)
 
 
 # ---- products of slices ----------------------------------------------------------------------------------------------
-def pick(whole: torch.Tensor, regions: Sequence[Region]) -> torch.Tensor:
-    """The rows of a slice, [rows, K]: a view where they lie in a row, else a copy."""
-    if len(regions) == 1:
-        at = regions[0].at
-        return whole[at] if at is not None else regions[0].of(whole).flatten(0, -2)
-    return torch.cat([region.of(whole).flatten(0, -2) for region in regions]) if regions else whole[:0].flatten(0, -2)
+def _pick(regions: Sequence[Region], whole: torch.Tensor) -> torch.Tensor:
+    parts = [region.of(whole).flatten(0, -2) for region in regions]
+    return whole[:0].flatten(0, -2) if not parts else parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def place(rows: torch.Tensor, whole: torch.Tensor, regions: Sequence[Region]) -> None:
-    """Inverse of `pick`."""
-    for region in regions:
+def place(rows: torch.Tensor, whole: torch.Tensor, blocks: Blocks) -> None:
+    """Inverse of `Blocks.pick`."""
+    for region in blocks.regions:
         block = region.of(whole)
         block.copy_(region.rows_of(rows).view(block.shape))
 
@@ -175,42 +192,50 @@ class Terms:
             self._started = True
 
 
-def product_to(
-    rows: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, whole: torch.Tensor, regions: Sequence[Region]
-) -> None:
-    """Rows of a slice times `right`, to their place in the whole tensor."""
-    for region in regions:
-        left = rows if region.rows is None else rows[region.rows]
-        if region.at is not None:
-            product(left, right, bias, whole[region.at])
+def product_to(rows: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, whole: torch.Tensor, blocks: Blocks) -> None:
+    """Rows of a slice times `right`, to their place in the whole tensor, which is of their dtype."""
+    for entries, positions, part, at in blocks.regions:
+        left = rows if part is None else rows[part]
+        if at is not None:
+            if bias is None:
+                torch.mm(left, right, out=whole[at])
+            else:
+                torch.addmm(bias, left, right, out=whole[at])
             continue
-        block = region.of(whole)
+        block = whole[entries, positions]
         if block.shape[1] >= right.shape[0]:
-            for entry, part in zip(block, left.split(block.shape[1]), strict=True):
-                product(part, right, bias, entry)
+            for entry, piece in zip(block, left.split(block.shape[1]), strict=True):
+                product(piece, right, bias, entry)
         else:
             made = left @ right if bias is None else torch.addmm(bias, left, right)
             block.copy_(made.view(block.shape))
 
 
 def product_from(
-    whole: torch.Tensor, regions: Sequence[Region], right: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    whole: torch.Tensor, blocks: Blocks, right: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     """Rows that lie in the whole tensor, times `right`, to the rows of a slice."""
-    for region in regions:
-        to = out if region.rows is None else out[region.rows]
-        if region.at is not None:
-            product(whole[region.at], right, bias, to)
+    for entries, positions, part, at in blocks.regions:
+        to = out if part is None else out[part]
+        if at is not None:
+            if bias is None and out.dtype == whole.dtype:
+                torch.mm(whole[at], right, out=to)
+            else:
+                product(whole[at], right, bias, to)
             continue
-        block = region.of(whole)
+        block = whole[entries, positions]
         if block.shape[1] >= right.shape[1]:
-            for entry, part in zip(block, to.split(block.shape[1]), strict=True):
-                product(entry, right, bias, part)
+            for entry, rows in zip(block, to.split(block.shape[1]), strict=True):
+                product(entry, right, bias, rows)
         else:
             product(block.flatten(0, -2), right, bias, to)
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
+Ranks = tuple[dist.ProcessGroup | None, Transport | None]  # a group, or the transport to use
+How = tuple[str, int | None, int]  # order, slices_per_rank, rank
+
+
 class Place(NamedTuple):
     """Over which ranks an op communicates, and how."""
 
@@ -222,13 +247,27 @@ class Place(NamedTuple):
     world_size: int
     name: str  # in errors and measurements
 
-    def run(self, rows: tuple[int, ...], bindings: Mapping[Tensor, Bindings], device: torch.device) -> None:
-        """Gather (bindings of GATHERED), sum up (of SUMMED), or both in one pass (a layer's backward). rows: of every shard."""
-        m = self.slices_per_rank
-        if m is None:
-            m = _default_slices(rows)
-        program = _program(GATHERED in bindings, SUMMED in bindings, rows, self.order, m, self.rank)
-        execute(self.name, program, bindings, begin(self.group, self.transport, device, TENSOR_PARALLEL), device)
+    @property
+    def ranks(self) -> Ranks:
+        return self.group, self.transport
+
+    @property
+    def how(self) -> How:
+        return self.order, self.slices_per_rank, self.rank
+
+    def run(self, rows: Rows, sizes: tuple[int, ...], bindings: Bindings, device: torch.device) -> None:
+        """Gather rows (of GATHERED), or sum them up (of SUMMED). sizes: rows of every rank."""
+        session = begin(self.group, self.transport, device, TENSOR_PARALLEL)
+        execute(self.name, moves(self.how, sizes, (rows,)), (bindings,), session, device)
+
+
+def gathered_rows(width: int, dtype: torch.dtype) -> Rows:
+    return Rows(GATHERED, (width,), Types.moved(dtype))
+
+
+def summed_rows(width: int, partial: torch.dtype, total: torch.dtype) -> Rows:
+    """partial, total: dtypes of the partial sums, as they travel, and of the result."""
+    return Rows(SUMMED, (width,), Types.summed(partial, total))
 
 
 def gathered(x: torch.Tensor, dim: int, tokens: Tokens, sited: Place) -> torch.Tensor:
@@ -237,10 +276,10 @@ def gathered(x: torch.Tensor, dim: int, tokens: Tokens, sited: Place) -> torch.T
     whole = tokens.whole(made)
 
     def consume(owner: Owner, part: torch.Tensor) -> None:
-        place(part, whole, tokens.regions(owner))
+        place(part, whole, tokens.blocks[owner.start, owner.stop])
 
-    bindings = {GATHERED: of_gather(x.contiguous().flatten(0, -2), sum(tokens.rows[: sited.rank]), consume)}
-    sited.run(tokens.rows, bindings, x.device)
+    shard = Bindings(x.contiguous().flatten(0, -2), consume=consume)
+    sited.run(gathered_rows(x.shape[-1], x.dtype), tokens.rows, shard, x.device)
     return made
 
 
@@ -260,17 +299,23 @@ def _default_slices(rows: tuple[int, ...]) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _program(gathers: bool, sums: bool, rows: tuple[int, ...], order: str, slices_per_rank: int, rank: int) -> Program:
-    def problem(collective: Collective, tensor: Tensor) -> Problem:
-        return Problem(collective, rows, order, slices_per_rank, tensor=tensor)
+def moves(how: How, sizes: tuple[int, ...], rows: tuple[Rows, ...]) -> Binder:
+    """What gathers rows (of GATHERED), sums them up (of SUMMED), or both in one pass (a layer's backward)."""
+    order, slices_per_rank, rank = how
+    m = _default_slices(sizes) if slices_per_rank is None else slices_per_rank
 
-    if not sums:
-        gathered = problem("all_gather", GATHERED)
-        return Program((gathered,), rank, tuple(gather(gathered, rank)))
-    summed = problem("reduce_scatter", SUMMED)
-    if not gathers:
-        return Program((summed,), rank, tuple(scatter(summed, rank)))
-    return backward(problem("all_gather", GATHERED), summed, rank)
+    def problem(collective: Collective, tensor: Tensor) -> Problem:
+        return Problem(collective, sizes, order, m, tensor=tensor)
+
+    there, back = problem("all_gather", GATHERED), problem("reduce_scatter", SUMMED)
+    tensors = [entry.tensor for entry in rows]
+    if SUMMED not in tensors:
+        program = Program((there,), rank, tuple(gather(there, rank)))
+    elif GATHERED not in tensors:
+        program = Program((back,), rank, tuple(scatter(back, rank)))
+    else:
+        program = backward(there, back, rank)
+    return binder(program, rows)
 
 
 def place_of(
@@ -339,36 +384,32 @@ def agree_on(
     return tokens_of(outer, inner, agree(transport, place.name, description, own=own, sizes=known))
 
 
-class Prepared(NamedTuple):
-    """What a call comes to that was checked here and agreed on with the other ranks."""
+def find_call(ranks: Ranks, how: Hashable, x: torch.Tensor, params: Sequence[torch.Tensor | None]) -> tuple[Hashable, Any]:
+    """(signature of a call, what it comes to: a Column or Row; None: it is new here).
 
-    dim: int
-    tokens: Tokens
-    wanted: tuple[bool, ...]
-    rank: int
-    world_size: int
+    The signature is all that this depends on: shapes, dtypes and who requires a gradient, options, the grad mode. Calls are
+    forgotten when the ranks forget what they have agreed on. Those whose sizes are exchanged are none of them: what such a
+    call comes to depends on other ranks."""
+    signature: list[Hashable] = [torch.is_grad_enabled(), how, x.shape, x.dtype, x.requires_grad]
+    for tensor in params:
+        signature += (None,) if tensor is None else (tensor.shape, tensor.dtype, tensor.requires_grad)
+    name, (group, transport) = tuple(signature), ranks
+    if transport is None:
+        transport = sessions.open_transport_for(group, x.device, TENSOR_PARALLEL)
+    return name, None if transport is None else calls_of(transport).get(name)
 
 
-def prepared_calls(
-    group: dist.ProcessGroup | None, transport: Transport | None, device: torch.device
-) -> dict[Hashable, Prepared] | None:
-    """Calls over these ranks, by all that `Prepared` depends on: shapes, dtypes and who requires a gradient, options, the grad
-    mode. They are forgotten when the ranks forget what they have agreed on. None: no call was made yet.
-
-    Calls whose sizes are exchanged are none of them: what such a call comes to depends on other ranks."""
+def remember(ranks: Ranks, device: torch.device, signature: Hashable, call: object) -> None:
+    """For `find_call`."""
+    group, transport = ranks
     if transport is None:
         transport = sessions.open_transport_for(group, device, TENSOR_PARALLEL)
-    return None if transport is None else calls_of(transport)
-
-
-def remember(place: Place, device: torch.device, signature: Hashable, prepared: Prepared) -> None:
-    """For `prepared_calls`."""
-    calls = prepared_calls(place.group, place.transport, device)
-    if calls is None:
+    if transport is None:
         return
+    calls = calls_of(transport)
     if len(calls) >= REMEMBERED:
         calls.clear()
-    calls[signature] = prepared
+    calls[signature] = call
 
 
 def exchange_lengths(name: str, transport: Transport, shard: torch.Tensor, dim: int) -> tuple[int, ...]:

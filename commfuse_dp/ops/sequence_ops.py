@@ -11,16 +11,18 @@ The module is imported while a graph is traced, and not before: what it decorate
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
-from commfuse_dp.ops.column_parallel import Column, Save, column_backward, column_forward
+from commfuse_dp.ops.column_parallel import Save, column_backward, column_forward
 from commfuse_dp.ops.operands import call_number, operand_of
-from commfuse_dp.ops.row_parallel import Row, row_backward, row_forward
-from commfuse_dp.ops.sequence import GraphPlace, Place, Tokens, agree_on, gathered, place_of, shape_with, tokens_of
+from commfuse_dp.ops.row_parallel import row_backward, row_forward
+from commfuse_dp.ops.sequence import GraphPlace, Place, agree_on, beside, gathered, place_of, shape_with, tokens_of
+from commfuse_dp.ops.sequence_calls import Column, Row, column_of, row_of
 
 _SAVES: tuple[Save, ...] = ("shard", "gathered")
 _AT = "Tensor? layer, SymInt rank, SymInt call"
@@ -68,11 +70,6 @@ def bits_of(flags: Sequence[bool]) -> int:
 
 def _flags(bits: int, count: int) -> tuple[bool, ...]:
     return tuple(bool(bits >> at & 1) for at in range(count))
-
-
-def _tokens(shard: torch.Tensor, dim: int, sizes: Sequence[int]) -> Tokens:
-    outer, inner = torch.Size(shard.shape[:dim]).numel(), torch.Size(shard.shape[dim + 1 : -1]).numel()
-    return tokens_of(int(outer), int(inner), tuple(sizes))
 
 
 # ---- columns ---------------------------------------------------------------------------------------------------------
@@ -143,8 +140,12 @@ class _Columns(NamedTuple):
         left = iter(params[self.weights :])
         return list(params[: self.weights]), [next(left) if flag else None for flag in _flags(self.has_bias, self.weights)]
 
-    def column(self, tokens: Tokens) -> Column:
-        return Column(self.place, tokens, self.dim, _SAVES[self.save], self.flags)
+    def column(self, x: torch.Tensor) -> Column:
+        """x: of the op, or what it has saved of it."""
+        place, shape = self.place, beside(x, self.dim)
+        tokens = tokens_of(*map(math.prod, shape), tuple(self.sizes))
+        features = x.shape[-1], x.dtype
+        return column_of(place.name, place.how, tokens, self.dim, shape, features, _SAVES[self.save], self.flags)
 
 
 _COLUMNS = f"SymInt count, SymInt has_bias, SymInt dim, SymInt[] sizes, SymInt save, SymInt wanted, {_AT}"
@@ -158,8 +159,8 @@ def column_op(x: torch.Tensor, params: Sequence[torch.Tensor], *how: Any) -> lis
     told = _Columns(*how)
     weights, biases = told.split(params)
     own, more = int(x.shape[told.dim]), {"features": x.shape[-1], "save": _SAVES[told.save]}
-    tokens = agree_on(told.place, x, told.dim, told.flags, told.sizes, own, **more)
-    ys, kept = column_forward(x.contiguous(), weights, biases, told.column(tokens))
+    agree_on(told.place, x, told.dim, told.flags, told.sizes, own, **more)
+    ys, kept = column_forward(x.contiguous(), weights, biases, told.column(x), told.place.ranks)
     return [*ys, kept if kept is not None else x.new_empty(0)]
 
 
@@ -178,7 +179,7 @@ def column_backward_op(
     """dx, dW_i, db_i; empty tensors where not wanted."""
     told = _Columns(*how)
     weights, biases = told.split(params)
-    dx, dws, dbs = column_backward(grads, saved.contiguous(), weights, told.column(_tokens(saved, told.dim, told.sizes)))
+    dx, dws, dbs = column_backward(grads, saved.contiguous(), weights, told.column(saved), told.place.ranks)
     found = [dx, *dws, *(db for db, bias in zip(dbs, biases, strict=True) if bias is not None)]
     return [grad if grad is not None else saved.new_empty(0) for grad in found]
 
@@ -247,9 +248,11 @@ class _Rows(NamedTuple):
     def place(self) -> Place:
         return _place_of_call(self.layer, self.call)
 
-    def row(self, x: torch.Tensor) -> Row:
-        tokens = _tokens(x, self.dim, self.sizes)
-        return Row(self.place, tokens, self.dim, self.partial_dtype, _flags(self.wanted, 3))
+    def row(self, x: torch.Tensor, weight: torch.Tensor) -> Row:
+        place, shape = self.place, beside(x, self.dim)
+        tokens = tokens_of(*map(math.prod, shape), tuple(self.sizes))
+        features, wanted = (weight.shape[0], x.dtype), _flags(self.wanted, 3)
+        return row_of(place.name, place.how, tokens, self.dim, shape, features, self.partial_dtype, wanted)
 
 
 _ROWS = f"SymInt dim, SymInt[] sizes, ScalarType partial_dtype, SymInt wanted, {_AT}"
@@ -262,7 +265,7 @@ def row_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *ho
     told = _Rows(*how)
     own, more = told.sizes[told.rank], {"out_features": weight.shape[0], "reduce_dtype": told.partial_dtype}
     agree_on(told.place, x, told.dim, _flags(told.wanted, 3), told.sizes, own, **more)
-    return row_forward(x.contiguous(), weight, bias, told.row(x))
+    return row_forward(x.contiguous(), weight, bias, told.row(x, weight), told.place.ranks)
 
 
 @row_op.register_fake
@@ -276,7 +279,8 @@ def row_backward_op(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *how: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dx, dW, db; empty tensors where not wanted."""
-    found = row_backward(grad, x.contiguous(), weight, x.dtype, _Rows(*how).row(x))
+    told = _Rows(*how)
+    found = row_backward(grad, x.contiguous(), weight, x.dtype, told.row(x, weight), told.place.ranks)
     dx, dw, db = (part if part is not None else x.new_empty(0) for part in found)
     return dx, dw, db
 

@@ -21,9 +21,9 @@ from commfuse_dp.integrations.hugging_face_tp.boundary import Site
 from torch import nn
 
 from commfuse_dp.collectives.arguments import even_sizes
-from commfuse_dp.collectives.bindings import nothing_yet, of_scatter
 from commfuse_dp.collectives.bound import Owner
-from commfuse_dp.ops.sequence import SUMMED, gathered, tokens_of
+from commfuse_dp.collectives.execution import Bindings
+from commfuse_dp.ops.sequence import gathered, summed_rows, tokens_of
 
 PROJECTIONS = ("k_proj", "v_proj")
 GROUPS = "num_key_value_groups"  # attribute of attention: queries for each key head
@@ -94,7 +94,6 @@ class _OwnHead(torch.autograd.Function):
                 buffer[low - owner.start : high - owner.start].copy_(flat[low - start : high - start])
 
         summed = grad.new_empty(rows[sited.rank], flat.shape[1])
-        base = sum(rows[: sited.rank])
-        bindings = {SUMMED: of_scatter(summed, base, sited.rank, grad.dtype, produce, nothing_yet)}
-        sited.run(rows, bindings, grad.device)
+        sums = summed_rows(flat.shape[1], grad.dtype, grad.dtype)
+        sited.run(sums, rows, Bindings(target=summed, produce=produce), grad.device)
         return summed.reshape(rows[sited.rank], *grad.shape[1:]), None, None

@@ -11,12 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from commfuse_dp.collectives import Owner, all_gather, progress
-from commfuse_dp.collectives.bound import Types
+from commfuse_dp.collectives.bound import Rows, Types, binder
 from commfuse_dp.collectives.execution import Bindings
 from commfuse_dp.collectives.sessions import begin, execute
 from commfuse_dp.program.layer import backward
 from commfuse_dp.program.layout import Tensor
-from commfuse_dp.program.operations import TOTAL, Piece, Problem, Program
+from commfuse_dp.program.operations import Problem, Program
 from commfuse_dp.program.verify import minimum_rows, verify
 from tests.conformance.collectives.worlds import in_world, left_fold, rows
 from tests.support.inproc import Faults
@@ -44,7 +44,6 @@ def run(
     whole = torch.cat(shards)
 
     def body(rank: int, transport: Any) -> Any:
-        base = sum(sizes[:rank])
         out = torch.full((sizes[rank], 2), float("nan"), dtype=torch.float64)
         for _ in range(calls):
             seen = torch.full_like(whole, float("nan"))
@@ -58,24 +57,12 @@ def run(
                 log.append(("consume", int(owner)))
                 seen[owner.start : owner.stop] = part
 
-            def total(piece: Piece) -> torch.Tensor | None:
-                return out[piece.slice.start - base : piece.slice.stop - base] if piece.origin == TOTAL else None
-
-            bindings = {
-                GATHERED: Bindings(
-                    (3,),
-                    Types(torch.float32, torch.float32, torch.float32),
-                    data=lambda piece: shards[rank][piece.slice.start - base : piece.slice.stop - base],
-                    consume=consume,
-                ),
-                SUMMED: Bindings(
-                    (2,),
-                    Types(torch.float32, torch.float64, torch.float64),
-                    landing=total,
-                    produce=produce,
-                ),
-            }
-            execute("backward", made[rank], bindings, begin(None, transport, CPU), CPU)
+            kinds = (
+                Rows(GATHERED, (3,), Types.moved(torch.float32)),
+                Rows(SUMMED, (2,), Types.summed(torch.float32, torch.float64)),
+            )
+            bindings = Bindings(shards[rank], consume=consume), Bindings(target=out, produce=produce)
+            execute("backward", binder(made[rank], kinds), bindings, begin(None, transport, CPU), CPU)
             assert torch.equal(seen, whole)
         produced = [owner for kind, owner in order_of_work if kind == "produce"]
         assert not sizes[rank] or produced[-1] == rank  # own last
