@@ -49,7 +49,7 @@ from commfuse_dp.launch.ranks import python_module
 
 FORWARD = ("compute", "vanilla", "slicing-2", "slicing-4", "slicing-8", "commfuse", "dtensor")
 BOTH = ("compute", "vanilla", "commfuse", "dtensor")
-KNOWN = (*FORWARD, "commfuse-row")
+KNOWN = (*FORWARD, "commfuse-row", "commfuse-gathered")
 SWEEP = (0.25, 0.5, 1, 2, 4)
 RESULTS = Path(__file__).resolve().parent / "results"
 

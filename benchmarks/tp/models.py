@@ -69,11 +69,11 @@ def collective_bytes(shape: Shape, ranks: int) -> int:
 
 
 def least_bytes(op: str, shape: Shape, ranks: int, passes: str, variant: str) -> int:
-    """That a rank must send, in fp32: a gather or a scatter of the sequence each. commfuse gathers x again for wgrad. Of a
-    llama: 0, which is not worked out."""
+    """That a rank must send, in fp32: a gather or a scatter of the sequence each. commfuse gathers x again for wgrad, if it
+    has not kept it. Of a llama: 0, which is not worked out."""
     if op == "llama":
         return 0
     unit = collective_bytes(shape, ranks)
     seams = 2 if op in ("mlp", "attention") else 4
-    both = seams * 2 + (seams // 2 if variant.startswith("commfuse") else 0)
+    both = seams * 2 + (seams // 2 if variant in ("commfuse", "commfuse-row") else 0)
     return 0 if variant == "compute" else unit * (both if passes == "both" else seams)

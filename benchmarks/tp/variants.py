@@ -10,8 +10,8 @@ weight are summed and scattered). Shapes: a shard is [s, D], a whole sequence [S
 | slicing-C | a thread gathers chunk c + 1 of C while chunk c is computed | a thread scatters chunk c while c + 1 is computed |
 | commfuse | ops.column_parallel | ops.row_parallel, ops.row_parallel_attention |
 
-vanilla and slicing keep the gathered rows for backward, commfuse gathers them again (`save="shard"`). slicing has no backward:
-the paper measured forward only, and so does this variant.
+vanilla and slicing keep the gathered rows for backward, commfuse gathers them again (`save="shard"`), commfuse-gathered keeps
+them. slicing has no backward: the paper measured forward only, and so does this variant.
 """
 
 from __future__ import annotations
@@ -194,13 +194,15 @@ class Slicing(_Whole):
 
 
 class CommFuse(_Whole):
+    saves = "shard"
+
     def __init__(self, transport: Transport, slices: int | None) -> None:
         super().__init__(transport)
         self._how: dict[str, Any] = {"slices_per_rank": slices, "transport": transport}
 
     def column(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         sizes = (x.shape[0],) * self.ranks
-        return list(column_parallel(x, list(weights), dim=0, sizes=sizes, **self._how))
+        return list(column_parallel(x, list(weights), dim=0, sizes=sizes, save=self.saves, **self._how))
 
     def row(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return row_parallel(x, weight, dim=0, sizes=(x.shape[0] // self.ranks,) * self.ranks, **self._how)
@@ -218,6 +220,15 @@ class RowOnly(CommFuse):
     """As commfuse, with the attention whole before the row-parallel projection: what query-split attention is compared with."""
 
     attention = _Whole.attention
+
+
+class Gathered(CommFuse):
+    """As commfuse, with the gathered sequence kept for backward: a gather less, for as many times the memory as ranks."""
+
+    saves = "gathered"
+
+
+OURS = {"commfuse": CommFuse, "commfuse-row": RowOnly, "commfuse-gathered": Gathered}
 
 
 class _Gather(torch.autograd.Function):

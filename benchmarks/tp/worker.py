@@ -23,7 +23,7 @@ from benchmarks.sleeping import SleepingDevice
 from benchmarks.tp.llama import LlamaVariant
 from benchmarks.tp.models import Shape, forward, least_bytes, weights
 from benchmarks.tp.stock import stock
-from benchmarks.tp.variants import CommFuse, Compute, RowOnly, Seams, Slicing, Vanilla
+from benchmarks.tp.variants import OURS, Compute, Seams, Slicing, Vanilla
 from benchmarks.worker import PROGRESS, Trial, check_losses, facts_of, gather_objects, meet, run_rounds
 from commfuse_dp.launch.ranks import run_as_rank
 from commfuse_dp.probe import Probe
@@ -92,8 +92,8 @@ class TpVariant:
             self._model = stock(case.op, case.shape, shards, case.world_size)
         elif name.startswith("slicing-"):
             self._seams = Slicing(transport, int(name.partition("-")[2]))
-        elif name in ("commfuse", "commfuse-row"):
-            self._seams = (CommFuse if name == "commfuse" else RowOnly)(transport, case.slices_per_rank)
+        elif name in OURS:
+            self._seams = OURS[name](transport, case.slices_per_rank)
         else:
             self._seams = {"compute": Compute, "vanilla": Vanilla}[name](transport)
 

@@ -79,7 +79,8 @@ def between_processes(rank: int, world_size: int, kind: str) -> tuple[float, ...
     return frames_of_a_layer(functools.partial(KINDS[kind], transport="shm"))
 
 
-# Counted: 21 .. 24 / 45; 45 .. 58 / 54 .. 75, the latter at a load of 10. A step in which a rank polled for its peer has some more.
+# Counted: 21 .. 24 / 45; 45 .. 58 / 54 .. 75, the latter at a load of 10. A step in which a rank polled for its peer has
+# some more.
 SHARED_MEMORY = {"linear": (27, 52), "tensor": (62, 80)}
 
 

@@ -19,7 +19,7 @@ SMALL = ["--tokens", "64", "--width", "32", "--hidden", "64", "--heads", "4", "-
     [
         ("mlp", "forward", "compute,vanilla,slicing-2,commfuse,dtensor"),
         ("attention", "forward", "vanilla,slicing-4,commfuse-row,commfuse,dtensor"),
-        ("block", "both", "compute,vanilla,commfuse,dtensor"),
+        ("block", "both", "compute,vanilla,commfuse,commfuse-gathered,dtensor"),
     ],
 )
 def test_variants_compute_the_same(op: str, passes: str, variants: str, tmp_path: Path) -> None:
