@@ -149,7 +149,8 @@ def as_threads(world_size: int, body: Callable[[int], None]) -> None:
             errors.append(error)
             multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
         finally:
-            dist.destroy_process_group()
+            with contextlib.suppress(AttributeError):  # torch 2.11 looks for a list that its threads do not have
+                dist.destroy_process_group()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
     try:

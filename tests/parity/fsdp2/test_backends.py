@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import TypeVar
@@ -34,7 +35,8 @@ def as_threads(world_size: int, body: Callable[[int], T]) -> list[T]:
             multi_threaded_pg.ProcessLocalGroup.exception_handle(error)  # its other ranks wait no more
             raise
         finally:
-            dist.destroy_process_group()
+            with contextlib.suppress(AttributeError):  # torch 2.11 looks for a list that its threads do not have
+                dist.destroy_process_group()
 
     try:
         return run_ranks(world_size, run)

