@@ -137,6 +137,8 @@ def rank_main(rank: int, whole: nn.Module, tokens: int, steps: int, turns: threa
 
 def as_threads(world_size: int, body: Callable[[int], None]) -> None:
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    if not hasattr(multi_threaded_pg.ThreadLocalWorld, "comms"):  # torch 2.11 looks for it when groups are destroyed
+        multi_threaded_pg.ThreadLocalWorld.comms = ()
     multi_threaded_pg._install_threaded_pg()
     store = dist.HashStore()
     errors: list[BaseException] = []
@@ -149,8 +151,7 @@ def as_threads(world_size: int, body: Callable[[int], None]) -> None:
             errors.append(error)
             multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
         finally:
-            with contextlib.suppress(AttributeError):  # torch 2.11 looks for a list that its threads do not have
-                dist.destroy_process_group()
+            dist.destroy_process_group()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
 from typing import TypeVar
@@ -24,6 +23,8 @@ T = TypeVar("T")
 def as_threads(world_size: int, body: Callable[[int], T]) -> list[T]:
     """Run body(rank) in a thread for each rank of a process group of torch's backend 'threaded'."""
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    if not hasattr(multi_threaded_pg.ThreadLocalWorld, "comms"):  # torch 2.11 looks for it when groups are destroyed
+        multi_threaded_pg.ThreadLocalWorld.comms = ()
     multi_threaded_pg._install_threaded_pg()
     store = dist.HashStore()
 
@@ -35,8 +36,7 @@ def as_threads(world_size: int, body: Callable[[int], T]) -> list[T]:
             multi_threaded_pg.ProcessLocalGroup.exception_handle(error)  # its other ranks wait no more
             raise
         finally:
-            with contextlib.suppress(AttributeError):  # torch 2.11 looks for a list that its threads do not have
-                dist.destroy_process_group()
+            dist.destroy_process_group()
 
     try:
         return run_ranks(world_size, run)
