@@ -138,7 +138,7 @@ def rank_main(rank: int, whole: nn.Module, tokens: int, steps: int, turns: threa
 def as_threads(world_size: int, body: Callable[[int], None]) -> None:
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     if not hasattr(multi_threaded_pg.ThreadLocalWorld, "comms"):  # torch 2.11 looks for it when groups are destroyed
-        multi_threaded_pg.ThreadLocalWorld.comms = ()
+        multi_threaded_pg.ThreadLocalWorld.comms = []
     multi_threaded_pg._install_threaded_pg()
     store = dist.HashStore()
     errors: list[BaseException] = []

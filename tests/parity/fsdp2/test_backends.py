@@ -24,7 +24,7 @@ def as_threads(world_size: int, body: Callable[[int], T]) -> list[T]:
     """Run body(rank) in a thread for each rank of a process group of torch's backend 'threaded'."""
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     if not hasattr(multi_threaded_pg.ThreadLocalWorld, "comms"):  # torch 2.11 looks for it when groups are destroyed
-        multi_threaded_pg.ThreadLocalWorld.comms = ()
+        multi_threaded_pg.ThreadLocalWorld.comms = []
     multi_threaded_pg._install_threaded_pg()
     store = dist.HashStore()
 
