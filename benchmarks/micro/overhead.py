@@ -4,8 +4,8 @@
 
 linear: linears of FSDP2 (8 tokens, 16 x 16). tensor: a column-parallel and a row-parallel layer, one after the other (16 tokens
 of 16, 16 x 16 on each rank). Compared with the same stack unsharded, as the difference of two depths, which leaves out what a
-step costs once. CPU time of the thread, not wall time, so that waiting for the peer does not count: medians over many steps, and
-the fastest tenth, which a busy machine disturbs less.
+step costs once. CPU time of the thread, not wall time, so that waiting for the peer does not count: medians over many steps,
+and the fastest tenth, which a busy machine disturbs less.
 Frames: calls of the library's Python functions, the fewest of several steps, in which everything had come already.
 """
 
