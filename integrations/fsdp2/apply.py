@@ -115,9 +115,9 @@ def _begin(model: nn.Module, selection: Selection, config: CommFuseConfig) -> Re
     if not config.enabled or selection.shard_group is None:
         reason = "enabled=False" if not config.enabled else "no parameter group that CommFuse can serve"
         return _untouched(selection, config, reason)
-    lost = [f"{item.name} ({item.reason})" for item in selection.left if _is_linear(item)]
-    lost += [f"{name} ({why})" for name, layer, why in selection.plain if layer.fused]
-    require_fused(config, lost)
+    left = (f"{item.name} ({item.reason})" for item in selection.left if _is_linear(item))
+    plain = (f"{name} ({why})" for name, layer, why in selection.plain if layer.fused)
+    require_fused(config, itertools.chain(left, plain))
     if selection.missing is not None:
         _warn(selection)
     return None
