@@ -51,6 +51,8 @@ class Zero(Variant):
         import deepspeed
         from commfuse_dp.integrations.deepspeed.backend import leave_alone
 
+        # An op of inference alone: compiling it takes a minute, under a lock that a rank that is killed leaves behind.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         optimizer = super().make_optimizer(parameters)
         config = {
             "train_micro_batch_size_per_gpu": 1,

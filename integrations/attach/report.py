@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, Literal, NamedTuple
+
+from torch import nn
 
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.probe import Probe
@@ -68,7 +71,7 @@ class Report:
         """Layer -> how often so far it was gathered whole because a forward read its parameters beside the layer's own call."""
         self.minimum_bytes_per_step = minimum_bytes_per_step
         """Bytes one rank receives in a textbook step: (N-1)/N x (parameters of every all-gather + gradients), with two
-        all-gathers of whatever is resharded after forward. The window can go below it: see engine/window.py."""
+        all-gathers of whatever is resharded after forward and has a backward. The window can go below it: engine/window.py."""
 
     @classmethod
     def untouched(cls, rows: list[ParameterRow], config: CommFuseConfig, why: str, world_size: int) -> Report:
@@ -127,3 +130,9 @@ class Report:
                 product = f"{row.op:<8} {row.product:<22} {row.dtype:<18} {row.slices:>3} slices"
                 lines.append(f"  {product}  {row.backend:<7}{row.tiles}  {row.why}")
         return "\n".join(lines)
+
+
+def frozen_first(model: nn.Module) -> set[str]:
+    """Names of the parameters before the first that is trained, by order of registration: layers with no others have no
+    backward, and are gathered once."""
+    return {name for name, _ in takewhile(lambda item: not item[1].requires_grad, model.named_parameters())}

@@ -21,6 +21,11 @@ GATHERED_TYPES = (nn.LayerNorm, nn.RMSNorm, nn.Embedding)
 _READS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
+def full_name(name: str, inner: str) -> str:
+    """Of what is called `inner` in the module `name`; the root's name is empty."""
+    return f"{name}.{inner}" if name else inner
+
+
 def original_type(module: nn.Module) -> type[nn.Module]:
     """The module's class without what `fully_shard` and CommFuse have put on top of it."""
     kind = own_class(module)

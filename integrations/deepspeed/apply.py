@@ -23,9 +23,9 @@ from commfuse_dp.integrations.attach.fingerprint import check_equal
 from commfuse_dp.integrations.attach.forwards import nothing, whole_function
 from commfuse_dp.integrations.attach.linears import LinearForm, looks_linear
 from commfuse_dp.integrations.attach.ranks import Ranks
-from commfuse_dp.integrations.attach.report import ParameterRow, Path, Report
+from commfuse_dp.integrations.attach.report import ParameterRow, Path, Report, frozen_first
 from commfuse_dp.integrations.attach.root import hook_root
-from commfuse_dp.integrations.attach.rules import check_exclude, how_computed, original_type, require_fused
+from commfuse_dp.integrations.attach.rules import check_exclude, full_name, how_computed, original_type, require_fused
 from commfuse_dp.integrations.deepspeed import backend, compat, fetch_compat, flat_compat
 from commfuse_dp.integrations.deepspeed.deferred import DeferredGather, FlatGroup, unwatch, watch
 from commfuse_dp.integrations.deepspeed.select import Layer, Selection, select
@@ -202,7 +202,7 @@ def _install(
 
 
 def _unit(number: int, layer: Layer, zero: Any, stage: int, config: CommFuseConfig, group: dist.ProcessGroup) -> Unit:
-    name, rank, optimizer = f"{layer.name}.weight" if layer.name else "weight", dist.get_rank(group), zero.optimizer
+    name, rank, optimizer = full_name(layer.name, "weight"), dist.get_rank(group), zero.optimizer
     slot: PartitionedWeight | ReplicatedWeight
     if layer.place is None:
         bounds = flat_bounds(compat.numel(layer.param), group.size())
@@ -391,10 +391,9 @@ def _hook_destroy(attachment: Attachment, zero: Any) -> None:
 def _rows(selection: Selection, streams: bool) -> list[ParameterRow]:
     rows = []
     for layer in selection.layers:
-        name = f"{layer.name}.weight" if layer.name else "weight"
         path: Path = "gathered" if layer.form is None else "fused"
         what = how_computed(original_type(layer.module), layer.form)
-        rows.append(ParameterRow(name, path, what, compat.numel(layer.param)))
+        rows.append(ParameterRow(full_name(layer.name, "weight"), path, what, compat.numel(layer.param)))
     rest: Path = "stock" if streams else "hooks"
     why_stock = "; on a GPU, what is not fused stays with DeepSpeed's own collectives" if streams else ""
     return rows + [
@@ -405,23 +404,30 @@ def _rows(selection: Selection, streams: bool) -> list[ParameterRow]:
 def _minimum_bytes(selection: Selection, zero: Any, stage: int, world_size: int, *, rest: bool) -> int:
     """Bytes this rank must receive in a step of one microbatch; see Report.minimum_bytes_per_step.
 
-    What ZeRO-3 keeps whole is gathered once, after the step. Equal partitions are assumed for ZeRO-1/2.
+    What ZeRO-3 keeps whole is gathered once, after the step; what has no backward (`frozen_first`), once, in forward. Equal
+    partitions are assumed for ZeRO-1/2.
     rest: what is not served by slices goes over CommFuse's collectives, and counts. Its gradients travel as DeepSpeed's
     `communication_data_type` says, those of slices in the narrower of that and their own.
     """
-    total = 0
-    twice = 1 + (stage == 3)
+    total, first = 0, frozen_first(zero.module)
+
+    def gathers(name: str) -> int:
+        """Of a module's parameters, where they are not kept whole."""
+        own = (full_name(name, inner) for inner, _ in zero.module.get_submodule(name).named_parameters(recurse=False))
+        return 1 if stage != 3 or first.issuperset(own) else 2
+
     slices = {id(layer.param) for layer in selection.layers}
-    params = [(layer.param, twice, 1) for layer in selection.layers]
+    params = [(layer.param, gathers(layer.name), 1) for layer in selection.layers]
     if rest:  # under ZeRO-1/2 its gradients are reduced to all ranks
         params += [
-            (param, 1 if compat.is_kept_whole(param) else twice, 1 if stage == 3 else 2) for param, _ in selection.left.values()
+            (param, 1 if compat.is_kept_whole(param) else gathers(name.rpartition(".")[0]), 1 if stage == 3 else 2)
+            for name, (param, _) in selection.left.items()
         ]
-    for param, gathers, reductions in params:
+    for param, times, reductions in params:
         travelling, reduced = compat.travelling_dtype(param).itemsize, compat.reduced_dtype(zero, param).itemsize
         if id(param) in slices:
             reduced = min(reduced, travelling)
-        gathered = gathers * (travelling if stage == 3 else param.element_size())
+        gathered = times * (travelling if stage == 3 else param.element_size())
         size = compat.numel(param) * (world_size - 1) // world_size
         total += size * (gathered + reductions * reduced * param.requires_grad)
     return total

@@ -17,9 +17,9 @@ from commfuse_dp.integrations.attach.forwards import whole_function
 from commfuse_dp.integrations.attach.linears import looks_linear
 from commfuse_dp.integrations.attach.ranks import Ranks
 from commfuse_dp.integrations.attach.reads import Scope
-from commfuse_dp.integrations.attach.report import ParameterRow, Path, Report
+from commfuse_dp.integrations.attach.report import ParameterRow, Path, Report, frozen_first
 from commfuse_dp.integrations.attach.root import hook_root
-from commfuse_dp.integrations.attach.rules import check_exclude, form_of, how_computed, original_type, require_fused
+from commfuse_dp.integrations.attach.rules import check_exclude, form_of, full_name, how_computed, original_type, require_fused
 from commfuse_dp.integrations.fsdp2 import compat, hooks
 from commfuse_dp.integrations.fsdp2.claim import ClaimPolicy, follow, read_whole
 from commfuse_dp.integrations.fsdp2.layers import GroupPolicy, ModuleParameter, ShardedGradients, TensorLayer, gathered_shape
@@ -115,9 +115,9 @@ def _begin(model: nn.Module, selection: Selection, config: CommFuseConfig) -> Re
     if not config.enabled or selection.shard_group is None:
         reason = "enabled=False" if not config.enabled else "no parameter group that CommFuse can serve"
         return _untouched(selection, config, reason)
-    lost = [f"{item.name} ({item.reason})" for item in selection.left if _is_linear(item)]
-    lost += [f"{name} ({why})" for name, layer, why in selection.plain if layer.fused]
-    require_fused(config, lost)
+    left = (f"{item.name} ({item.reason})" for item in selection.left if _is_linear(item))
+    plain = (f"{name} ({why})" for name, layer, why in selection.plain if layer.fused)
+    require_fused(config, itertools.chain(left, plain))
     if selection.missing is not None:
         _warn(selection)
     return None
@@ -144,7 +144,7 @@ def _untouched(selection: Selection, config: CommFuseConfig, why: str) -> Report
     rows += _plain_rows(selection)
     for adoption in selection.adoptions:
         for param_name, param in zip(adoption.param_names, adoption.fsdp_params, strict=True):
-            rows.append(ParameterRow(f"{adoption.name}.{param_name}", "stock", why, param.sharded_param.numel()))
+            rows.append(ParameterRow(full_name(adoption.name, param_name), "stock", why, param.sharded_param.numel()))
     world_size = selection.shard_group.size() if selection.shard_group is not None else 1
     return Report.untouched(rows, config, why, world_size)
 
@@ -169,8 +169,7 @@ def _install(attachment: Attachment, model: nn.Module, selection: Selection, con
     for adoption in selection.adoptions:
         within = groups if adoption.tensor is not None else []
         slots = [
-            ModuleParameter(f"{adoption.name}.{name}" if adoption.name else name, adoption.module, name, within)
-            for name in adoption.param_names
+            ModuleParameter(full_name(adoption.name, name), adoption.module, name, within) for name in adoption.param_names
         ]
         policy = policies.setdefault(id(adoption.group), GroupPolicy(adoption.group))
         units.append(Unit(len(units), adoption.name, slots, policy, config.slices_per_rank))
@@ -213,7 +212,7 @@ def _install(attachment: Attachment, model: nn.Module, selection: Selection, con
         rows + more,
         config,
         names=[name for name, _ in model.named_parameters()],
-        minimum_bytes_per_step=_minimum_bytes(selection, engine.rank, engine.world_size),
+        minimum_bytes_per_step=_minimum_bytes(selection, frozen_first(model), engine.world_size),
     )
 
 
@@ -357,17 +356,21 @@ def _hook_zero_grad(attachment: Attachment, model: nn.Module, groups: Sequence[A
     attachment.transaction.set(vars(model), "zero_grad", zero_grad)
 
 
-def _minimum_bytes(selection: Selection, rank: int, world_size: int) -> int:
+def _minimum_bytes(selection: Selection, first: set[str], world_size: int) -> int:
     """Bytes this rank must receive in a training step: see Report.minimum_bytes_per_step.
 
-    Without the private names, FSDP2's own groups are taken to reshard after forward and to communicate in full precision.
+    first: of `frozen_first`. FSDP2's own groups count twice even so: it prefetches them in the backward behind them. Without
+    the private names, they are taken to reshard after forward and to communicate in full precision.
     """
-    served: list[tuple[UnitPolicy, torch.Tensor, bool]] = [
-        (GroupPolicy(adoption.group), param.sharded_param, adoption.fused)
-        for adoption in selection.adoptions
-        for param in adoption.fsdp_params
-    ]
-    served += [(layer.policy, slot.parameter, layer.fused) for name, layer in selection.claims for slot in layer.slots(name)]
+    served: list[tuple[UnitPolicy, torch.Tensor, bool]] = []
+    for adoption in selection.adoptions:
+        frozen = adoption.tensor is None and first.issuperset(full_name(adoption.name, name) for name in adoption.param_names)
+        again = adoption.fused and not frozen
+        served += [(GroupPolicy(adoption.group), param.sharded_param, again) for param in adoption.fsdp_params]
+    for name, layer in selection.claims:
+        slots = layer.slots(name)
+        again = layer.fused and not first.issuperset(slot.name for slot in slots)
+        served += [(layer.policy, slot.parameter, again) for slot in slots]
     for item in selection.left:
         if id(item.group) not in selection.foreign:
             served.append((ClaimPolicy() if selection.missing else GroupPolicy(item.group), item.param, True))

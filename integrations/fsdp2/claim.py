@@ -28,7 +28,14 @@ import torch.distributed as dist
 from commfuse_dp.integrations.attach.attachment import attaching
 from commfuse_dp.integrations.attach.forwards import CLAIM, Hook, Service, serve, served_class
 from commfuse_dp.integrations.attach.reads import Scope
-from commfuse_dp.integrations.attach.rules import check_exclude, form_of, module_obstacle, original_type, tensor_obstacle
+from commfuse_dp.integrations.attach.rules import (
+    check_exclude,
+    form_of,
+    full_name,
+    module_obstacle,
+    original_type,
+    tensor_obstacle,
+)
 from commfuse_dp.integrations.attach.transaction import Transaction
 from commfuse_dp.integrations.fsdp2 import compat
 from commfuse_dp.integrations.fsdp2.layers import ModuleParameter
@@ -94,7 +101,7 @@ class ClaimedLayer:
         return module
 
     def slots(self, name: str) -> list[ClaimedParameter]:
-        return [ClaimedParameter(f"{name}.{param}" if name else param, self.module, param) for param in self.param_names]
+        return [ClaimedParameter(full_name(name, param), self.module, param) for param in self.param_names]
 
     def replaced(self) -> bool:
         """Whether somebody has given the module another forward since."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from commfuse_dp.integrations.attach.rules import excluded, form_of, module_obstacle, tensor_obstacle
+from commfuse_dp.integrations.attach.rules import excluded, form_of, full_name, module_obstacle, tensor_obstacle
 from commfuse_dp.integrations.fsdp2 import compat
 from commfuse_dp.integrations.fsdp2.claim import ClaimedLayer, claimed_layer, holders
 from commfuse_dp.integrations.fsdp2.layers import TensorLayer
@@ -112,7 +112,8 @@ def _select_from_groups(model: nn.Module, config: CommFuseConfig, layers: Mappin
 
 def _left(name: str, fsdp_params: list[Any], group: Any, why: str) -> list[Left]:
     return [
-        Left(_full(name, compat.name_of(param)), compat.users(param), param.sharded_param, group, why) for param in fsdp_params
+        Left(full_name(name, compat.name_of(param)), compat.users(param), param.sharded_param, group, why)
+        for param in fsdp_params
     ]
 
 
@@ -129,7 +130,7 @@ def _keep_together(layers: Mapping[int, TensorLayer], out: Selection) -> None:
 def _refuse_ties(pairs: list[tuple[Any, Any]], names: dict[int, str]) -> None:
     """As FSDP2 itself does in its first forward. Of a layer that is served it would see nothing, and the tie would be gone."""
     for pair in pairs:
-        first, second = (_full(names.get(id(compat.module_of(p)), "?"), compat.name_of(p)) for p in pair)
+        first, second = (full_name(names.get(id(compat.module_of(p)), "?"), compat.name_of(p)) for p in pair)
         raise ConfigError(
             f"parameter {second!r} is shared with {first!r}, which another FSDP2 group manages: each would train a copy "
             "of its own. For tied parameters, use fully_shard([module_a, module_b]) to place them in one group."
@@ -158,7 +159,7 @@ def _select_by_public_names(model: nn.Module, config: CommFuseConfig, out: Selec
             why = "fuse='never'" if config.fuse == "never" else f"adoption is not possible: {out.missing}"
             if config.fuse != "never" and module_obstacle(name, module, parents.get(id(module)), config) is None:
                 why += "; commfuse_dp.claim(model) before fully_shard would serve this layer"
-            out.left.append(Left(_full(name, param_name), users[id(param)], param, holder, why))
+            out.left.append(Left(full_name(name, param_name), users[id(param)], param, holder, why))
             foreign = _foreign_publicly(param, out)
             if foreign is not None:
                 out.foreign[id(holder)] = foreign
@@ -180,10 +181,6 @@ def _select_claims(model: nn.Module, config: CommFuseConfig, out: Selection) -> 
             out.claims.append((name, layer))
         else:
             out.plain.append((name, layer, why))
-
-
-def _full(name: str, param_name: str) -> str:
-    return f"{name}.{param_name}" if name else param_name
 
 
 def _foreign(group: Any, out: Selection) -> str | None:

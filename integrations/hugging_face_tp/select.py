@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from commfuse_dp.integrations.attach.rules import original_type
+from commfuse_dp.integrations.attach.rules import full_name, original_type
 from commfuse_dp.integrations.hugging_face_tp import compat
 from commfuse_dp.integrations.hugging_face_tp.compat import COLUMN, REPLICATED, ROW, HuggingFaceStyle
 from commfuse_dp.integrations.hugging_face_tp.key_heads import KeyHeads, key_heads_of
@@ -142,7 +142,7 @@ def _take_stack(name: str, stack: nn.ModuleList, config: CommFuseConfig, tree: T
         prefix = name.rpartition(".")[0]
         for inner, child in owner.named_children():
             if child is not stack and any(True for _ in child.parameters(recurse=False)) and not _styled_inside(child):
-                _take_norm(f"{prefix}.{inner}" if prefix else inner, child, out)
+                _take_norm(full_name(prefix, inner), child, out)
 
 
 def _layer(

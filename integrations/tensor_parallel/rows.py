@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from commfuse_dp.integrations.attach.report import ParameterRow, Path
+from commfuse_dp.integrations.attach.rules import full_name
 from torch import nn
 
 _UNKNOWN = "no style of tensor parallelism that moves a sequence was applied to it"
@@ -12,7 +13,7 @@ _UNKNOWN = "no style of tensor parallelism that moves a sequence was applied to 
 
 def module_rows(name: str, module: nn.Module, path: Path, reason: str) -> list[ParameterRow]:
     return [
-        ParameterRow(f"{name}.{inner}" if name else inner, path, reason, param.numel())
+        ParameterRow(full_name(name, inner), path, reason, param.numel())
         for inner, param in module.named_parameters(recurse=False)
     ]
 

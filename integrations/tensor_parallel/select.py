@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 from commfuse_dp.integrations.attach.forwards import own_class
-from commfuse_dp.integrations.attach.rules import excluded, form_of, original_type
+from commfuse_dp.integrations.attach.rules import excluded, form_of, full_name, original_type
 from commfuse_dp.integrations.hugging_face_tp.compat import sharded
 from commfuse_dp.integrations.tensor_parallel import compat
 from commfuse_dp.integrations.tensor_parallel.compat import COLUMN, INPUT, ROW, SEQUENCE, Style
@@ -127,7 +127,7 @@ def _take_input(holder: Member, config: CommFuseConfig, tree: Tree, out: Selecti
     name, module, style = holder.name, holder.module, holder.style
     gathered = [at for at, pair in enumerate(zip(style.inputs, style.wanted, strict=True)) if _is_gather(*pair)]
     members = [
-        Member(f"{name}.{inner}" if name else inner, child, column)
+        Member(full_name(name, inner), child, column)
         for inner, child in _inside(module, tree)
         for column in tree.styles[id(child)]
         if column.kind == COLUMN and _is_replicated(column.inputs)

@@ -115,8 +115,7 @@ def _prepare(model: nn.Module, config: CommFuseConfig | None) -> tuple[CommFuseC
     check_absent(model, TENSOR_ATTACHMENT)
     check_exclude(model, config)
     selection = select_hugging_face(model, config) if sharded(model) else select(model, config)
-    lost = [f"{name} ({why})" for name, why in selection.left.items() if _is_linear(model.get_submodule(name))]
-    require_fused(config, lost)
+    require_fused(config, (f"{name} ({why})" for name, why in selection.left.items() if _is_linear(model.get_submodule(name))))
     return config, selection
 
 

@@ -33,10 +33,20 @@ def _silent(text: str) -> None:
     "what", [["--keep", "--variants", "zero1,zero1-commfuse,zero2-commfuse-deferred"], ["--variants", "zero3-commfuse"]]
 )
 def test_variants_of_deepspeed_run(what: list[str], tmp_path: Path) -> None:
-    target = tmp_path / "run.json"
-    small = ["--steps", "1", "--rounds", "1", "--warmup", "1", "--search-rounds", "0", "--tokens", "16"]
-    done = subprocess.run([sys.executable, SCRIPT, *small, *what, "--json", str(target)], capture_output=True, text=True)
+    """Also where a rank that was killed while DeepSpeed compiled has left the lock of its op behind."""
+    target, lock = tmp_path / "run.json", tmp_path / "extensions" / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    small = ["--steps", "1", "--rounds", "1", "--warmup", "1", "--search-rounds", "0", "--tokens", "16", "--timeout", "300"]
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *small, *what, "--json", str(target)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")},
+        timeout=400,
+    )
     assert done.returncode == 0, done.stderr
+    assert [path.name for path in lock.parent.iterdir()] == ["lock"]  # nothing was compiled
     assert set(json.loads(target.read_text())["cases"][0]["summary"]["variants"]) == set(what[-1].split(","))
 
 

@@ -27,9 +27,9 @@ import socket
 import struct
 import termios
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from commfuse_dp.transport.tcp.links import COLLECTIVE_LANE, Link
+from commfuse_dp.transport.tcp.links import Link
 
 UNSENT_BYTES = 128 << 10
 PATIENCE_S = 0.1
@@ -51,46 +51,45 @@ class Turns:
 
     def keeps(self, link: Link) -> bool:
         """Whether a link without a frame under way goes on with its next one."""
-        own = link.next_up()
-        if own is None or len(self._links) == 1:
-            return own is not None
-        if link.next_is_empty():
-            return True
-        older = self._waiting(own)
-        if own[0] == COLLECTIVE_LANE:
-            return link is self._holder and not older
-        holder = self._holder
-        return (holder is None or holder is link or not holder.sends_collective()) and not _first_collective(older)
+        if len(self._links) == 1 or link.next_up() is None or link.next_is_empty():
+            return link.next_up() is not None
+        leader = self._leader(self._ready())
+        return leader is None or (link is leader and link is self._holder)
 
     def whose(self) -> Link | None:
         """The link that may be written to next."""
         if len(self._links) == 1:
             return self._links[0] if self._links[0].open and not self._links[0].idle() else None
-        holder, waiting = self._holder, self._waiting()
-        self.patience = PATIENCE_S if holder is not None and waiting else None
-        for link in waiting:
-            if link.next_is_empty():
-                return link
-        if not waiting:
+        holder, ready = self._holder, self._ready()
+        others_wait = any(link is not holder for link in ready)
+        self.patience = PATIENCE_S if holder is not None and others_wait else None
+        if not others_wait:
             self._taken = -1  # the time in which nobody waits does not count
-        first = _first_collective(waiting)
-        if holder is not None:
-            if holder.open and holder.sends_collective() and (holder.under_way() or self.keeps(holder)):
-                self._stay()
-                if not (waiting and holder.writing and self._stuck(holder)):
-                    return holder
-                self._holder = None
-            elif first is not None and holder.open and not self._has_left(holder):
-                return None
-        if first is not None:
-            self._stay()
-            self._holder, self._taken = first, -1
-            return first
-        # Parameters and gradients. A holder stays one: what it was given last may not have left when the next collective comes.
+        for link in ready:
+            if link.next_is_empty() and not link.writing:
+                return link
+        leader = self._leader(ready)
+        if leader not in (None, holder) and holder is not None and holder.open and not self._has_left(holder):
+            return None
         self._stay()
-        if holder is not None and holder.open and not holder.writing and (own := holder.next_up()) is not None:
-            waiting[holder] = own
-        return min(waiting, key=waiting.get, default=None)  # type: ignore[arg-type]
+        if leader is None:  # A holder stays one: what it was given last may not have left when the next collective comes.
+            return min(ready, key=Link.next_up, default=None)  # type: ignore[arg-type]
+        if leader is not holder:
+            self._holder, self._taken = leader, -1
+        elif others_wait and leader.writing and self._stuck(leader):
+            self._holder = None
+            return self.whose()
+        return leader
+
+    def _ready(self) -> list[Link]:
+        """Links that have something to send, and are not in the middle of a frame."""
+        return [link for link in self._links if link.open and not link.under_way() and link.next_up() is not None]
+
+    def _leader(self, ready: Sequence[Link]) -> Link | None:
+        """Whose collective goes now: the holder's, if a frame is under way there, else the oldest."""
+        if self._holder is not None and self._holder.under_way() and self._holder.sends_collective():
+            return self._holder
+        return min((link for link in ready if link.sends_collective()), key=Link.next_up, default=None)  # type: ignore[arg-type]
 
     def _has_left(self, holder: Link) -> bool:
         """Of what it was given for its turn, the kernel has sent so much that the turn may pass on."""
@@ -110,28 +109,12 @@ class Turns:
                 limit_unsent(self._holder.sock, self._holder.pace.queue_bytes)
                 self._watch(self._holder, self._holder.under_way())
 
-    def _waiting(self, before: tuple[int, int] | None = None) -> dict[Link, tuple[int, int]]:
-        """Other links that have something to send, and have not lost their turn in the middle of it; with their `next_up`.
-        before: of higher priority than this, or older."""
-        found = {}
-        for link in self._links:
-            if link is not self._holder and link.open and not link.writing:
-                theirs = link.next_up()
-                if theirs is not None and (before is None or theirs < before):
-                    found[link] = theirs
-        return found
-
     def _stuck(self, holder: Link) -> bool:
         """The peer has acknowledged nothing for PATIENCE_S."""
         taken, now = holder.written - unacknowledged(holder.sock), time.monotonic()
         if taken != self._taken:
             self._taken, self._since = taken, now
         return now - self._since >= PATIENCE_S
-
-
-def _first_collective(waiting: Mapping[Link, tuple[int, int]]) -> Link | None:
-    first = min(waiting, key=waiting.get, default=None)  # type: ignore[arg-type]
-    return first if first is not None and waiting[first][0] == COLLECTIVE_LANE else None
 
 
 def limit_unsent(sock: socket.socket, nbytes: int) -> None:

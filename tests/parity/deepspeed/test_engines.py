@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -310,3 +311,17 @@ def test_bytes(workers, stage, dtype):
                 assert total <= 1.03 * 3 * (4 * 96 * 96 + 11 * 97), (total, moved)
             assert total <= 1.03 * result.minimum, (total, result.minimum, moved)
             assert total >= 0.6 * result.minimum, (total, result.minimum, moved)
+
+
+def frozen_bytes(rank: int, world_size: int) -> list[Result]:
+    """Without and with layers that have no backward. The window holds one slice."""
+    case = Case(settings(3), make=Wide, block={"prefetch_bytes": 4 * 96 * 96 // 2}, steps=3)
+    case.before = lambda engine, step: dist.barrier()
+    freeze = lambda model: model.layers[:2].requires_grad_(False)  # noqa: E731
+    return [run(rank, world_size, replace(case, prepare=prepare), fused=True) for prepare in (case.prepare, freeze)]
+
+
+def test_a_layer_before_which_nothing_is_trained_is_gathered_once(workers):
+    for results in workers(2).run(frozen_bytes, timeout=60):
+        moved = [result.steps[1].param_bytes_received + result.steps[1].grad_bytes_received for result in results]
+        assert moved[0] - moved[1] == pytest.approx(results[0].minimum - results[1].minimum, rel=0.01)

@@ -187,15 +187,23 @@ def test_after_remove_nothing_of_ours_is_left(workers):
     workers(2).run(removed_equals_stock_bitwise)
 
 
-def bytes_of_a_step(rank: int, world_size: int, keep: bool) -> None:
+def freeze_first(model: ByteModel) -> None:
+    """What has no backward then."""
+    for part in (model.embedding, model.layers[0]):
+        part.requires_grad_(False)
+
+
+def bytes_of_a_step(rank: int, world_size: int, keep: bool, freeze: bool = False) -> None:
     """Widths of whole cache lines on every rank, so that no padding travels; the vocabulary's 11 rows are uneven anyway."""
     width, hidden = 16 * world_size, 32 * world_size
-    with Twin(lambda: ByteModel(width, hidden, 2), reshard_after_forward=not keep) as twin:
+    prepare = freeze_first if freeze else lambda model: None
+    with Twin(lambda: ByteModel(width, hidden, 2), prepare=prepare, reshard_after_forward=not keep) as twin:
         twin.step()
         one = twin.counted(twin.step)
         weights = [p.numel() - local(p).numel() for p in twin.fused.parameters()]
-        fused = [p.numel() - local(p).numel() for n, p in twin.fused.named_parameters() if twin.paths[n] == "fused"]
-        owed = sum(local(p).numel() for p in twin.fused.parameters()) * (world_size - 1)
+        trained = [(name, param) for name, param in twin.fused.named_parameters() if param.requires_grad]
+        fused = [param.numel() - local(param).numel() for name, param in trained if twin.paths[name] == "fused"]
+        owed = sum(local(param).numel() for _, param in trained) * (world_size - 1)
         # Both passes of a fused layer read the weights where they lie; what is gathered whole is gathered once.
         assert one.param_bytes_received == 4 * (sum(weights) + sum(fused)), one
         assert one.grad_bytes_received == 4 * owed, one
@@ -208,6 +216,10 @@ def bytes_of_a_step(rank: int, world_size: int, keep: bool) -> None:
 @pytest.mark.parametrize("world_size", [slow(2), 3])
 def test_bytes_of_a_step_are_the_minimum(workers, world_size):
     workers(world_size).run(bytes_of_a_step, False)
+
+
+def test_a_layer_before_which_nothing_is_trained_is_gathered_once(workers):
+    workers(3).run(bytes_of_a_step, False, True)
 
 
 def bytes_kept(rank: int, world_size: int) -> None:
