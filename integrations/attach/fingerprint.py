@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from commfuse_dp.integrations.attach.ranks import Ranks
+from commfuse_dp.integrations.attach.report import Path
 from torch import nn
 
 from commfuse_dp.config import CommFuseConfig
@@ -26,26 +29,49 @@ def describe(model: nn.Module, config: CommFuseConfig) -> list[tuple[str, str]]:
     return facts
 
 
-def check_same_left(left: Mapping[str, str], group: dist.ProcessGroup) -> None:
-    """Collective. left: name -> why it stays with the framework. Raises MismatchError on every rank if one can serve what
-    another cannot: they would wait for each other in the first step."""
-    everyone = exchange_of(group)(dict(left))
+def check_same_left(
+    left: Mapping[str, tuple[Path, str]], facts: Sequence[tuple[str, str]], groups: Sequence[dist.ProcessGroup]
+) -> None:
+    """Collective over all of these groups. left: module -> what becomes of it instead of being served, and why. Raises
+    MismatchError on every rank if ranks differ in that: they would wait for each other in the first step, or take one layer
+    for another. facts: what else must be equal on all ranks; if that is not, the error says that."""
+    for number, group in enumerate(groups):
+        compared = functools.partial(_check_same_left, dict(left), list(facts), group)
+        Ranks([group, *groups[:number], *groups[number + 1 :]]).together(compared)
+
+
+def _check_same_left(left: dict[str, tuple[Path, str]], facts: list[tuple[str, str]], group: dist.ProcessGroup) -> None:
+    everyone = exchange_of(group)((facts, left))
     numbers = dist.get_process_group_ranks(group)
-    common = set.intersection(*map(set, everyone))
-    for rank, found in zip(numbers, everyone, strict=True):
-        for name, why in found.items():
-            if name not in common:
-                others = [number for number, other in zip(numbers, everyone, strict=True) if name not in other]
-                raise MismatchError(
-                    f"rank {rank} cannot serve {name!r} ({why}), but rank {others[0]} can. Mend that, or leave it to the "
-                    f"framework on all ranks: exclude=({name!r},)"
-                )
+    ranks = list(zip(numbers, [found for _, found in everyone], strict=True))
+    differences = [
+        (rank, name, path, why, other, theirs.get(name))
+        for rank, found in ranks
+        for name, (path, why) in found.items()
+        for other, theirs in ranks
+        if name not in theirs or theirs[name][0] != path
+    ]
+    if not differences:
+        return
+    _compare([facts for facts, _ in everyone], numbers)
+    rank, name, path, why, other, instead = min(differences, key=lambda found: found[-1] is not None)
+    if instead is None:
+        raise MismatchError(
+            f"rank {rank} cannot serve {name!r} ({why}), but rank {other} can. Mend that, or leave it to the framework on all "
+            f"ranks: exclude=({name!r},)"
+        )
+    raise MismatchError(
+        f"rank {rank} takes the path {path!r} for {name!r} ({why}), but rank {other} {instead[0]!r} ({instead[1]}). Mend that: "
+        "all ranks must communicate alike."
+    )
 
 
 def check_equal(facts: list[tuple[str, str]], group: dist.ProcessGroup) -> None:
     """Collective. Raises MismatchError on every rank, naming the first difference and who has what."""
-    everyone = exchange_of(group)(facts)
-    numbers = dist.get_process_group_ranks(group)
+    _compare(exchange_of(group)(facts), dist.get_process_group_ranks(group))
+
+
+def _compare(everyone: Sequence[list[tuple[str, str]]], numbers: Sequence[int]) -> None:
     for rank, other in zip(numbers, everyone, strict=True):
         if other == everyone[0]:
             continue

@@ -19,7 +19,7 @@ from commfuse_dp.integrations.attach.attachment import (
     gathered,
     remove_from,
 )
-from commfuse_dp.integrations.attach.fingerprint import check_equal
+from commfuse_dp.integrations.attach.fingerprint import check_equal, check_same_left
 from commfuse_dp.integrations.attach.forwards import nothing, whole_function
 from commfuse_dp.integrations.attach.linears import LinearForm, looks_linear
 from commfuse_dp.integrations.attach.ranks import Ranks
@@ -68,10 +68,12 @@ def apply_to_engine(engine: Any, config: CommFuseConfig) -> Report:
         return _stock(engine, config, obstacle)
     group = compat.group_of(engine)
     ranks = Ranks([group])
-    check_equal(ranks.together(lambda: _facts(engine, config)), group)
+    facts = ranks.together(lambda: _facts(engine, config))
+    check_equal(facts, group)
     if not config.enabled:
         return _stock(engine, config, "enabled=false")
     selection, units = ranks.together(lambda: _prepare(engine, config, group))
+    check_same_left(selection.unserved, facts, [group])
 
     def install(attachment: Attachment) -> Report:
         _open(attachment, engine, units, config, group)

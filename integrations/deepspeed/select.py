@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.attach.linears import LinearForm
+from commfuse_dp.integrations.attach.report import Path
 from commfuse_dp.integrations.attach.rules import form_of, full_name, how_computed, module_obstacle, tensor_obstacle
 from commfuse_dp.integrations.deepspeed import compat, flat_compat
 from torch import nn
@@ -29,6 +30,12 @@ class Layer(NamedTuple):
 class Selection(NamedTuple):
     layers: list[Layer]
     left: dict[str, tuple[nn.Parameter, str]]  # parameter -> reason
+
+    @property
+    def unserved(self) -> dict[str, tuple[Path, str]]:
+        """Module whose weight stays with DeepSpeed -> why."""
+        parts = ((*name.rpartition("."), why) for name, (_, why) in self.left.items())
+        return {module: ("stock", why) for module, _, param, why in parts if param == "weight"}
 
 
 def select(engine: Any, config: CommFuseConfig, group: dist.ProcessGroup, device: torch.device) -> Selection:

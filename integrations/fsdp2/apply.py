@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.attach.attachment import Attachment, attach, check_absent, engine_of, fused, gathered, remove_from
-from commfuse_dp.integrations.attach.fingerprint import check_equal, describe
+from commfuse_dp.integrations.attach.fingerprint import check_equal, check_same_left, describe
 from commfuse_dp.integrations.attach.forwards import whole_function
 from commfuse_dp.integrations.attach.linears import looks_linear
 from commfuse_dp.integrations.attach.ranks import Ranks
@@ -50,12 +50,15 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None, *, tensor_laye
     Raises ConfigError (wrong settings, apply() twice or before fully_shard), MismatchError (ranks differ), TransportError.
     """
     groups = groups_of(model)
-    config, selection = Ranks(groups).together(lambda: _prepare(model, config, tensor_layers))
-    ranks = Ranks([selection.shard_group, selection.replicate_group, *groups])
-    if selection.shard_group is not None:
-        group, served = selection.shard_group, config
+    config, selection, facts = Ranks(groups).together(lambda: _prepare(model, config, tensor_layers))
+    # Where it is off, what would be served does not matter; ranks where it is on leave other things.
+    left: dict[str, tuple[Path, str]] = selection.unserved if config.enabled else {"": ("stock", "enabled=False")}
+    check_same_left(left, facts, groups)
+    ranks = Ranks([selection.shard_group, selection.replicate_group, *groups] if config.enabled else groups)
+    if selection.shard_group is not None and config.enabled:
+        group = selection.shard_group
         claims = ", ".join(f"{name} ({layer.policy})" for name, layer in selection.claims) or "none"
-        ranks.together(lambda: check_equal([*describe(model, served), ("claimed layers", claims)], group))
+        ranks.together(lambda: check_equal([*facts, ("claimed layers", claims)], group))
     untouched = ranks.together(lambda: _begin(model, selection, config))
     if untouched is not None:
         return untouched
@@ -86,7 +89,7 @@ def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
 
 def _prepare(
     model: nn.Module, config: CommFuseConfig | None, tensor_layers: Sequence[TensorLayer]
-) -> tuple[CommFuseConfig, Selection]:
+) -> tuple[CommFuseConfig, Selection, list[tuple[str, str]]]:
     config = resolved(config)
     check_absent(model)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -95,7 +98,7 @@ def _prepare(
             "for layer in model.layers: fully_shard(layer); fully_shard(model); commfuse_dp.apply(model)"
         )
     check_exclude(model, config)
-    return config, select(model, config, {id(layer.module): layer for layer in tensor_layers})
+    return config, select(model, config, {id(layer.module): layer for layer in tensor_layers}), describe(model, config)
 
 
 def _reshard(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from commfuse_dp.integrations.attach.report import Path
 from commfuse_dp.integrations.attach.rules import excluded, form_of, full_name, module_obstacle, tensor_obstacle
 from commfuse_dp.integrations.fsdp2 import compat
 from commfuse_dp.integrations.fsdp2.claim import ClaimedLayer, claimed_layer, holders
@@ -54,6 +55,15 @@ class Selection:
     replicate_group: dist.ProcessGroup | None = None
     groups: list[tuple[nn.Module, Any]] = field(default_factory=list)
     foreign: dict[int, str] = field(default_factory=dict)  # id(group) -> why the engine cannot serve this group at all
+
+    @property
+    def unserved(self) -> dict[str, tuple[Path, str]]:
+        """Module -> what becomes of its parameters instead, and why."""
+        found: dict[str, tuple[Path, str]] = {name: ("plain", why) for name, _, why in self.plain}
+        for item in self.left:
+            foreign = self.foreign.get(id(item.group))
+            found[item.name.rpartition(".")[0]] = ("hooks", item.reason) if foreign is None else ("stock", foreign)
+        return found
 
 
 def select(model: nn.Module, config: CommFuseConfig, layers: Mapping[int, TensorLayer]) -> Selection:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 
 import torch
@@ -58,10 +57,9 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     """
     autohook.forget(model)
     groups = groups_of(model)
-    config, selection = Ranks(groups).together(lambda: _prepare(model, config))
-    for number, each in enumerate(groups):
-        left = functools.partial(check_same_left, selection.unserved, each)
-        Ranks([each, *groups[:number], *groups[number + 1 :]]).together(left)
+    config, selection, facts = Ranks(groups).together(lambda: _prepare(model, config))
+    unserved = selection.unserved if config.enabled else {"": "enabled=False"}  # ranks where it is on leave other things
+    check_same_left({name: ("stock", why) for name, why in unserved.items()}, facts, groups)
     group, served = selection.group, config
     ranks = Ranks([group, *groups])
     before, transaction = attachment_of(model), Transaction()
@@ -69,7 +67,7 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     transaction.on_undo(lambda: remove_fsdp2(model) if attachment_of(model) is not before else None)
     try:
         if group is not None and config.enabled:
-            ranks.together(lambda: check_equal(describe(model, served), group))
+            ranks.together(lambda: check_equal(facts, group))
             report = attach(model, ranks, lambda found: _attach(found, model, selection, served), TENSOR_ATTACHMENT)
         else:
             reason = "no layer that can be served" if config.enabled else "enabled=False"
@@ -110,13 +108,13 @@ def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     return list(found.values())
 
 
-def _prepare(model: nn.Module, config: CommFuseConfig | None) -> tuple[CommFuseConfig, Selected]:
+def _prepare(model: nn.Module, config: CommFuseConfig | None) -> tuple[CommFuseConfig, Selected, list[tuple[str, str]]]:
     config = resolved(config)
     check_absent(model, TENSOR_ATTACHMENT)
     check_exclude(model, config)
     selection = select_hugging_face(model, config) if sharded(model) else select(model, config)
     require_fused(config, (f"{name} ({why})" for name, why in selection.left.items() if _is_linear(model.get_submodule(name))))
-    return config, selection
+    return config, selection, describe(model, config)
 
 
 def _is_linear(module: nn.Module) -> bool:

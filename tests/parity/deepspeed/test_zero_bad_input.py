@@ -88,6 +88,26 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
+def unlike(rank: int, world_size: int, stage: int) -> str:
+    """Rank 1 cannot serve what rank 0 can."""
+
+    def replace(model: Any) -> None:
+        if rank == 1:
+            up = model.blocks[1].up
+            up.forward = lambda x: type(up).forward(up, x)
+
+    with pytest.raises(MismatchError) as caught, started(rank, world_size, Case(settings(stage), prepare=replace), fused=True):
+        pass
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_layer_that_one_rank_cannot_serve(workers, stage):
+    for message in workers(2).run(unlike, stage, timeout=30):
+        for part in ("rank 1 cannot serve 'blocks.1.up' (the forward of this", "rank 0 can", "exclude=('blocks.1.up',)"):
+            assert part in message, message
+
+
 def different(rank: int, world_size: int, name: str, stage: int) -> str:
     case = Case(settings(stage), block=DIFFERENT[name][rank])
     with pytest.raises(MismatchError) as caught, started(rank, world_size, case, fused=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import socket
@@ -136,6 +137,41 @@ def test_ranks_that_differ_are_refused_on_all_ranks(workers, what, wanted):
     assert texts[0] == texts[1]
     for part in [*wanted, "rank 0", "rank 1", "same"]:
         assert part in texts[0]
+
+
+def unlike(rank: int, world_size: int, what: str) -> str:
+    """Rank 1 cannot serve what rank 0 can."""
+    before = leftovers()
+    net = pair.build()
+    if rank == 1 and what == "forward":
+        net.blocks[1].up.forward = functools.partial(nn.Linear.forward, net.blocks[1].up)
+    for block in [*net.blocks, net] if rank == 1 and what == "everything" else [net.blocks[1]] if rank == 1 else []:
+        if what != "forward":
+            block.set_all_reduce_hook(lambda gradient: None)
+    with pytest.raises(MismatchError) as error:
+        commfuse_dp.apply(net, pair.config(fuse="never" if what == "collectives" else "auto"))
+    text = str(error.value)
+    commfuse_dp.apply(net, pair.config(enabled=False))  # what nobody serves may differ
+    del net, error
+    assert_nothing_left(before)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("what", "wanted"),
+    [
+        ("forward", ["cannot serve 'blocks.1.up'", "forward of this Linear was replaced", "can.", "exclude=('blocks.1.up',)"]),
+        ("group", ["cannot serve 'blocks.1.norm'", "an all-reduce hook", "can."]),
+        ("everything", ["cannot serve 'embedding'", "an all-reduce hook", "can."]),
+        ("collectives", ["'hooks' for 'blocks.1.norm' (fuse='never')", "'stock' (an all-reduce hook"]),
+    ],
+)
+def test_what_one_rank_cannot_serve_is_refused_on_all_ranks(workers, what, wanted):
+    workers(2).run(_meet)
+    texts = workers(2).run(unlike, what, timeout=30)
+    assert texts[0] == texts[1]
+    for part in [*wanted, "rank 0", "rank 1"]:
+        assert part in texts[0], texts[0]
 
 
 def _meet(rank: int, world_size: int) -> None:
