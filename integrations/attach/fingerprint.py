@@ -29,6 +29,9 @@ def describe(model: nn.Module, config: CommFuseConfig) -> list[tuple[str, str]]:
     return facts
 
 
+OFF: Mapping[str, tuple[Path, str]] = {"(all of it)": ("stock", "enabled=False")}  # for `check_same_left`: no module's name
+
+
 def check_same_left(
     left: Mapping[str, tuple[Path, str]], facts: Sequence[tuple[str, str]], groups: Sequence[dist.ProcessGroup]
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.attach.attachment import Attachment, attach, check_absent, engine_of, fused, gathered, remove_from
-from commfuse_dp.integrations.attach.fingerprint import check_equal, check_same_left, describe
+from commfuse_dp.integrations.attach.fingerprint import OFF, check_equal, check_same_left, describe
 from commfuse_dp.integrations.attach.forwards import whole_function
 from commfuse_dp.integrations.attach.linears import looks_linear
 from commfuse_dp.integrations.attach.ranks import Ranks
@@ -51,9 +51,8 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None, *, tensor_laye
     """
     groups = groups_of(model)
     config, selection, facts = Ranks(groups).together(lambda: _prepare(model, config, tensor_layers))
-    # Where it is off, what would be served does not matter; ranks where it is on leave other things.
-    left: dict[str, tuple[Path, str]] = selection.unserved if config.enabled else {"": ("stock", "enabled=False")}
-    check_same_left(left, facts, groups)
+    check_same_left(selection.unserved if config.enabled else OFF, facts, groups)
+    # Switched off, ranks may differ in what could be served, and so in the group that would serve it.
     ranks = Ranks([selection.shard_group, selection.replicate_group, *groups] if config.enabled else groups)
     if selection.shard_group is not None and config.enabled:
         group = selection.shard_group

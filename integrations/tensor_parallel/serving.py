@@ -7,10 +7,10 @@ import logging
 import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.attach.attachment import Attachment, attach, attachment_of, check_absent, remove_from
-from commfuse_dp.integrations.attach.fingerprint import check_equal, check_same_left, describe
+from commfuse_dp.integrations.attach.fingerprint import OFF, check_equal, check_same_left, describe
 from commfuse_dp.integrations.attach.forwards import SERVICE, TENSOR_ATTACHMENT, Service, serve
 from commfuse_dp.integrations.attach.ranks import Ranks, any_of
-from commfuse_dp.integrations.attach.report import ParameterRow, Report
+from commfuse_dp.integrations.attach.report import ParameterRow, Path, Report
 from commfuse_dp.integrations.attach.root import follow_forward
 from commfuse_dp.integrations.attach.rules import check_exclude, original_type, require_fused
 from commfuse_dp.integrations.attach.transaction import Transaction
@@ -58,8 +58,8 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     autohook.forget(model)
     groups = groups_of(model)
     config, selection, facts = Ranks(groups).together(lambda: _prepare(model, config))
-    unserved = selection.unserved if config.enabled else {"": "enabled=False"}  # ranks where it is on leave other things
-    check_same_left({name: ("stock", why) for name, why in unserved.items()}, facts, groups)
+    unserved: dict[str, tuple[Path, str]] = {name: ("stock", why) for name, why in selection.unserved.items()}
+    check_same_left(unserved if config.enabled else OFF, facts, groups)
     group, served = selection.group, config
     ranks = Ranks([group, *groups])
     before, transaction = attachment_of(model), Transaction()
