@@ -50,7 +50,9 @@ def _trained(rank: int, n: int, kind: str, sizes: dict[str, Any], loading: dict[
     with saved(kind, **sizes) as path:
         whole, stock, model = load(path, **loading), load(path, n, **loading), load(path, n, **loading)
     wanted = train(whole.train(), 20)
-    tolerance = 1e-6 if kind == "gemma3_text" else 1e-8  # its norms compute in float32
+    # Its norms compute in float32: another order of summation before them is another rounding to 1.2e-7, and 20 steps of AdamW
+    # make up to 1.1e-6 of that on the processors tried. A gradient that lacks a term is off by 1e-3 and more.
+    tolerance = 4e-6 if kind == "gemma3_text" else 1e-8
     alike(train(stock.train(), 20), wanted, tolerance)
     with applied(model, **settings) as report:
         assert {row.path for row in report.rows} == {"column", "row", "stock"}
