@@ -91,9 +91,7 @@ class Step(NamedTuple):
     owner: Owner | None
     terms: tuple[int, ...] = ()  # pieces that it uses
     own: int = 0  # which term is this rank's own
-    wide: torch.dtype | None = (
-        None  # what is added up in, if the terms have one dtype and all but the own come from other ranks
-    )
+    wide: torch.dtype | None = None  # of the sum, if its terms have one dtype and all but the own one come from other ranks
 
 
 class BoundProgram:

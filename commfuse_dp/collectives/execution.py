@@ -178,9 +178,7 @@ class Execution:
                 out = buffer
                 if given is not None:  # by the user, who may have given anything
                     wide = None
-                elif (
-                    wide is not None
-                ):  # it is this rank's own, or lies in the inbox; other ranks' are flat: `BoundProgram.shapes`
+                elif wide is not None:  # this rank's own, or in the inbox; those of others are flat: see `BoundProgram.shapes`
                     out, partials[own] = buffer.view(-1), partials[own].view(-1)
                 divisor = divisor if bound.pieces[piece].origin == TOTAL else None
                 sum_in_rank_order(out, partials, own_rank=own, scale_divisor=divisor, wide=wide)

@@ -143,10 +143,7 @@ class GradientStream:
                 found[dst, index] = buffer
         for item in scatter.bound.geometry.slices[self._rank]:
             found[self._rank, item.index] = self.reserve(scatter, item)
-        buffers = []
-        for item in items:
-            buffers.append(found[item.owner, item.index])
-        return buffers
+        return [found[item.owner, item.index] for item in items]
 
     def produce(self, scatter: Scatter, item: UnitSlice, produce: Produce) -> None:
         """Have the partial of one slice computed where it belongs, and send it. Blocks while its owner has no free slot."""

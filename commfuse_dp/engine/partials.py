@@ -67,17 +67,14 @@ class PartialGradients:
         """target = what earlier microbatches have accumulated + what is produced now."""
         with self._beside(item, produce) as produced:
             new = {(piece.part, piece.row_start, piece.column_start): piece.tensor for piece in produced}
-            self._join(target, new)
-
-    def _join(self, target: Sequence[Piece], new: dict[tuple[int, int, int], torch.Tensor]) -> None:
-        for piece in target:
-            earlier, now = self._earlier(piece), new.get((piece.part, piece.row_start, piece.column_start))
-            if earlier is None or now is None:  # a part that is trained only now, or no more
-                found = earlier if earlier is not None else now
-                assert found is not None
-                piece.tensor.copy_(found)
-            else:
-                torch.add(earlier, now, out=piece.tensor)
+            for piece in target:
+                earlier, now = self._earlier(piece), new.get((piece.part, piece.row_start, piece.column_start))
+                if earlier is None or now is None:  # a part that is trained only now, or no more
+                    found = earlier if earlier is not None else now
+                    assert found is not None
+                    piece.tensor.copy_(found)
+                else:
+                    torch.add(earlier, now, out=piece.tensor)
 
     def _earlier(self, piece: Piece) -> torch.Tensor | None:
         assert self._accumulated is not None
