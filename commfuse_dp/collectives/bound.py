@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
+from commfuse_dp.collectives.exchanges import Side, exchanges_of, ways_of
 from commfuse_dp.collectives.summation import wide_dtype
 from commfuse_dp.program.layout import Slice, Tensor
 from commfuse_dp.program.operations import TOTAL, Consume, Link, Piece, Problem, Produce, Program, Receive, Reduce, Send
-from commfuse_dp.transport.one_sided.ring import ALIGNMENT
+from commfuse_dp.transport.one_sided.ring import ALIGNMENT, align
 
 ALL = slice(None)  # of a tensor: no view of it is needed
 
@@ -97,8 +99,8 @@ class Step(NamedTuple):
 class BoundProgram:
     """Raises ValueError if messages are too small for one element."""
 
-    def __init__(self, program: Program, rows: Sequence[Rows], limit: int) -> None:
-        self.rank = program.rank
+    def __init__(self, program: Program, rows: Sequence[Rows], limit: int, *, streams: bool = False) -> None:
+        self.rank, self.streams = program.rank, streams
         self._numbers: dict[Piece, int] = {}
         own = [self._number(piece) for piece in program.own_data]
         problems = {problem.tensor: problem for problem in program.problems}
@@ -124,8 +126,12 @@ class BoundProgram:
             return Step(self._number(Piece(op.output, op.slice)), False, None, terms, at, wide)
 
         self.own = tuple(own)
-        self.compute = tuple(map(step_of, program.compute_lane))
-        self.sums = tuple(tuple(map(step_of, lane)) for lane in program.reduce_lanes.values())
+        lane: Sequence[Produce | Consume | Reduce] = program.compute_lane
+        sums_beside: Sequence[Sequence[Reduce]] = tuple(program.reduce_lanes.values())
+        if streams:  # what is enqueued has one order
+            lane, sums_beside = [op for op in program.operations if isinstance(op, (Produce, Consume, Reduce))], ()
+        self.compute = tuple(map(step_of, lane))
+        self.sums = tuple(tuple(map(step_of, beside)) for beside in sums_beside)
         sums = [step for lane in (self.compute, *self.sums) for step in lane if step.owner is None]
         uses = Counter(self._number(op.piece) for op in program.operations if isinstance(op, (Send, Consume)))
         summed = {term for step in sums for term in step.terms if term not in uses}
@@ -153,8 +159,15 @@ class BoundProgram:
         )
         # Channels of one pair of ranks share its tags; their order is the same at both ends.
         channels = sorted({problem.tensor.channel for problem in program.problems})
-        self.outgoing = tuple(self._lane(link, lane, channels, limit) for link, lane in program.send_lanes.items())
-        self.incoming = tuple(self._lane(link, lane, channels, limit) for link, lane in program.receive_lanes.items())
+        ways = ways_of(program) if streams else None
+
+        def lane_of(link: Link, ops: Sequence[Send | Receive]) -> Lane:
+            first, step = channels.index(link.channel), len(channels)
+            numbers = [way.number for way in map(ways, ops)] if ways else range(first, first + step * len(ops), step)
+            return self._lane(link, ops, numbers, limit)
+
+        self.outgoing = tuple(lane_of(*of_link) for of_link in program.send_lanes.items())
+        self.incoming = tuple(lane_of(*of_link) for of_link in program.receive_lanes.items())
         self.passages_out = [len(lane.passages) for lane in self.outgoing]  # by lane
         self.passages_in = [len(lane.passages) for lane in self.incoming]
         self.sums_of = [len(lane) for lane in self.sums]
@@ -174,6 +187,39 @@ class BoundProgram:
             if self.uses[passage.piece] == 1 and passage.cuts is None
         }
 
+        if streams:
+            self._order_exchanges(program, limit)
+
+    def _order_exchanges(self, program: Program, limit: int) -> None:
+        """What streams go by: see exchanges.py and streams.py."""
+        ways = ways_of(program)
+
+        def side(program_lanes: Iterable[Sequence[Send | Receive]], lanes: Sequence[Lane]) -> list[Side]:
+            pairs = zip(program_lanes, lanes, strict=True)
+            return [([ways(op) for op in ops], [passage.sizes for passage in lane.passages]) for ops, lane in pairs]
+
+        out = side(program.send_lanes.values(), self.outgoing)
+        into = side(program.receive_lanes.values(), self.incoming)
+        self.looks_from = len(self.compute)
+        self.exchanges = exchanges_of(self.rank, program.world_size, out, into)
+        self.leaves_at: dict[int, int] = {}  # piece -> number of the first exchange with a part of it
+        self.here_after: dict[int, int] = {}  # piece that comes -> how many exchanges bring all of it
+        needed: Counter[int] = Counter()
+        for number, exchange in enumerate(self.exchanges):
+            needed[exchange.dst] += align(max(exchange.nbytes, 1))
+            if exchange.out is not None:
+                lane, at = exchange.out
+                self.leaves_at.setdefault(self.outgoing[lane].passages[at].piece, number)
+            if exchange.into is not None:
+                lane, at = exchange.into
+                self.here_after[self.incoming[lane].passages[at].piece] = number + 1
+        # Of a ring half may be lost to a gap at its end: PlaceRing.
+        self.room = limit // 2
+        self.tight = frozenset(dst for dst, nbytes in needed.items() if nbytes > self.room)
+        self.messages_before = tuple(
+            tuple(accumulate((len(passage.sizes) for passage in lane.passages), initial=0)) for lane in self.incoming
+        )
+
     def _first_sum(self) -> int:
         """Number of the operation before which a sum beside the compute lane may be made, if all has come."""
         made = {step.piece: number + 1 for number, step in enumerate(self.compute) if not step.consumes}
@@ -183,14 +229,14 @@ class BoundProgram:
     def _number(self, piece: Piece) -> int:
         return self._numbers.setdefault(piece, len(self._numbers))
 
-    def _lane(self, link: Link, lane: Sequence[Send | Receive], channels: list[str], limit: int) -> Lane:
-        passages, channel = [], channels.index(link.channel)
-        for at, op in enumerate(lane):
+    def _lane(self, link: Link, lane: Sequence[Send | Receive], numbers: Sequence[int], limit: int) -> Lane:
+        passages = []
+        for op, told in zip(lane, numbers, strict=True):
             number = self._number(op.piece)
             itemsize = self.dtypes[number].itemsize
             cuts = tuple(message_cuts(self.nbytes[number] // itemsize, itemsize, limit))
             sizes = tuple((stop - start) * itemsize for start, stop in cuts)
-            passages.append(Passage(number, at * len(channels) + channel, cuts if len(cuts) > 1 else None, sizes))
+            passages.append(Passage(number, told, cuts if len(cuts) > 1 else None, sizes))
         return Lane(link.peer, tuple(passages))
 
 
@@ -243,6 +289,14 @@ class Binder(dict[int, BoundProgram]):
     def __init__(self, program: Program, rows: tuple[Rows, ...]) -> None:
         super().__init__()
         self._program, self._rows = program, rows
+        self._on_streams: dict[int, BoundProgram] = {}
+
+    def on_streams(self, limit: int) -> BoundProgram:
+        """For a stream-ordered transport. Raises ValueError for an order that streams do not exchange in."""
+        found = self._on_streams.get(limit)
+        if found is None:
+            found = self._on_streams[limit] = BoundProgram(self._program, self._rows, limit, streams=True)
+        return found
 
     def __missing__(self, limit: int) -> BoundProgram:
         bound = self[limit] = BoundProgram(self._program, self._rows, limit)

@@ -114,10 +114,8 @@ class Execution:
             shard, at = self._bindings[bound.tensor[piece]].given, bound.given[piece]
             assert shard is not None and at is not None
             tensors[piece] = shard if at is ALL else shard[at]
-        if transport is not None and transport.device is not None:
-            self._announce(transport)
         looks_from = bound.looks_from  # see [Note: When to look]
-        if transport is None or not transport.in_place or transport.hosts is not None:
+        if transport is None or not (transport.in_place or bound.streams) or transport.hosts is not None:
             looks_from = 0
         if looks_from and bound.own:
             self._give_out()
@@ -183,7 +181,9 @@ class Execution:
                 divisor = divisor if bound.pieces[piece].origin == TOTAL else None
                 sum_in_rank_order(out, partials, own_rank=own, scale_divisor=divisor, wide=wide)
                 self._used(terms)
-        if inbox is not None:
+        if inbox is not None and bound.streams:
+            self._leave(bound.only_to[piece], inbox)
+        elif inbox is not None:
             assert transport is not None
             lane = bound.only_to[piece]
             peer, passages = bound.outgoing[lane]
@@ -253,12 +253,9 @@ class Execution:
         return torch.empty(self._bound.shapes[piece], dtype=self._bound.dtypes[piece], device=self._device)
 
     # ---- send and receive lanes --------------------------------------------------------------------------------------
-    def _announce(self, transport: Transport) -> None:
-        """Stream-ordered transports find messages by that."""
-        for peer, passages in self._bound.incoming:
-            for passage in passages:
-                for part, nbytes in enumerate(passage.sizes):
-                    transport.expect((peer,), Tag(CHANNEL_COLLECTIVE, self._call, passage.number, part), nbytes)
+    def _leave(self, lane: int, message: torch.Tensor) -> None:
+        """Send what was made in its place, on streams."""
+        raise NotImplementedError
 
     def _pump(self) -> None:
         """Take in what has arrived and send what is ready, as far as it goes without waiting."""
@@ -269,15 +266,16 @@ class Execution:
         if self._sent != self._bound.passages_out:
             self._give_out()
 
-    def _take(self, lane: int | None, until: int = -1) -> torch.Tensor | None:
-        """Receive messages of a lane for as long as there are some. until: or until this piece is complete, which is waited for
-        (lane None: until it is made). Other lanes are looked at only in the wait: each look costs a call."""
+    def _take(self, lane: int | None, until: int = -1, most: int = NO_LIMIT) -> torch.Tensor | None:
+        """Receive messages of a lane for as long as there are some, at most so many. until: or until this piece is complete,
+        which is waited for (lane None: until it is made). Other lanes are looked at only in the wait: a look costs a call."""
         bound, transport, received = self._bound, self._transport, self._received
         if lane is None:
             return self._await(until)
         assert transport is not None
         (source, passages), count = bound.incoming[lane], bound.passages_in[lane]
-        while (at := received[lane]) < count:
+        while (at := received[lane]) < count and most:
+            most -= 1
             piece, number, cuts, sizes = passages[at]
             part = self._received_parts[lane]
             tag = _tag((CHANNEL_COLLECTIVE, self._call, number, part))

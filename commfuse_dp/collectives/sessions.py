@@ -19,6 +19,7 @@ import torch.distributed as dist
 from commfuse_dp.collectives.bound import Binder
 from commfuse_dp.collectives.execution import NO_LIMIT, Bindings, Execution
 from commfuse_dp.collectives.steps import numbers, numbers_of, steps_of
+from commfuse_dp.collectives.streams import StreamExecution
 from commfuse_dp.errors import TransportError
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.select import Kind, open_transport
@@ -111,6 +112,7 @@ def transport_for(
             deadline_s=purpose.deadline_s,
             probe=None,
             device=device,
+            stream_ordered=True,
         )
         with _lock:
             _opened[members][place] = found
@@ -130,6 +132,10 @@ def execute(name: str, binder: Binder, bindings: Sequence[Bindings], session: Se
     """Run a program in its place among the calls of its transport. If it fails here, all ranks are told (`failed`)."""
     transport, _, _, call = session
     try:
+        if transport is not None and transport.device is not None:
+            on_streams = binder.on_streams(transport.message_limit)
+            StreamExecution(name, on_streams, bindings, device, transport, call).run()
+            return
         bound = binder[NO_LIMIT if transport is None else transport.message_limit]
         Execution(name, bound, bindings, device, transport, call).run()
     except BaseException as error:

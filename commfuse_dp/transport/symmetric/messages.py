@@ -33,10 +33,11 @@ TOGETHER = 4 << 20  # bytes of messages that leave together: below, time is in c
 class _Fan:
     """Messages of one tag to several peers."""
 
-    __slots__ = ("apart", "at", "offsets", "plain", "reservations", "room", "sizes", "tag", "words")
+    __slots__ = ("apart", "at", "number", "offsets", "plain", "reservations", "room", "sizes", "tag", "words")
 
-    def __init__(self, tag: Tag, room: int) -> None:
+    def __init__(self, tag: Tag, room: int, number: int) -> None:
         self.tag, self.room = tag, room
+        self.number = number  # among those of its run
         self.sizes: dict[int, int] = {}  # bytes, by destination
         self.offsets: dict[int, int] = {}  # in its staging
         self.at = 0  # the first of these
@@ -147,19 +148,23 @@ class Messages(Transport):
             limit = max(TOGETHER, -(-limit // 4))
         addresses = self._staging.addresses
         runs: list[dict[tuple[Tag, int], _Fan]] = []
+        latest: dict[int, int] = {}  # number of the last fan of this run, by destination
         room_left = 0
         for dst, tag, buffer, when, room in sendings:
             nbytes = buffer.nbytes
             room = room or nbytes
-            if not runs or nbytes > room_left:
+            fan = runs[-1].get((tag, room)) if runs and nbytes <= room_left else None
+            behind = fan is not None and fan.number < latest.get(dst, 0)  # it would overtake a message to the same peer
+            if not runs or nbytes > room_left or behind:
                 runs.append({})
-                room_left = limit
+                latest.clear()
+                room_left, fan = limit, None
             room_left -= nbytes
-            fan = runs[-1].get((tag, room))
             if fan is None:
                 if min(tag) < 0 or max(tag) >= _FIELD_LIMIT or tag[0] not in CHANNELS:
                     self._refuse_tag(tag)
-                fan = runs[-1][tag, room] = _Fan(tag, room)
+                fan = runs[-1][tag, room] = _Fan(tag, room, len(runs[-1]))
+            latest[dst] = fan.number
             address = addresses.get(dst)
             if address is None:
                 self._core.check_peer(dst)
