@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -63,6 +65,39 @@ def test_a_failing_rank_is_named_with_its_output_and_the_pool_is_rebuilt(pool, h
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     assert pids.isdisjoint(pid for *_, pid in pool.run(total, 1.0))
+
+
+def deep(frames: int, then: Callable[[], object]) -> None:
+    deep(frames - 1, then) if frames else then()
+
+
+def fault_beside(rank: int, world_size: int, threads: int) -> None:
+    """Dies with more text than an error keeps of other output: many threads, each deep in calls."""
+    print("x" * 5000, flush=True)
+    started, for_ever = threading.Barrier(threads + 1), threading.Event()
+    for _ in range(threads):
+        threading.Thread(target=deep, args=(60, lambda: (started.wait(), for_ever.wait())), daemon=True).start()
+    started.wait()
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+@pytest.mark.parametrize("threads", [2, 8])
+def test_a_rank_that_dies_of_a_fault_is_shown_with_all_its_threads(threads):
+    pool = WorkerPool(1)
+    with pytest.raises(WorkerError, match="exit code -11") as caught:
+        pool.run(fault_beside, threads)
+    lines = str(caught.value).splitlines()
+    first = next(index for index, line in enumerate(lines) if line.endswith("Fatal Python error: Segmentation fault"))
+    stacks = lines[first:]
+    assert any(line.startswith("Thread 0x") for line in stacks[:4]), stacks[:4]  # the first thread's first line
+    assert any(line.startswith("Current thread 0x") for line in stacks)
+    assert any("in fault_beside" in line for line in stacks)
+    if threads == 2:
+        assert sum(line.startswith("Thread 0x") for line in stacks) >= threads
+        assert sum(" in deep" in line for line in stacks) >= threads * 60
+    else:
+        assert len(stacks) == 201
+        assert any(line.startswith("... (") for line in stacks)
 
 
 def test_close_ends_the_processes():

@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -33,7 +34,9 @@ from typing import Any
 
 _STARTUP_S = 120.0
 _GRACE_S = 5.0  # after the first failure, for the other ranks to fail by themselves
-_TAIL = 4000  # characters of a rank's output in an error
+_TAIL = 4000  # characters of a rank's output in an error, before what faulthandler wrote
+_STACKS = re.compile(r"^(Fatal Python error: |(Current thread|Thread) 0x)", re.MULTILINE)  # how what it writes begins
+_STACK_LINES = 200  # of that: of more, the first and the last, for the thread that failed may be either
 _PR_SET_PDEATHSIG = 1
 # Imported once, by the fork server. The last two are what the first optimizer, the first compiled block and DeepSpeed's first
 # engine of a process import: 5 s, which every rank of every pool paid.
@@ -201,9 +204,16 @@ class WorkerPool:
 
     def _tail(self, rank: int) -> str:
         try:
-            return Path(self._output(rank)).read_text(errors="replace")[-_TAIL:].rstrip()
+            output = Path(self._output(rank)).read_text(errors="replace").rstrip()
         except OSError:
             return ""
+        found = _STACKS.search(output)
+        start = found.start() if found else len(output)
+        stacks = output[start:].splitlines()
+        if len(stacks) > _STACK_LINES:
+            half = _STACK_LINES // 2
+            stacks[half:-half] = [f"... ({len(stacks) - 2 * half} lines)"]
+        return output[:start][-_TAIL:] + "\n".join(stacks)
 
     def _kill(self) -> None:
         for process in self._processes:
