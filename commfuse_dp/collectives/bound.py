@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 import torch
 
-from commfuse_dp.collectives.exchanges import Side, exchanges_of, ways_of
+from commfuse_dp.collectives.exchanges import Numbering, Side, exchanges_of
 from commfuse_dp.collectives.summation import wide_dtype
 from commfuse_dp.program.layout import Slice, Tensor
 from commfuse_dp.program.operations import TOTAL, Consume, Link, Piece, Problem, Produce, Program, Receive, Reduce, Send
-from commfuse_dp.transport.one_sided.ring import ALIGNMENT, align
+from commfuse_dp.transport.one_sided.ring import ALIGNMENT
 
 ALL = slice(None)  # of a tensor: no view of it is needed
 
@@ -159,11 +159,11 @@ class BoundProgram:
         )
         # Channels of one pair of ranks share its tags; their order is the same at both ends.
         channels = sorted({problem.tensor.channel for problem in program.problems})
-        ways = ways_of(program) if streams else None
+        numbering = Numbering(program) if streams else None
 
         def lane_of(link: Link, ops: Sequence[Send | Receive]) -> Lane:
             first, step = channels.index(link.channel), len(channels)
-            numbers = [way.number for way in map(ways, ops)] if ways else range(first, first + step * len(ops), step)
+            numbers = [numbering.way(op).number for op in ops] if numbering else range(first, first + step * len(ops), step)
             return self._lane(link, ops, numbers, limit)
 
         self.outgoing = tuple(lane_of(*of_link) for of_link in program.send_lanes.items())
@@ -187,16 +187,15 @@ class BoundProgram:
             if self.uses[passage.piece] == 1 and passage.cuts is None
         }
 
-        if streams:
-            self._order_exchanges(program, limit)
+        if numbering is not None:
+            self._order_exchanges(program, numbering, limit)
 
-    def _order_exchanges(self, program: Program, limit: int) -> None:
+    def _order_exchanges(self, program: Program, numbering: Numbering, limit: int) -> None:
         """What streams go by: see exchanges.py and streams.py."""
-        ways = ways_of(program)
 
         def side(program_lanes: Iterable[Sequence[Send | Receive]], lanes: Sequence[Lane]) -> list[Side]:
             pairs = zip(program_lanes, lanes, strict=True)
-            return [([ways(op) for op in ops], [passage.sizes for passage in lane.passages]) for ops, lane in pairs]
+            return [([numbering.way(op) for op in ops], [passage.sizes for passage in lane.passages]) for ops, lane in pairs]
 
         out = side(program.send_lanes.values(), self.outgoing)
         into = side(program.receive_lanes.values(), self.incoming)
@@ -206,7 +205,7 @@ class BoundProgram:
         self.here_after: dict[int, int] = {}  # piece that comes -> how many exchanges bring all of it
         needed: Counter[int] = Counter()
         for number, exchange in enumerate(self.exchanges):
-            needed[exchange.dst] += align(max(exchange.nbytes, 1))
+            needed[exchange.dst] += exchange.room
             if exchange.out is not None:
                 lane, at = exchange.out
                 self.leaves_at.setdefault(self.outgoing[lane].passages[at].piece, number)

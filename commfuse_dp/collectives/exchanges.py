@@ -11,10 +11,11 @@ one order on all ranks, also where shards are uneven and some ranks have nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from commfuse_dp.program.operations import TOTAL, Piece, Problem, Program, Receive, Send
+from commfuse_dp.program.operations import TOTAL, Problem, Program, Receive, Send
+from commfuse_dp.transport.one_sided.ring import align
 
 
 class Way(NamedTuple):
@@ -36,7 +37,7 @@ class Exchange(NamedTuple):
     part: int
     out: tuple[int, int] | None
     into: tuple[int, int] | None
-    nbytes: int  # the larger of the two messages
+    room: int  # bytes that the larger of the two messages takes in a ring
 
 
 class Numbering:
@@ -48,12 +49,13 @@ class Numbering:
                 raise ValueError(
                     "order='hierarchical' is not one of the orders that streams exchange in: use 'pairwise' or 'ring'"
                 )
-        self._n = program.world_size
+        self._n, self._rank = program.world_size, program.rank
         self._problems = {problem.tensor: (at, problem) for at, problem in enumerate(program.problems)}
         self._most = max(problem.slices_per_rank for problem in program.problems)
 
-    def way(self, sender: int, receiver: int, piece: Piece) -> Way:
-        n, (origin, part) = self._n, piece
+    def way(self, op: Send | Receive) -> Way:
+        sender, receiver = (self._rank, op.to) if isinstance(op, Send) else (op.source, self._rank)
+        n, (origin, part) = self._n, op.piece
         at, problem = self._problems[part.tensor]
         distance, hop, index = (receiver - sender) % n, (sender - part.owner) % n, part.index
         passed = (sender - origin) % n if problem.collective == "all_to_all" and problem.way == "ring" else 0
@@ -93,18 +95,6 @@ def exchanges_of(rank: int, world_size: int, outgoing: Sequence[Side], incoming:
         dst, src = (rank + way.distance) % world_size, (rank - way.distance) % world_size
         for part in range(max(len(gone), len(come))):
             ends = out if part < len(gone) else None, into if part < len(come) else None
-            nbytes = max(*gone[part : part + 1], *come[part : part + 1], 0)
-            exchanges.append(Exchange(dst, src, way.number, part, *ends, nbytes))
+            room = align(max(*gone[part : part + 1], *come[part : part + 1], 1))
+            exchanges.append(Exchange(dst, src, way.number, part, *ends, room))
     return tuple(exchanges)
-
-
-WayOf = Callable[[Send | Receive], Way]
-
-
-def ways_of(program: Program) -> WayOf:
-    numbering, rank = Numbering(program), program.rank
-
-    def way(op: Send | Receive) -> Way:
-        return numbering.way(rank, op.to, op.piece) if isinstance(op, Send) else numbering.way(op.source, rank, op.piece)
-
-    return way

@@ -181,9 +181,7 @@ class Execution:
                 divisor = divisor if bound.pieces[piece].origin == TOTAL else None
                 sum_in_rank_order(out, partials, own_rank=own, scale_divisor=divisor, wide=wide)
                 self._used(terms)
-        if inbox is not None and bound.streams:
-            self._leave(bound.only_to[piece], inbox)
-        elif inbox is not None:
+        if inbox is not None:
             assert transport is not None
             lane = bound.only_to[piece]
             peer, passages = bound.outgoing[lane]
@@ -253,10 +251,6 @@ class Execution:
         return torch.empty(self._bound.shapes[piece], dtype=self._bound.dtypes[piece], device=self._device)
 
     # ---- send and receive lanes --------------------------------------------------------------------------------------
-    def _leave(self, lane: int, message: torch.Tensor) -> None:
-        """Send what was made in its place, on streams."""
-        raise NotImplementedError
-
     def _pump(self) -> None:
         """Take in what has arrived and send what is ready, as far as it goes without waiting."""
         for lane, count in enumerate(self._bound.passages_in):
@@ -351,9 +345,13 @@ class Execution:
             return
         lanes = enumerate(self._bound.incoming)
         more = {lane.peer for number, lane in lanes if self._received[number] < len(lane.passages)}
+        self._move_out(more)
+
+    def _move_out(self, sources: set[int]) -> None:
+        """Of the inbox: what has come from these ranks and is still needed."""
         for piece, (source, tag) in list(self._held.items()):
             tensor = self._tensors[piece]
-            if source in more and tensor is not None:
+            if source in sources and tensor is not None:
                 assert self._transport is not None
                 self._tensors[piece] = tensor.clone()
                 del self._held[piece]

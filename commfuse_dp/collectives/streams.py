@@ -22,7 +22,6 @@ import torch
 from commfuse_dp.collectives.exchanges import Exchange
 from commfuse_dp.collectives.execution import NO_LIMIT, Execution
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, Sending, Tag
-from commfuse_dp.transport.one_sided.ring import align
 
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -104,7 +103,7 @@ class StreamExecution(Execution):
         if exchange.into is not None:
             self._coming[exchange.into[0]] += 1
         if exchange.dst in self._bound.tight:
-            self._filled[exchange.dst] += align(max(exchange.nbytes, 1))
+            self._filled[exchange.dst] += exchange.room
 
     def _reserve_next(self, piece: int, *, patient: bool) -> torch.Tensor | None:
         bound, transport = self._bound, self._transport
@@ -114,20 +113,13 @@ class StreamExecution(Execution):
         exchange = bound.exchanges[number]
         if not self._fits(exchange):
             self._empty(exchange)
+        self._pass(exchange)  # nothing is enqueued before the piece is made and sent
         return transport.reserve((exchange.dst,), (bound.nbytes[piece],))[0]
-
-    def _leave(self, lane: int, message: torch.Tensor) -> None:
-        assert self._transport is not None
-        exchange = self._bound.exchanges[self._next]
-        self._transport.send((Sending(exchange.dst, self._tag(exchange), message),))
-        self._sent[lane] += 1
-        self._pass(exchange)
-        self._give_out()
 
     # ---- room --------------------------------------------------------------------------------------------------------
     def _fits(self, exchange: Exchange) -> bool:
         filled = self._filled[exchange.dst]
-        return not filled or filled + align(max(exchange.nbytes, 1)) <= self._bound.room
+        return not filled or filled + exchange.room <= self._bound.room
 
     def _empty(self, exchange: Exchange) -> None:
         """Move what has come from the peer out of its ring: see [Note: Room on streams]."""
@@ -136,13 +128,7 @@ class StreamExecution(Execution):
             if lane.peer == src:
                 taken = bound.messages_before[number][self._received[number]] + self._received_parts[number]
                 super()._take(number, most=self._coming[number] - taken)
-        for piece, (source, tag) in list(self._held.items()):
-            tensor = self._tensors[piece]
-            if source == src and tensor is not None:
-                assert self._transport is not None
-                self._tensors[piece] = tensor.clone()
-                del self._held[piece]
-                self._transport.release((source,), tag)
+        self._move_out({src})
         self._filled[exchange.dst] = 0
 
     # ---- receiving ---------------------------------------------------------------------------------------------------

@@ -21,10 +21,11 @@ from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, Sending, Tag, Transpo
 from commfuse_dp.transport.symmetric.core import Core
 from tests.conformance.collectives.worlds import left_fold, rows
 from tests.conformance.sequence import test_sequence_ops as sequence
+from tests.support import fake_nccl, fake_symmetric
 from tests.support.fake_device import FakeWorld, Race, Watched
 from tests.support.fake_grouped import FakeBoard
-from tests.support.fake_nccl import die, open_fake_nccl
-from tests.support.fake_symmetric import dying, open_fake
+from tests.support.fake_nccl import open_fake_nccl
+from tests.support.fake_symmetric import open_fake
 from tests.support.threads import ExchangeFn, run_ranks
 
 KINDS = ("symmetric", "nccl")
@@ -38,11 +39,12 @@ def on_streams(
     board = FakeBoard(world)
 
     def main(rank: int, exchange: ExchangeFn) -> Any:
+        die: Callable[[Any], None]
         transport: Transport
         if kind == "symmetric":
-            transport = open_fake(world, rank, exchange, inbox_bytes=ring, deadline_s=20.0)
+            die, transport = fake_symmetric.die, open_fake(world, rank, exchange, inbox_bytes=ring, deadline_s=20.0)
         else:
-            transport = open_fake_nccl(board, rank, exchange, inbox_bytes=ring)
+            die, transport = fake_nccl.die, open_fake_nccl(board, rank, exchange, inbox_bytes=ring)
         try:
             with Watched(world.devices[rank]):
                 found = body(rank, transport)
@@ -50,15 +52,10 @@ def on_streams(
             transport.close()
             return found
         except BaseException:
-            die(transport) if kind == "nccl" else _die(transport)  # type: ignore[arg-type]
+            die(transport)
             raise
 
     return run_ranks(n, main)
-
-
-def _die(transport: Transport) -> None:
-    with pytest.raises(RuntimeError), dying(transport):
-        raise RuntimeError
 
 
 @st.composite
@@ -200,8 +197,8 @@ def _moved_late(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("nccl", _release_early, Race),
         ("symmetric", _no_wait, Race),
-        pytest.param("nccl", _moved_late, TransportError, marks=pytest.mark.slow),
-    ],  # peers wait for their patience
+        pytest.param("nccl", _moved_late, TransportError, marks=pytest.mark.slow),  # its peers wait for as long as they may
+    ],
 )
 def test_a_mistake_is_found(monkeypatch: pytest.MonkeyPatch, kind: str, mistake: Any, error: type[Exception]) -> None:
     """One rank sends all of it, so that nothing but its own waits orders it behind its peers. Rings hold two messages."""
