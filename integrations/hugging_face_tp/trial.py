@@ -35,10 +35,10 @@ def layer_obstacle_by_trial(layer: nn.Module, owner: nn.Module, blocks: Sequence
     """Why a decoder layer cannot run in shards (None: it can). owner: has the layers, and their rotary embedding."""
     served = [block for block in blocks if block.obstacle is None]
     width = int(served[0].rows[0].module.out_features)
-    dtype = next(served[0].rows[0].module.parameters()).dtype
+    like = next(served[0].rows[0].module.parameters())
     name = original_type(layer).__name__
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        x = torch.randn(1, _POSITIONS, width, generator=_generator(0), device="cpu").to(dtype)
+    with _trying(like.device):
+        x = _fixed(-1, width, like)
         why = "it returned no tensor"
         for tuples in (False, True) if len(served) < len(blocks) else (False,):  # what an unserved block returns
             try:
@@ -58,9 +58,9 @@ def layer_obstacle_by_trial(layer: nn.Module, owner: nn.Module, blocks: Sequence
 
 def norm_obstacle_by_trial(module: nn.Module, width: int) -> str | None:
     """Why a module behind the layers cannot run in shards (None: it can)."""
-    dtype = next(module.parameters()).dtype
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        x = torch.randn(1, _POSITIONS, width, generator=_generator(0), device="cpu").to(dtype)
+    like = next(module.parameters())
+    with _trying(like.device):
+        x = _fixed(-1, width, like)
         try:
             with _whole_parameters(module, ()):
                 whole, part = (original_type(module).forward(module, rows) for rows in (x, x[:, _SHARD]))  # type: ignore[attr-defined]
@@ -68,6 +68,13 @@ def norm_obstacle_by_trial(module: nn.Module, width: int) -> str | None:
             return f"it could not be tried: {type(error).__name__}: {error}"
     same = isinstance(whole, torch.Tensor) and whole.shape == x.shape and _close(part, whole[:, _SHARD])
     return None if same else "it does not compute every position by itself"
+
+
+@contextlib.contextmanager
+def _trying(device: torch.device) -> Iterator[None]:
+    """What a layer makes is made on its device; the program's random numbers are not used up."""
+    with torch.no_grad(), torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type), device:
+        yield
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -114,10 +121,10 @@ class _Runs:
                 if block.key_heads is not None:
                     stack.enter_context(_set(block.module, GROUPS, block.key_heads.groups))
                 for number, found in enumerate(block.columns):
-                    fixed = _fixed(100 * seed + number, _features(found, block), x.dtype)
+                    fixed = _fixed(100 * seed + number, _features(found, block), x)
                     stack.enter_context(_answering(found.module, _column(fixed)))
                 for number, found in enumerate(block.rows):
-                    fixed = _fixed(100 * seed + 50 + number, int(found.module.out_features), x.dtype)
+                    fixed = _fixed(100 * seed + 50 + number, int(found.module.out_features), x)
                     stack.enter_context(_answering(found.module, _row(fixed, sharded)))
             return original_type(layer).forward(layer, x, **arguments)  # type: ignore[attr-defined]
 
@@ -145,7 +152,7 @@ class _Runs:
             if sharded and not _close(given, self._inputs[id(block)][:, _SHARD]):
                 raise ValueError(f"the input of {block.name} depends on other positions")
             self._inputs.setdefault(id(block), given)
-            out = _fixed(100 * seed + 99, width, given.dtype)
+            out = _fixed(100 * seed + 99, width, given)
             out = out[:, _SHARD] if sharded else out
             return (out, None) if self._tuples else out
 
@@ -166,8 +173,8 @@ def _features(found: Styled, block: Block) -> int:
     return even_sizes(int(found.module.weight.shape[0]), mesh.size())[mesh.get_local_rank()]
 
 
-def _fixed(seed: int, features: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(1, _POSITIONS, features, generator=_generator(1 + seed), device="cpu").to(dtype)
+def _fixed(seed: int, features: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.randn(1, _POSITIONS, features, generator=_generator(1 + seed), device="cpu").to(like.device, like.dtype)
 
 
 def _column(fixed: torch.Tensor) -> Callable[..., torch.Tensor]:
@@ -209,7 +216,7 @@ def _whole_parameters(layer: nn.Module, answered: Sequence[nn.Module]) -> Iterat
     for module, params in before:
         for name, param in params.items():
             if isinstance(param, DTensor):
-                made = torch.rand(param.shape, generator=generator, device="cpu").to(param.dtype)
+                made = torch.rand(param.shape, generator=generator, device="cpu").to(param.device, param.dtype)
                 module.__dict__["_parameters"][name] = nn.Parameter(made, requires_grad=False)
     try:
         yield

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.attach.forwards import own_class
 from commfuse_dp.integrations.attach.rules import excluded, form_of, full_name, original_type
@@ -60,6 +61,12 @@ class Selected(ABC):
     def group(self) -> dist.ProcessGroup | None:
         """Over which what is served communicates; None: nothing is."""
         return self.mesh.get_group() if self.mesh is not None and self.any else None
+
+    @property
+    def device(self) -> torch.device:
+        """Of this rank, in the mesh."""
+        kind = "cpu" if self.mesh is None else self.mesh.device_type
+        return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 @dataclass
@@ -211,8 +218,8 @@ def mesh_obstacle(mesh: DeviceMesh, out: Selected) -> str | None:
         return f"its mesh has {mesh.ndim} dimensions: one is served"
     if mesh.size() == 1:
         return "its mesh has one rank: nothing is to be communicated"
-    if mesh.device_type != "cpu":
-        return f"its mesh is of {mesh.device_type}: tensor parallelism is served on CPUs so far"
+    if mesh.device_type not in ("cpu", "cuda"):
+        return f"its mesh is of {mesh.device_type}: tensor parallelism is served on CPUs and CUDA GPUs"
     if out.mesh is None:
         out.mesh = mesh
     if mesh != out.mesh:

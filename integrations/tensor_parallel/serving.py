@@ -124,7 +124,7 @@ def _is_linear(module: nn.Module) -> bool:
 # ---- attaching -------------------------------------------------------------------------------------------------------
 def _attach(attachment: Attachment, model: nn.Module, selection: Selected, config: CommFuseConfig) -> Report:
     assert selection.group is not None
-    transport = attachment.connect(config, group=selection.group, device=torch.device("cpu"))
+    transport = attachment.connect(config, group=selection.group, device=selection.device)
     if isinstance(selection, Selection):
         rows, gathered_inputs = _install(attachment, model, selection, config, transport)
     else:

@@ -39,6 +39,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from commfuse_dp.device.base import Batch, Device, Event, Span, Stream, Word, as_int32, reached
@@ -274,6 +276,12 @@ class FakeDevice(Device):
         self._streams: dict[str, FakeStream] = {}
         self._local = threading.local()
 
+    def beside(self) -> FakeDevice:
+        """The same device for another transport, which has side streams of its own."""
+        other = FakeDevice(self.world, self.rank)
+        other._local, other._streams = self._local, {"main": self.side_stream("main")}
+        return other
+
     # ---- streams and events ------------------------------------------------------------------------------------------
     def current_stream(self) -> FakeStream:
         return getattr(self._local, "stream", None) or self.side_stream("main")
@@ -444,6 +452,9 @@ def _merge(clock: dict[FakeStream, int], other: dict[FakeStream, int]) -> None:
         clock[stream] = max(at, clock.get(stream, 0))
 
 
+_COLLECTIVES = ("c10d", "_c10d_functional")  # torch's own, in which one rank waits for another
+
+
 class Watched(TorchDispatchMode):
     """Inline: torch's own operations count as accesses of the stream that is current. Only memory that was copied to or
     from, or is symmetric, is looked at."""
@@ -454,6 +465,13 @@ class Watched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it does with its local tensors comes here again
+        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return func(*args, **kwargs)  # tensors without memory
+        if func.namespace == "commfuse":  # a registered op of ours: what it is made of is watched, and it waits for peers
+            with torch.no_grad(), self:
+                return OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
         schema = func._schema
         aliases = [value.alias_info for value in schema.returns if value.alias_info is not None]
         if all(not alias.is_write for alias in aliases) and aliases:
@@ -469,4 +487,6 @@ class Watched(TorchDispatchMode):
                 for tensor in value if isinstance(value, (list, tuple)) else (value,):
                     if isinstance(tensor, torch.Tensor):
                         world.access(stream, tensor, write=write, what=str(func))
-            return func(*args, **kwargs)
+            if func.namespace not in _COLLECTIVES:
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)

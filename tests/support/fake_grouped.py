@@ -55,6 +55,7 @@ class FakeBoard:
     def __init__(self, world: FakeWorld, members: Sequence[int] | None = None) -> None:
         self.world = world
         self.members = tuple(range(world.world_size)) if members is None else tuple(members)  # whose devices its ranks use
+        self.devices = [world.devices[member] for member in self.members]
         self.numbers: Sequence[int] | None = None  # of its ranks in the default group; None: their own
         self.open: dict[tuple[int, int, int, bool], list[_End]] = {}  # lane, src, dst, sending -> without partner yet
         self.aborted: set[int] = set()
@@ -91,7 +92,7 @@ class FakeGroupedExchange(GroupedExchange):
     def __init__(self, board: FakeBoard, rank: int) -> None:
         self.board, self.rank, self.numbers = board, rank, board.numbers
         self.world_size = len(board.members)
-        self.device = board.world.devices[board.members[rank]]
+        self.device = board.devices[rank]
         self.closed = False
         board.calls[rank] = []
 

@@ -48,5 +48,5 @@ def open_fake_nccl(
 ) -> NcclTransport:
     """Collective: one rank's transport."""
     box, grouped = exchange({})[0], FakeGroupedExchange(board, rank)
-    grouped.ballot = FakeBallot(box, rank, board.world.world_size) if compare else None
-    return kind(grouped, exchange, device=board.world.devices[rank], inbox_bytes=inbox_bytes, deadline_s=deadline_s)
+    grouped.ballot = FakeBallot(box, rank, len(board.members)) if compare else None
+    return kind(grouped, exchange, device=grouped.device, inbox_bytes=inbox_bytes, deadline_s=deadline_s)

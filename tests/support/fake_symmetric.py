@@ -19,7 +19,7 @@ from commfuse_dp.transport.symmetric.core import pair_of
 from commfuse_dp.transport.symmetric.memory import SymmetricMemory
 from commfuse_dp.transport.symmetric.ring import ARRIVAL_WORDS
 from commfuse_dp.transport.symmetric.transport import SymmetricTransport
-from tests.support.fake_device import FakeWorld
+from tests.support.fake_device import FakeDevice, FakeWorld
 from tests.support.threads import ExchangeFn
 
 
@@ -56,16 +56,18 @@ def open_fake(
     deadline_s: float,
     kind: type[SymmetricTransport] = SymmetricTransport,
     room: int | None = None,
+    members: Sequence[FakeDevice] | None = None,
     **settings: Any,
 ) -> Any:
-    """Collective: one rank's transport, with real sockets for control messages."""
+    """Collective: one rank's transport, with real sockets for control messages. members: its ranks' devices; None: all."""
+    devices = world.devices if members is None else members
     return kind(
         rank,
-        world.world_size,
+        len(devices),
         exchange,
-        device=world.devices[rank],
+        device=devices[rank],
         memory=FakeSymmetricMemory(world, rank, exchange, room=room),
-        channel=SocketChannel(connect_mesh(rank, range(world.world_size), exchange, 20.0)),
+        channel=SocketChannel(connect_mesh(rank, range(len(devices)), exchange, 20.0)),
         inbox_bytes=inbox_bytes,
         deadline_s=deadline_s,
         **settings,
