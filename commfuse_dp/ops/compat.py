@@ -32,24 +32,77 @@ def untransformed() -> AbstractContextManager[object]:
 
 
 class FlashAttention(NamedTuple):
-    """forward(q, k, v, dropout, is_causal, scale=) -> (o, lse); backward(do, q, k, v, o, lse, dropout, is_causal, scale=)."""
+    """torch's kernels, for one kind of device. q, o [B, h, s, d]; k, v [B, g, t, d], h a multiple of g; lse [B, h, s], float32 or
+    wider; causal: s == t, and a query sees the keys up to its own position.
 
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
+    As of torch 2.13 they take any strides but of the last dimension, which must be dense (it is not checked), and no empty
+    tensors: those end the process (SIGFPE)."""
+
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # (q, k, v, causal, scale) -> (o, lse)
+    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # (do, q, k, v, o, lse, causal, scale)
+
+
+def flash_attention(q: torch.Tensor) -> FlashAttention | None:
+    """For queries like these. None: torch has none for them, and blocks of scores are held in memory."""
+    kind = q.device.type
+    if kind == "cpu":
+        return _flash_on_cpus()
+    if kind == "cuda" and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
+        return _flash_on_gpus(q.device)
+    return None
+
+
+def holds_scores(q: torch.Tensor) -> bool:
+    """Whether a GPU would hold the scores of a block of queries like these, which the framework's own attention does not."""
+    return q.device.type != "cpu" and flash_attention(q) is None
 
 
 @functools.cache
-def cpu_flash_attention() -> FlashAttention | None:
-    """torch's flash attention for CPUs; None, said once, if this torch has none under the name known here.
-
-    As of torch 2.13 both take any float dtype, grouped queries and any strides but of the last dimension, which must be dense
-    (it is not checked), and no empty tensors: those end the process (SIGFPE)."""
-    forward = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-    backward = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
-    if forward is None or backward is None:
-        log.warning("CommFuse: this torch has no flash attention for CPUs: blocks of scores are held in memory instead")
+def _flash_on_cpus() -> FlashAttention | None:
+    ops = _named("_scaled_dot_product_flash_attention_for_cpu")
+    if ops is None:
         return None
+    run, run_backward = ops
+
+    def forward(q: Any, k: Any, v: Any, causal: bool, scale: float) -> Any:
+        return run(q, k, v, 0.0, causal, scale=scale)
+
+    def backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, causal: bool, scale: float) -> Any:
+        return run_backward(do, q, k, v, o, lse, 0.0, causal, scale=scale)
+
     return FlashAttention(forward, backward)
+
+
+@functools.cache
+def _flash_on_gpus(device: torch.device) -> FlashAttention | None:
+    if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    ops = _named("_scaled_dot_product_flash_attention")
+    if ops is None:
+        return None
+    run, run_backward = ops
+    # Of the dropout, which there is none of: as the forward returns them.
+    seed, offset = (torch.empty(shape, dtype=torch.uint64, device=device) for shape in ((2,), ()))
+
+    def forward(q: Any, k: Any, v: Any, causal: bool, scale: float) -> Any:
+        o, lse, *_ = run(q, k, v, 0.0, causal, scale=scale)
+        return o, lse
+
+    def backward(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, causal: bool, scale: float) -> Any:
+        lengths = None, None, q.shape[2], k.shape[2]
+        # Its kernels take lse for contiguous without asking.
+        return run_backward(do, q, k, v, o.to(q.dtype), lse.contiguous(), *lengths, 0.0, causal, seed, offset, scale=scale)
+
+    return FlashAttention(forward, backward)
+
+
+def _named(name: str) -> tuple[Any, Any] | None:
+    """An op and its backward; None, said once, if this torch has none under the name known here."""
+    ops = getattr(torch.ops.aten, name, None), getattr(torch.ops.aten, f"{name}_backward", None)
+    if None in ops:
+        log.warning("CommFuse: this torch has no aten::%s: blocks of scores are held in memory instead", name)
+        return None
+    return ops
 
 
 def constant_in_graphs(fn: Callable[..., Any]) -> Callable[..., Any]:

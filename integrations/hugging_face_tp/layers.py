@@ -51,6 +51,7 @@ from commfuse_dp.collectives.arguments import even_sizes
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.errors import ConfigError, MismatchError
 from commfuse_dp.ops import row_parallel_attention
+from commfuse_dp.ops.compat import holds_scores
 from commfuse_dp.ops.row_parallel import row_parallel_of
 from commfuse_dp.transport.base import Transport
 
@@ -358,7 +359,7 @@ class RowLayer(ServedLayer):
     def defers(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Whether attention may be left to this layer, slice by slice."""
         sizes = self._running.sizes
-        if sizes is None or q.dim() != 4 or k.shape != v.shape or q.shape[1] % k.shape[1]:
+        if sizes is None or q.dim() != 4 or k.shape != v.shape or q.shape[1] % k.shape[1] or holds_scores(q):
             return False
         return q.shape[2] == k.shape[2] == sum(sizes) and q.shape[3] == k.shape[3] and q.dtype == k.dtype == v.dtype
 

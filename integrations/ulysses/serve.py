@@ -33,6 +33,7 @@ from commfuse_dp.integrations.ulysses.settings import current
 
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.ops import ulysses_attention
+from commfuse_dp.ops.compat import holds_scores
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.select import open_for
 
@@ -178,10 +179,12 @@ def _common_obstacle(qkv: tuple[Any, ...], *, heads: int, ranks: int, config: Co
     if any(not isinstance(tensor, torch.Tensor) or tensor.dim() != 4 for tensor in qkv):
         return "query, key and value are not three tensors of 4 dimensions"
     q, k, v = qkv
-    if q.device.type != "cpu":
-        return f"attention by blocks has not been run on {q.device.type} yet"
+    if q.device.type not in ("cpu", "cuda"):
+        return f"attention by blocks is not known on {q.device.type}"
     if len({tensor.dtype for tensor in qkv}) > 1 or not q.dtype.is_floating_point:
         return f"dtypes {[str(tensor.dtype) for tensor in qkv]}"
+    if holds_scores(q):
+        return f"torch has no flash attention for {q.dtype}, {q.shape[-1]} wide, on this {q.device.type} device"
     if k.shape != v.shape or (*q.shape[:heads], q.shape[3]) != (*k.shape[:heads], k.shape[3]):
         return f"shapes {[tuple(tensor.shape) for tensor in qkv]}"
     queries, keys = q.shape[heads], k.shape[heads]
@@ -210,7 +213,7 @@ def _attend(
         f"blocks of attention hide both all-to-alls; transport {transport.name} ({why})",
         transport.rank,
     )
-    _settle()
+    _settle(q)
     order = config.order if config.order == "ring" else "pairwise"
     o = ulysses_attention(
         q,
@@ -236,13 +239,13 @@ class _SettledBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        _settle()
+        _settle(grad)
         return grad
 
 
-def _settle() -> None:
+def _settle(tensor: torch.Tensor) -> None:
     backend = sys.modules.get("commfuse_dp.integrations.deepspeed.backend")
-    if backend is not None:
+    if backend is not None and tensor.device.type == "cpu":  # on a GPU streams wait, and the process goes on
         backend.settle()
 
 
@@ -255,7 +258,7 @@ def _transport_of(group: Any, config: CommFuseConfig, device: torch.device) -> t
         try:
             opened[wish] = Ranks([group], "open a transport for Ulysses").together(
                 lambda: transaction.acquire(
-                    lambda: open_for(config, group=group, device=device), lambda found: found[0].close()
+                    lambda: open_for(config, group=group, device=device, stream_ordered=True), lambda found: found[0].close()
                 )
             )
         except BaseException:

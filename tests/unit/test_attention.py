@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from typing import ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from commfuse_dp.ops import compat
 from commfuse_dp.ops.attention import block
 from commfuse_dp.ops.attention.block import Attended, Gradients, add_gradients, parts
 
@@ -15,7 +20,7 @@ from commfuse_dp.ops.attention.block import Attended, Gradients, add_gradients, 
 @pytest.fixture(params=["library", "plain"])
 def backend(request, monkeypatch):
     if request.param == "plain":
-        monkeypatch.setattr(block, "cpu_flash_attention", lambda: None)
+        monkeypatch.setattr(block, "flash_attention", lambda q: None)
     return request.param
 
 
@@ -36,7 +41,7 @@ def by_blocks(q, k, v, causal, scale, grad, q_cuts, k_cuts):
             attended.take(k[:, :, first:last], v[:, :, first:last], first)
         o[:, :, low:high], lse[:, :, low:high] = attended.result()
     wide = torch.promote_types(q.dtype, torch.float32)
-    grads = Gradients(*(torch.zeros(t.shape, dtype=wide) for t in (q, k, v)))
+    grads = Gradients(*(torch.zeros(t.shape, dtype=wide, device=q.device) for t in (q, k, v)))
     for low, high in pairs[0]:
         for first, last in pairs[1]:
             rows, columns = slice(low, high), slice(first, last)
@@ -83,7 +88,7 @@ def test_parts_cover_what_the_mask_shows(q_range, k_range):
     (q0, q1), (k0, k1) = q_range, k_range
     seen = torch.zeros(q1 - q0, k1 - k0, dtype=torch.int)
     for (low, high), (first, last), corner in parts(q0, q1 - q0, k0, k1 - k0, True):
-        assert high > low and last > first
+        assert high > low and last > first and (not corner or high - low == last - first)
         shown = torch.ones(high - low, last - first, dtype=torch.int)
         seen[low:high, first:last] += shown.tril() if corner else shown
     mask = torch.arange(q0, q1)[:, None] >= torch.arange(k0, k1)[None, :]
@@ -104,3 +109,37 @@ def test_any_strides(backend):
     grad = torch.ones((), dtype=torch.float64).expand(q.shape)
     for ours, wanted in zip(by_blocks(q, k, v, True, 0.4, grad, (0, 6), (0, 6)), exact(q, k, v, True, 0.4, grad), strict=True):
         assert (ours - wanted).norm() <= 1e-14 * wanted.norm()
+
+
+def test_blocks_on_gpus_go_to_flash_attention(monkeypatch):
+    """Without a GPU: torch's own checks of the arguments, and of shapes and dtypes, on tensors without memory."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    compat._flash_on_gpus.cache_clear()
+
+    class Ops(TorchDispatchMode):
+        called: ClassVar[Counter[str]] = Counter()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.called[func._schema.name.removeprefix("aten::")] += 1
+            if "flash" in func._schema.name:
+                tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dtype == torch.bfloat16]
+                assert len({tensor.dtype for tensor in tensors}) == 1 and all(tensor.stride(-1) == 1 for tensor in tensors)
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(block, "flash_attention", lambda q: compat._flash_on_gpus(q.device))
+    cuts = (0, 5, 12), (0, 7, 12)
+    with torch.device("meta"), Ops() as ops:
+        q, grad = (torch.empty(2, 4, 12, 8, dtype=torch.bfloat16) for _ in range(2))
+        k, v = (torch.empty(2, 2, 12, 8, dtype=torch.bfloat16) for _ in range(2))
+        found = by_blocks(q, k, v, True, 0.4, grad, *cuts)
+    assert [tuple(t.shape) for t in found] == [tuple(t.shape) for t in (q, q, k, v)]
+    blocks = [(*rows, *columns) for rows in itertools.pairwise(cuts[0]) for columns in itertools.pairwise(cuts[1])]
+    pieces = sum(len(parts(low, high - low, first, last - first, True)) for low, high, first, last in blocks)
+    assert pieces == ops.called["_scaled_dot_product_flash_attention"]
+    assert pieces == ops.called["_scaled_dot_product_flash_attention_backward"]
+    assert not ops.called["bmm"]
+    with FakeTensorMode():
+        on_gpu = torch.empty(2, 4, 12, 8, dtype=torch.bfloat16, device="cuda")
+        assert not compat.holds_scores(on_gpu) and compat.holds_scores(on_gpu.float())
+    compat._flash_on_gpus.cache_clear()

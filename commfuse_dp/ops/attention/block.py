@@ -14,12 +14,13 @@ The backward takes the joined lse and o, so that the blocks' shares simply add u
 the unsharded attention. Sums of several blocks are kept in the wide type. Source: FlashAttention-2
 (arXiv 2307.08691), section 3.
 
-On a CPU blocks are computed by torch's flash attention, elsewhere by plain torch operations that hold the block's scores (not
-yet run on a GPU).
+Blocks are computed by torch's flash attention where it has one (CPUs; CUDA GPUs in float16 and bfloat16: not yet run on one), else
+by plain torch operations that hold the block's scores.
 
 [Note: A mask by offsets]
-`is_causal` of torch aligns the mask with the top left corner, which is right only where queries and keys begin at one
-position. Elsewhere a block is cut in two: keys before the first query, which all queries see, and the corner from there on.
+`is_causal` aligns the mask with the top left corner on CPUs and with the bottom right one in CUDA's kernels, which are the same
+where there are as many queries as keys, that begin at one position. So a block is cut into what all of its queries see and a
+square corner: keys before the first query; the corner; queries behind the last key.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import NamedTuple
 import torch
 
 from commfuse_dp.collectives.summation import wide_dtype
-from commfuse_dp.ops.compat import cpu_flash_attention
+from commfuse_dp.ops.compat import flash_attention
 
 
 class _Part(NamedTuple):
@@ -38,7 +39,7 @@ class _Part(NamedTuple):
 
     queries: tuple[int, int]
     keys: tuple[int, int]
-    corner: bool  # first query and first key stand at one position, and a causal mask holds
+    corner: bool  # as many queries as keys, at the same positions, under a causal mask
 
 
 def parts(q_start: int, q_size: int, k_start: int, k_size: int, causal: bool) -> list[_Part]:
@@ -50,8 +51,11 @@ def parts(q_start: int, q_size: int, k_start: int, k_size: int, causal: bool) ->
     found = []
     if q_size > skipped and before:
         found.append(_Part((skipped, q_size), (0, before), False))
-    if q_size > skipped and k_size > before:
-        found.append(_Part((skipped, q_size), (before, min(k_size, before + q_size - skipped)), True))
+    side = min(q_size - skipped, k_size - before)
+    if side > 0:
+        found.append(_Part((skipped, skipped + side), (before, before + side), True))
+        if q_size > skipped + side:
+            found.append(_Part((skipped + side, q_size), (before, before + side), False))
     return found
 
 
@@ -145,10 +149,9 @@ def add_gradients(
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, corner: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    flash = cpu_flash_attention() if q.device.type == "cpu" and q.numel() else None
+    flash = flash_attention(q) if q.numel() else None
     if flash is not None:
-        o, lse = flash.forward(_dense(q), _dense(k), _dense(v), 0.0, corner, scale=scale)
-        return o, lse
+        return flash.forward(_dense(q), _dense(k), _dense(v), corner, scale)
     scores = _scores(q, k, corner, scale)
     lse = scores.logsumexp(-1)
     o = (scores - lse.unsqueeze(-1)).exp_() @ _by_group(v, k.shape[1], scores.dtype)
@@ -165,11 +168,9 @@ def _backward(
     corner: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    flash = cpu_flash_attention() if q.device.type == "cpu" and q.numel() else None
+    flash = flash_attention(q) if q.numel() else None
     if flash is not None:
-        tensors = map(_dense, (grad_out, q, k, v, out))
-        dq, dk, dv = flash.backward(*tensors, lse, 0.0, corner, scale=scale)
-        return dq, dk, dv
+        return flash.backward(*map(_dense, (grad_out, q, k, v, out)), lse, corner, scale)
     scores = _scores(q, k, corner, scale)
     groups, wide = k.shape[1], scores.dtype
     do, queries, keys, values = (_by_group(tensor, groups, wide) for tensor in (grad_out, q, k, v))
