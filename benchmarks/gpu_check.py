@@ -5,7 +5,7 @@
 Parts, each a program of its own (`python -m benchmarks.gpu.<part> --help`):
 
     kernels_check   all kernels against float64 and against torch, with slices that come late
-    training        2 and 4 processes on the one GPU: FSDP2 + apply() against one process
+    training        2 and 4 processes on the one GPU: FSDP2, tensor parallelism and both + apply() against one process
     sanitizer       compute-sanitizer and TORCH_CUDA_SANITIZER on small runs
     timings         against cuBLAS, against max(GEMM, copies), against the copy bandwidth; host time
     peers           against torch's symm_mem fused ops
@@ -35,9 +35,9 @@ from benchmarks.gpu.part import Outcome, no_gpu
 
 SHARES = (
     Share("kernels_check", 110.0),
-    Share("training", 100.0),
-    Share("sanitizer", 90.0),
-    Share("timings", 125.0),
+    Share("training", 125.0),
+    Share("sanitizer", 80.0),
+    Share("timings", 110.0),
     Share("peers", 30.0),
     Share("multiprocessors", 20.0),
 )

@@ -1,4 +1,4 @@
-"""Part (a): all kernels against float64 (GEMMs) and bit for bit against torch (sums, publishing).
+"""Part (a): all kernels against float64 (GEMMs, attention by blocks) and bit for bit against torch (sums, publishing).
 
 GEMMs run with the slices' data coming late: a window is NaN until a copy from pinned host memory (a copy engine's, which needs
 no multiprocessor) has filled it, and its word follows the copy. A kernel that read early would give NaN. In wgrad a copy stream
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.gpu import shapes
+from benchmarks.gpu.attention import check_attention
 from benchmarks.gpu.part import Options, Reporter, Row, run_part
 from benchmarks.gpu.products import Product, candidates, worst_error
 from benchmarks.gpu.shapes import Shape
@@ -82,6 +83,8 @@ def run(report: Reporter, options: Options) -> None:
         check_sums(report, torch.device(options.device), generator, count=12 if options.small else 60)
     with report.guarded("publishing"):
         check_publishing(report, torch.device(options.device), generator, rounds=3 if options.small else 10)
+    with report.guarded("attention"):
+        check_attention(report, torch.device(options.device), small=options.small)
 
 
 def _in_parallel(report: Reporter, groups: Sequence[Sequence[Cell]], options: Options) -> None:

@@ -1,4 +1,5 @@
-"""Part (b): ranks that share the GPU train with FSDP2 and commfuse_dp.apply; gradients must be those of one process.
+"""Part (b): ranks that share the GPU train with FSDP2, tensor parallelism or both and commfuse_dp.apply; gradients must be
+those of one process.
 
 The reference is one process with the whole model and all ranks' batches, in float64 and in the run's own precision. What the
 latter differs from the former is what this precision costs without any sharding; CommFuse may differ twice as much.
@@ -7,6 +8,7 @@ latter differs from the former is what this precision costs without any sharding
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +26,18 @@ FLOOR = {"float32": 2e-5, "bfloat16": 2e-3}
 
 
 def run(report: Reporter, options: Options) -> None:
-    """2 and 4 processes on one GPU: FSDP2 and apply() against one process."""
+    """2 and 4 processes on one GPU: FSDP2, tensor parallelism and both, with apply(), against one process."""
     advice = checkout.advice()
     if advice is not None:
         report.fail(advice)
         return
     transport = "auto"
-    jobs = [Job(2, dtype, options.device, transport) for dtype in ("bfloat16", "float32")]
-    if options.small:
-        jobs = [Job(2, "bfloat16", options.device, transport, width=64, hidden=128, blocks=2, tokens=64, steps=2)]
-    else:
-        jobs += [Job(4, dtype, options.device, transport) for dtype in ("bfloat16", "float32")]
-    for job in jobs:
+    kinds = [(2, "bfloat16", 1), (2, "float32", 2), (4, "bfloat16", 2), (2, "float32", 1), (4, "bfloat16", 1)]
+    small: dict[str, Any] = {"width": 64, "hidden": 128, "blocks": 2, "tokens": 64, "steps": 2} if options.small else {}
+    for ranks, dtype, tensor_parallel in kinds[:3] if options.small else kinds:
+        job = Job(ranks, dtype, options.device, transport, tensor_parallel, **small)
         what = f"training with {job.world_size} ranks in {job.dtype}"
+        what += f", {tensor_parallel} of them tensor-parallel" if tensor_parallel > 1 else ""
         if report.enough(RUN_S if options.device == "cuda" else 0.0, what):
             with report.guarded(what):
                 check(report, job, what)
@@ -57,7 +58,7 @@ def check(report: Reporter, job: Job, what: str) -> None:
     wrong = 0
     for step in range(job.steps):
         for name, whole in wide["gradients"][step].items():
-            got = torch.cat([rank["gradients"][step][name].reshape(-1, *whole.shape[1:]) for rank in ranks])
+            got = joined([rank["gradients"][step][name] for rank in ranks], ranks[0]["sharded"].get(name), job, whole.shape)
             if got.shape != whole.shape:
                 raise ValueError(f"{name}: shards make {tuple(got.shape)}, the parameter is {tuple(whole.shape)}")
             scale = whole.abs().max().item()
@@ -70,15 +71,17 @@ def check(report: Reporter, job: Job, what: str) -> None:
                 wrong += 1
                 if wrong <= 5:
                     report.fail(f"{what}: gradient of {name}, step {step}: error {error:.3g}, allowed {allowed:.3g}")
-    losses = [sum(rank["losses"][step] for rank in ranks) / job.world_size for step in range(job.steps)]
+    losses = [sum(rank["losses"][step] for rank in ranks) / job.batches for step in range(job.steps)]
     loss_error = max(abs(a - b) / abs(b) for a, b in zip(losses, wide["losses"], strict=True))
     if not loss_error < (1e-5 if job.dtype == "float32" else 2e-2):
         report.fail(f"{what}: losses {losses}, one process in float64 {wide['losses']}")
-    if job.device == "cuda" and "transport symmetric" not in ranks[0]["report"]:
+    transports = 1 if 1 in (job.batches, job.tensor_parallel) else 2
+    if job.device == "cuda" and ranks[0]["report"].count("transport symmetric") != transports:
         report.fail(f"{what}: not over symmetric memory; the report says: {ranks[0]['report'].splitlines()[0]}")
     report.row(
         kind="training",
         ranks=job.world_size,
+        tensor_parallel=job.tensor_parallel,
         dtype=job.dtype,
         steps=job.steps,
         gradients=len(wide["gradients"][0]) * job.steps,
@@ -88,6 +91,15 @@ def check(report: Reporter, job: Job, what: str) -> None:
         host_ms_per_step=min(ranks[0]["host_ms"]),
         report=ranks[0]["report"],
     )
+
+
+def joined(shards: list[torch.Tensor], dim: int | None, job: Job, shape: Sequence[int]) -> torch.Tensor:
+    """A gradient of that shape from all ranks' shards: by rows over data-parallel ranks; dim: along which tensor parallelism
+    shards it, None: its ranks have the same."""
+    ways = job.tensor_parallel
+    rows = list(shape) if dim is None else [size // ways if at == dim else size for at, size in enumerate(shape)]
+    parts = [torch.cat([shard.reshape(-1, *rows[1:]) for shard in shards[rank::ways]]) for rank in range(ways)]
+    return parts[0] if dim is None else torch.cat(parts, dim)
 
 
 def reference(job: Job, dtype: torch.dtype) -> dict[str, Any]:
@@ -120,15 +132,15 @@ def _mean_gradients(
             target.copy_(source)
     total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in copy.named_parameters()}
     loss_sum = 0.0
-    for rank in range(job.world_size):
-        data = batch(job, rank, step)
+    for number in range(job.batches):
+        data = batch(job, number, step)
         logits = copy(data[0])
         wide = logits.double() if dtype == torch.float64 else logits.float()
         loss = torch.nn.functional.cross_entropy(wide, data[1])
         found = torch.autograd.grad(loss, list(copy.parameters()))
         for name, grad in zip(names, found, strict=True):
-            total[name] += grad.double() / job.world_size
-        loss_sum += float(loss.detach()) / job.world_size
+            total[name] += grad.double() / job.batches
+        loss_sum += float(loss.detach()) / job.batches
     return total, loss_sum
 
 

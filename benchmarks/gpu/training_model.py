@@ -16,12 +16,14 @@ STEP_SIZE = 0.05  # of plain SGD
 
 @dataclass(frozen=True)
 class Job:
-    """One training run. dtype: "float32" or "bfloat16" (mixed precision, gradients reduced in float32)."""
+    """One training run. dtype: "float32" or "bfloat16" (mixed precision, gradients reduced in float32). tensor_parallel: ranks
+    that share one batch and every layer; the others are data-parallel, by FSDP2."""
 
     world_size: int
     dtype: str
     device: str
     transport: str = "auto"
+    tensor_parallel: int = 1
     width: int = 256
     hidden: int = 1024
     blocks: int = 3
@@ -29,6 +31,11 @@ class Job:
     steps: int = 3
     seed: int = 0
     deadline_s: float = 60.0
+
+    @property
+    def batches(self) -> int:
+        """In a step."""
+        return self.world_size // self.tensor_parallel
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))
@@ -72,9 +79,9 @@ def build(job: Job) -> Net:
     return Net(job)
 
 
-def batch(job: Job, rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, wanted) of one rank, on the job's device."""
-    generator = torch.Generator().manual_seed(1000 + 97 * step + rank)
+def batch(job: Job, number: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, wanted) of one of `job.batches`, on the job's device."""
+    generator = torch.Generator().manual_seed(1000 + 97 * step + number)
     ids = torch.randint(0, VOCABULARY, (2, job.tokens), generator=generator)
     return ids[0].to(job.device), ids[1].to(job.device)
 

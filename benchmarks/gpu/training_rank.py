@@ -1,4 +1,4 @@
-"""One rank of the training part: FSDP2 and commfuse_dp.apply, plain SGD; stores the gradients of every step.
+"""One rank of the training part: FSDP2, tensor parallelism or both and commfuse_dp.apply, plain SGD; stores all gradients.
 
 Started as `python -m benchmarks.gpu.training_rank FOLDER JOB`, the job as JSON.
 """
@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from benchmarks.gpu import checkout
-from benchmarks.gpu.training_model import STEP_SIZE, Job, batch, build, loss_of
+from benchmarks.gpu.training_model import STEP_SIZE, Job, Net, batch, build, loss_of
 from commfuse_dp.launch.ranks import die_with_parent
 
 
@@ -41,29 +42,32 @@ def main(folder: str, job_text: str) -> None:
 
 
 def train(job: Job, rank: int) -> dict[str, Any]:
-    """Gradients of this rank's shards (on the host), losses, what ran, host time of a step's enqueueing."""
+    """Gradients of this rank's shards (on the host) and along which dimension tensor parallelism shards them; losses (of tensor
+    parallelism: this rank's part); what ran; host time of a step's enqueueing."""
     import commfuse_dp
 
-    mesh = init_device_mesh(job.device, (job.world_size,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    options: dict[str, Any] = {"mesh": mesh}
-    if job.dtype == "bfloat16":
-        options["mp_policy"] = policy
+    mesh = init_device_mesh(job.device, (job.batches, job.tensor_parallel), mesh_dim_names=("data", "tensor"))
     model = build(job).to(job.device)
-    for layer in model.layers:
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
+    sharded = parallelize(model, mesh["tensor"]) if job.tensor_parallel > 1 else {}
+    if job.batches > 1:
+        options: dict[str, Any] = {"mesh": mesh["data"]}
+        if job.dtype == "bfloat16":
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in model.layers:
+            fully_shard(layer, **options)
+        fully_shard(model, **options)
     config = commfuse_dp.CommFuseConfig(
         transport=job.transport, deadline_s=job.deadline_s, prefetch_bytes=8 << 20, inbox_bytes=8 << 20
     )
     report = commfuse_dp.apply(model, config)
     gradients, losses, host_ms = [], [], []
     for step in range(job.steps):
-        data = batch(job, rank, step)
+        number, part = divmod(rank, job.tensor_parallel)
+        data = [ids.chunk(job.tensor_parallel)[part] for ids in batch(job, number, step)]
         if job.device == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
-        loss = loss_of(model, data)
+        loss = loss_of(model, data) / job.tensor_parallel
         loss.backward()
         host_ms.append(1e3 * (time.perf_counter() - start))
         with torch.no_grad():
@@ -71,16 +75,28 @@ def train(job: Job, rank: int) -> dict[str, Any]:
             for name, parameter in model.named_parameters():
                 grad = parameter.grad
                 assert grad is not None, f"{name} has no gradient"
-                assert isinstance(grad, DTensor) and isinstance(parameter, DTensor)
-                local = grad.to_local()
+                local, values = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (grad, parameter))
                 kept[name] = local.float().cpu().clone()
-                parameter.to_local().sub_(local, alpha=STEP_SIZE)
+                if job.tensor_parallel > 1 and name not in sharded:  # of its own tokens
+                    dist.all_reduce(kept[name], group=mesh["tensor"].get_group())
+                values.sub_(kept[name].to(values.device), alpha=STEP_SIZE)
                 parameter.grad = None
         gradients.append(kept)
         losses.append(float(loss.detach()))
     text = str(report)
     commfuse_dp.remove(model)
-    return {"gradients": gradients, "losses": losses, "report": text, "host_ms": host_ms}
+    return {"gradients": gradients, "losses": losses, "report": text, "host_ms": host_ms, "sharded": sharded}
+
+
+def parallelize(model: Net, mesh: DeviceMesh) -> dict[str, int]:
+    """Tensor parallelism for the blocks; between them every rank has its part of the tokens. Parameter -> sharded dimension."""
+    dims = {}
+    tokens = Shard(0)
+    for number, layer in enumerate(model.layers):
+        plan = {"up": ColwiseParallel(input_layouts=tokens), "down": RowwiseParallel(output_layouts=tokens)}
+        parallelize_module(layer, mesh, plan, src_data_rank=None)  # all ranks have built the same
+        dims.update({f"layers.{number}.up.weight": 0, f"layers.{number}.down.weight": 1})
+    return dims
 
 
 if __name__ == "__main__":

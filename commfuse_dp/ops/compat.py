@@ -32,8 +32,8 @@ def untransformed() -> AbstractContextManager[object]:
 
 
 class FlashAttention(NamedTuple):
-    """torch's kernels, for one kind of device. q, o [B, h, s, d]; k, v [B, g, t, d], h a multiple of g; lse [B, h, s], float32 or
-    wider; causal: s == t, and a query sees the keys up to its own position.
+    """torch's kernels, for one kind of device. q, o [B, h, s, d]; k, v [B, g, t, d], h a multiple of g; lse [B, h, s], float32
+    or wider; causal: s == t, and a query sees the keys up to its own position.
 
     As of torch 2.13 they take any strides but of the last dimension, which must be dense (it is not checked), and no empty
     tensors: those end the process (SIGFPE)."""

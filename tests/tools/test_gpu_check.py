@@ -12,7 +12,20 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu import checkout, figures, kernels_check, part, peers, record, sanitizer, schedule, shapes, timings, training
+from benchmarks.gpu import (
+    attention,
+    checkout,
+    figures,
+    kernels_check,
+    part,
+    peers,
+    record,
+    sanitizer,
+    schedule,
+    shapes,
+    timings,
+    training,
+)
 from benchmarks.gpu.budget import GRACE_S, LEAST_S, Share, limit_for
 from benchmarks.gpu.part import Clock, Options, Outcome, Reporter, Target
 from benchmarks.gpu.products import Product, worst_error
@@ -237,7 +250,7 @@ def test_kernels_part_rehearsed_on_the_host() -> None:
     kernels_check.run(report, Options("cpu", small=True))
     kinds = [row["kind"] for row in report.outcome.rows]
     assert not report.outcome.failures and kinds.count("gemm") == len(kernels_check.cells(small=True)) == 15
-    assert kinds[-2:] == ["inbox_sum", "publish"]
+    assert kinds[-3:] == ["inbox_sum", "publish", "attention"]
 
 
 def test_kernels_part_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,15 +259,18 @@ def test_kernels_part_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Product, "result", off_by_one_percent)
     monkeypatch.setattr(kernels_check, "inbox_sum", lambda out, *args, **kwargs: out.fill_(0.0))
+    take = attention.Attended.take
+    monkeypatch.setattr(attention.Attended, "take", lambda self, k, v, start: take(self, k, v, start + 1))
     report = Reporter("kernels_check", Clock(100.0))
     kernels_check.run(report, Options("cpu", small=True))
     assert any("forward square N=2 float32 by slices: error" in text for text in report.outcome.failures)
     assert any(text.startswith("inbox sum N=") for text in report.outcome.failures)
+    assert any(text.startswith("attention ") and "causal=True" in text for text in report.outcome.failures)
 
 
 @pytest.mark.slow
 def test_training_part_rehearsed_on_the_host(tmp_path: Path) -> None:
-    """Two ranks over shared memory, from the checkout, against one process."""
+    """FSDP2, tensor parallelism and both over shared memory, from the checkout, against one process."""
     out = tmp_path / "outcome.json"
     command = [
         sys.executable,
@@ -270,8 +286,10 @@ def test_training_part_rehearsed_on_the_host(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = Outcome.load(out).rows
-    assert row["wrong"] == 0 and row["gradients"] == 2 * 12 and 0 < row["worst_error_over_allowed"] <= 1
+    rows = Outcome.load(out).rows
+    assert [(row["ranks"], row["tensor_parallel"]) for row in rows] == [(2, 1), (2, 2), (4, 2)]
+    for row in rows:
+        assert row["wrong"] == 0 and row["gradients"] == 2 * 12 and 0 < row["worst_error_over_allowed"] <= 1
 
 
 def test_runs_from_a_checkout_where_nothing_is_installed() -> None:

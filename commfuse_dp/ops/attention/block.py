@@ -14,8 +14,8 @@ The backward takes the joined lse and o, so that the blocks' shares simply add u
 the unsharded attention. Sums of several blocks are kept in the wide type. Source: FlashAttention-2
 (arXiv 2307.08691), section 3.
 
-Blocks are computed by torch's flash attention where it has one (CPUs; CUDA GPUs in float16 and bfloat16: not yet run on one), else
-by plain torch operations that hold the block's scores.
+Blocks are computed by torch's flash attention where it has one (CPUs; CUDA GPUs in float16 and bfloat16: not yet run on one),
+else by plain torch operations that hold the block's scores.
 
 [Note: A mask by offsets]
 `is_causal` aligns the mask with the top left corner on CPUs and with the bottom right one in CUDA's kernels, which are the same
