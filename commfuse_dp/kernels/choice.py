@@ -59,7 +59,7 @@ class Row(NamedTuple):
     """One line of the report."""
 
     op: str
-    product: str  # tokens x columns x rows
+    product: str  # tokens x columns x rows, and which operands lie in memory transposed
     dtype: str
     slices: int
     backend: str
@@ -177,6 +177,8 @@ class Chooser:
         rows = []
         for (problem, _), decision in self._made.items():
             product = f"{problem.tokens} x {problem.columns} x {sum(problem.rows)}"
+            if problem.layout:
+                product += f", {problem.layout}"
             dtype = str(problem.dtype).removeprefix("torch.")
             if problem.out_dtype != problem.dtype:
                 dtype += f" -> {str(problem.out_dtype).removeprefix('torch.')}"
@@ -237,6 +239,7 @@ class Chooser:
         words = [
             f"{problem.op} {problem.tokens} x {problem.columns} x {list(problem.rows)}",
             f"{problem.dtype} -> {problem.out_dtype} bias={problem.has_bias} vectored={problem.vectored} tf32={problem.tf32}",
+            problem.layout or "no operand transposed",
             f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, triton {triton}, kernels {_source_hash()}",
         ]
         return "; ".join(words)

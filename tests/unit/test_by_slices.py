@@ -55,10 +55,10 @@ def test_alignment_is_that_of_the_worst_slice() -> None:
     x, dy = torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(4, 24, dtype=torch.bfloat16)
     for first_row, wide in ((8, True), (4, False)):
         table = SliceTable([SliceEntry(even, first_row)])
-        assert tiles.problem_of("forward", table, x.dtype, x).vectored, "y is only written there"
-        assert tiles.problem_of("dgrad", table, x.dtype, dy).vectored is wide
-        assert tiles.problem_of("wgrad", table, x.dtype, dy, x).vectored is wide
-    assert not tiles.problem_of("forward", table, x.dtype, torch.zeros(4, 20, dtype=torch.bfloat16)[:, :16]).vectored
+        assert tiles.problem_of("forward", table, x, dy).vectored, "y is only written there"
+        assert tiles.problem_of("dgrad", table, dy, x).vectored is wide
+        assert tiles.problem_of("wgrad", table, dy, x).vectored is wide
+    assert not tiles.problem_of("forward", table, torch.zeros(4, 20, dtype=torch.bfloat16)[:, :16], dy).vectored
     assert not SliceTable([SliceEntry(flat[:100].view(5, 20), 0)]).vectored, "rows of 40 bytes"
 
 

@@ -32,8 +32,11 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 ALIGNED = ("tokens", "columns", "stride_x", "stride_y", "stride_dy", "stride_dx", "width_dy")
 
 
-def compile_for(arch: int, problem: Problem, config: TileConfig, *, even: bool = True) -> Any:
+def compile_for(
+    arch: int, problem: Problem, config: TileConfig, *, even: bool = True, exact: bool = False, row_bias: bool = False
+) -> Any:
     """even: sizes are whole steps and everything lies at multiples of 16 bytes; else nothing is promised to the compiler.
+    exact: words are; row_bias: with one.
 
     Arguments that are 1 become constants, as in a launch: the kernel is compiled for them anew.
     """
@@ -42,12 +45,13 @@ def compile_for(arch: int, problem: Problem, config: TileConfig, *, even: bool =
     constants = common_constants(problem, config)
     constants |= {"EVEN": even, "POINTER_ALIGN": align if even else 2, "STRIDE_ALIGN": align}
     constants |= {"COLUMN_ALIGN": align, "ROWS_ALIGN": align, "HAS_BIAS": True, "OUT_TYPE": TYPES[problem.out_dtype]}
+    constants |= {"HAS_EXACT": exact} | ({} if row_bias else {"row_bias": None})
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     ones = {"tokens": problem.tokens, "columns": problem.columns, "total": tiles.count_tiles(problem, config)}
     constants |= {name: 1 for name, value in ones.items() if value == 1 and name in kernel.arg_names}
     out = NAMES[problem.out_dtype]
     pointers = {"x": f"*{NAMES[problem.dtype]}", "y": f"*{out}", "dx": f"*{out}", "table": "*i64", "counters": "*i32"}
-    pointers["dy"] = pointers["x"]
+    pointers["dy"] = pointers["row_bias"] = pointers["x"]
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
     divisible = [name for name in kernel.arg_names if name in ("table", "counters") or (even and name in (*pointers, *ALIGNED))]
     return triton.compile(
