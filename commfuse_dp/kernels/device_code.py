@@ -140,8 +140,8 @@ def load_described(descriptor, row, column, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def begin_rows(matrix, stride, offs_i, rows, SUM_OVER_ROWS: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Where rows offs_i of a matrix begin, for load_dense: columns are dense, or rows if it is TRANSPOSED. The product sums over its
-    rows or over its columns. A row beyond the end is the last one where no mask leaves it out."""
+    """Where rows offs_i of a matrix begin, for load_dense: columns are dense, or rows if it is TRANSPOSED. The product sums
+    over its rows or over its columns. A row beyond the end is the last one where no mask leaves it out."""
     if TRANSPOSED:
         return matrix + offs_i[:, None]
     elif SUM_OVER_ROWS:

@@ -33,8 +33,7 @@ class Gemms:
         if decision.backend == "triton":
             from commfuse_dp.kernels.gemm_forward import gemm_forward
 
-            how = {"row_bias": row_bias, "epoch": epoch, "config": decision.config, "problem": problem}
-            kernel = partial(gemm_forward, x, table, y, **how)
+            kernel = partial(gemm_forward, x, table, y, row_bias=row_bias, epoch=epoch, config=decision.config, problem=problem)
             if self._run(kernel, problem, x.device):
                 return
         by_slices.gemm_forward(x, table, y, row_bias=row_bias, epoch=epoch, wait=self._words.wait)

@@ -199,8 +199,8 @@ class SliceTable:
                     f"slice {number} has changed from {tuple(old.data.shape)} to {tuple(new.shape)}: make a new table"
                 )
             pad, index, value = (old.pad, old.index, old.value) if words is None else words[number] or (None, 0, 0)
-            place = None if bias is None else bias[number]
-            entries.append(SliceEntry(new, old.first_row, place, pad, index, value, old.exact))
+            new_bias = None if bias is None else bias[number]
+            entries.append(SliceEntry(new, old.first_row, new_bias, pad, index, value, old.exact))
         self.entries = tuple(entries)
         for at, entry in enumerate(entries):
             host[at * FIELDS : (at + 1) * FIELDS] = array("q", entry.line())

@@ -27,7 +27,7 @@ CallWith = Callable[[TileConfig], None]
 def _random(
     rows: int, columns: int, dtype: torch.dtype, device: torch.device, vectored: bool, transposed: bool = False
 ) -> torch.Tensor:
-    """Aligned as the operands measured for: every row (or column, transposed) at a multiple of 16 bytes, or one element past."""
+    """Aligned as the operands measured for: rows (columns, transposed) at multiples of 16 bytes, or one element past."""
     if transposed:
         return _random(columns, rows, dtype, device, vectored).t()
     shift, width = (0, -(-columns * dtype.itemsize // 16) * 16 // dtype.itemsize) if vectored else (1, columns)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -183,8 +185,8 @@ def test_words_of_a_device_speak_for_the_current_stream() -> None:
         def current_stream(self) -> str:
             return "stream"
 
-        def wait_value(self, *arguments: object) -> None:
-            calls.append(("wait", *arguments[:1], *arguments[2:]))
+        def wait_value(self, *arguments: object, exact: bool) -> None:
+            calls.append(("wait", *arguments[:1], *arguments[2:], exact))
 
         def write_value(self, *arguments: object) -> None:
             calls.append(("write", *arguments[:1], *arguments[2:]))
@@ -195,5 +197,9 @@ def test_words_of_a_device_speak_for_the_current_stream() -> None:
     assert words.wait is not None and words.signal is not None
     words.wait(entry, 1)
     words.signal(entry, 2)
-    assert calls == [("wait", "stream", 2, -(2**31)), ("write", "stream", 2, -(2**31) + 1)]
+    words.wait(replace(entry, value=2**31 + 5, exact=True), 1)
+    assert calls == [
+        *(("wait", "stream", 2, -(2**31), False), ("write", "stream", 2, -(2**31) + 1)),
+        ("wait", "stream", 2, -(2**31) + 5, True),
+    ], "an exact word is waited for as it is, without the epoch"
     assert Words() == (None, None)
