@@ -21,8 +21,8 @@ from benchmarks.gpu import shapes
 from benchmarks.gpu.attention import check_attention
 from benchmarks.gpu.part import Options, Reporter, Row, run_part
 from benchmarks.gpu.products import Product, candidates, worst_error
-from benchmarks.gpu.shapes import Shape
-from commfuse_dp.kernels import by_slices, tiles
+from benchmarks.gpu.shapes import Kind, Shape
+from commfuse_dp.kernels import by_slices
 from commfuse_dp.kernels.inbox_sum import inbox_sum, inbox_sum_reference
 from commfuse_dp.kernels.publish import publish
 from commfuse_dp.kernels.tiles import Pass
@@ -37,7 +37,7 @@ TOLERANCE = 2.0
 class Cell(NamedTuple):
     """One check of a GEMM; `all_tiles`: with every tile configuration, not the default one alone."""
 
-    op: Pass
+    kind: Kind
     shape: Shape
     ranks: int
     dtype: torch.dtype
@@ -45,23 +45,31 @@ class Cell(NamedTuple):
     tf32: bool = False
     all_tiles: bool = False
 
+    @property
+    def op(self) -> Pass:
+        return self.kind.op
+
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.") + (" tf32" if self.tf32 else "")
         out = "" if self.out_dtype == self.dtype else f" -> {str(self.out_dtype).removeprefix('torch.')}"
-        return f"{self.op} {self.shape.name} N={self.ranks} {name}{out}"
+        return f"{self.kind.name} {self.shape.name} N={self.ranks} {name}{out}"
 
 
 def cells(small: bool) -> list[Cell]:
     chosen = shapes.SMALL if small else shapes.CHECKED
     found = []
-    for op in tiles.PASSES:
+    square, odd = chosen[:2]
+    for kind in shapes.PLAIN:
         for shape in chosen:
             for ranks in (2,) if small else (1, 3, 8):
-                found.append(Cell(op, shape, ranks, BF16, BF16, all_tiles=shape.name == "layer" and ranks == 8))
-        square = chosen[0]
-        found += [Cell(op, square, 2, FP16, FP16), Cell(op, square, 2, FP32, FP32), Cell(op, square, 2, BF16, FP32)]
+                found.append(Cell(kind, shape, ranks, BF16, BF16, all_tiles=shape.name == "layer" and ranks == 8))
+        found += [Cell(kind, square, 2, FP16, FP16), Cell(kind, square, 2, FP32, FP32), Cell(kind, square, 2, BF16, FP32)]
         if not small:
-            found += [Cell(op, square, 4, FP32, FP32, tf32=True), Cell(op, chosen[1], 2, FP32, FP32)]
+            found += [Cell(kind, square, 4, FP32, FP32, tf32=True), Cell(kind, odd, 2, FP32, FP32)]
+    for kind in shapes.SEQUENCE:
+        found += [Cell(kind, square, 2, BF16, BF16), Cell(kind, odd, 2, BF16, BF16)]
+        if not small:
+            found += [Cell(kind, chosen[-1], 8, BF16, BF16, all_tiles=True), Cell(kind, square, 4, FP32, FP32, tf32=True)]
     # The small ones, too: they are compiled here, by several processes, so that the sanitizers find them compiled.
     return found if small else found + cells(small=True)
 
@@ -71,7 +79,7 @@ def run(report: Reporter, options: Options) -> None:
     todo = cells(options.small)
     groups: dict[Any, list[Cell]] = {}
     for cell in todo:  # cells of one kernel and dtype share compiled code
-        groups.setdefault((cell.op, cell.dtype, cell.shape.name == "odd", cell.all_tiles), []).append(cell)
+        groups.setdefault((cell.kind, cell.dtype, cell.shape.name == "odd", cell.all_tiles), []).append(cell)
     if options.jobs <= 1:
         for cell in todo:
             if report.enough(CELL_S if options.device == "cuda" else 0.0, str(cell)):
@@ -121,7 +129,9 @@ def check(cell: Cell, device: str, *, ahead: bool = False) -> list[Row]:
     torch.backends.cuda.matmul.allow_tf32 = cell.tf32
     where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
     pad = torch.zeros(cell.ranks, dtype=torch.int32, device=where) if device == "cuda" else None
-    product = Product(cell.op, cell.shape, cell.ranks, cell.dtype, where, pad=pad, out_dtype=cell.out_dtype)
+    how = {"transposed": cell.kind.transposed, "row_bias": cell.kind.row_bias}
+    exact = cell.kind in shapes.SEQUENCE and cell.op != "wgrad"  # their words name messages
+    product = Product(cell.op, cell.shape, cell.ranks, cell.dtype, where, pad=pad, out_dtype=cell.out_dtype, exact=exact, **how)
     oracle = product.oracle()
     unfused = worst_error(product.whole()().to(cell.out_dtype), oracle)
     allowed = TOLERANCE * unfused + 1e-6 * oracle.abs().max().item()
@@ -186,7 +196,7 @@ def _run_late(product: Product, call: Any, epoch: int, *, ahead: bool) -> torch.
             device.copy(_bytes(product.windows[rank]), _bytes(host[rank]), side)
             entry = entries[rank]
             assert entry.pad is not None
-            device.write_value(side, entry.pad, entry.index, epoch)
+            device.write_value(side, entry.pad, entry.index, entry.value if entry.exact else epoch)
         if ahead:
             call(epoch)
         torch.cuda.synchronize()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from commfuse_dp.kernels.tiles import PASSES, Pass
+
 
 class Shape(NamedTuple):
     """A linear [out_features, in_features] on `tokens` tokens."""
@@ -18,6 +20,28 @@ class Shape(NamedTuple):
         """Of each of the three products."""
         return 2 * self.tokens * self.in_features * self.out_features
 
+
+class Kind(NamedTuple):
+    """A product, and how its dense operands (tiles.OPERANDS) lie in memory."""
+
+    name: str
+    op: Pass
+    transposed: tuple[bool, bool] = (False, False)
+    row_bias: bool = False
+
+
+PLAIN = tuple(Kind(op, op) for op in PASSES)
+# Of linears whose slices are rows of the sequence: y = x W.T with x sharded, y = h V.T with partial sums of y sharded.
+SEQUENCE = (
+    Kind("column forward", "forward", (False, True), row_bias=True),  # y.T = W x_j.T
+    Kind("column dgrad", "wgrad", (True, False)),  # P_j = (dy.T)_j.T W
+    Kind("column wgrad", "dgrad", (True, False)),  # dW = sum of (dy.T)_j x_j
+    Kind("row forward", "wgrad", (True, True)),  # P_j = (h.T)_j.T V.T
+    Kind("row backward", "forward", (True, True)),  # dh.T = V.T dy_j.T
+    Kind("row wgrad", "dgrad", (True, True)),  # dV.T = sum of (h.T)_j dy_j
+)
+# All six of a Llama-3-8B MLP's gate and up (or down) on one of eight ranks: W [3584, 4096], 8192 tokens in slices.
+SEQUENCE_TIMED = Shape("mlp", 3584, 4096, 8192)
 
 LLAMA = (
     Shape("qkv", 8192, 4096, 6144),

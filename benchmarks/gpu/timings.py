@@ -25,12 +25,12 @@ from benchmarks.gpu.clock import GpuClock, copy_bandwidth, host_link_bandwidth
 from benchmarks.gpu.figures import doubtful, gib_per_s, paired_ratio, spread, teraflops
 from benchmarks.gpu.part import Options, Reporter, Row, run_part
 from benchmarks.gpu.products import Product, candidates
-from benchmarks.gpu.shapes import Shape
+from benchmarks.gpu.shapes import Kind, Shape
 from commfuse_dp.kernels import tiles
 from commfuse_dp.kernels.gemms import Gemms
 from commfuse_dp.kernels.inbox_sum import inbox_sum
 from commfuse_dp.kernels.publish import PublishPlan
-from commfuse_dp.kernels.tiles import Pass, TileConfig
+from commfuse_dp.kernels.tiles import TileConfig
 
 ROUNDS = 15
 TRIAL_ROUNDS = 3  # of each tile configuration
@@ -67,21 +67,23 @@ def run(report: Reporter, options: Options) -> None:
         host_time(report, device)
     with report.guarded("host time of a layer"):
         layer_time(report)
-    for shape, ranks in plan(options.small):
-        for op in tiles.PASSES:
-            what = f"{op} {shape.name} N={ranks}"
+    for kinds, shape, ranks in plan(options.small):
+        for kind in kinds:
+            what = f"{kind.name} {shape.name} N={ranks}"
             if report.enough(12.0, what):
                 with report.guarded(what):
-                    product_row(report, clock, op, shape, ranks, links)
+                    product_row(report, clock, kind, shape, ranks, links)
     judge_products(report)
 
 
-def plan(small: bool) -> list[tuple[Shape, int]]:
+def plan(small: bool) -> list[tuple[tuple[Kind, ...], Shape, int]]:
     """What is timed, the most telling first, since time may run out."""
     if small:
-        return [(shapes.CHECKED[0], 2)]
+        return [(shapes.PLAIN, shapes.CHECKED[0], 2), (shapes.SEQUENCE, shapes.CHECKED[0], 2)]
     order = [(shape, 8) for shape in shapes.LLAMA] + [(shape, 2) for shape in shapes.LLAMA]
-    return order + [(shape, 8) for shape in shapes.OTHERS] + [(shape, 4) for shape in shapes.LLAMA]
+    order += [(shape, 8) for shape in shapes.OTHERS] + [(shape, 4) for shape in shapes.LLAMA]
+    jobs = [(shapes.PLAIN, shape, ranks) for shape, ranks in order]
+    return [*jobs[:4], (shapes.SEQUENCE, shapes.SEQUENCE_TIMED, 8), *jobs[4:]]
 
 
 # ---- products ------------------------------------------------------------------------------------------------------------
@@ -103,18 +105,19 @@ def fastest(product: Product, clock: GpuClock) -> tuple[TileConfig | None, dict[
     return (best[1] if best else None), failed
 
 
-def product_row(report: Reporter, clock: GpuClock, op: Pass, shape: Shape, ranks: int, links: dict[str, float]) -> None:
+def product_row(report: Reporter, clock: GpuClock, kind: Kind, shape: Shape, ranks: int, links: dict[str, float]) -> None:
     """One line of figures: all slices there, and slices that come one by one."""
     pad = torch.zeros(ranks, dtype=torch.int32, device=clock.device)
-    product = Product(op, shape, ranks, torch.bfloat16, clock.device, pad=pad)
+    how = {"transposed": kind.transposed, "row_bias": kind.row_bias}
+    product = Product(kind.op, shape, ranks, torch.bfloat16, clock.device, pad=pad, **how)
     config, failed = fastest(product, clock)
-    row: Row = {"kind": "product", "op": op, "shape": shape.name, "ranks": ranks, "tiles": str(config), "failed": failed}
+    row: Row = {"kind": "product", "op": kind.name, "shape": shape.name, "ranks": ranks, "tiles": str(config), "failed": failed}
     if config is None:
         report.row(**row)
-        report.fail(f"{op} {shape.name}: no tile configuration runs: {failed}")
+        report.fail(f"{kind.name} {shape.name}: no tile configuration runs: {failed}")
         return
     kernel = product.by_kernel(config)
-    without_words = Product(op, shape, ranks, torch.bfloat16, clock.device)
+    without_words = Product(kind.op, shape, ranks, torch.bfloat16, clock.device, **how)
     slices, whole = without_words.by_slices(), product.whole()
     calls = {"kernel": lambda: kernel(0), "slices": lambda: slices(0), "whole": whole}
     times = clock.rounds(calls, ROUNDS)

@@ -43,7 +43,8 @@ def words_of(device: Device) -> Words:
 
     def wait(entry: SliceEntry, epoch: int) -> None:
         assert entry.pad is not None
-        device.wait_value(device.current_stream(), entry.pad, entry.index, as_int32(entry.value + epoch))
+        value = entry.value if entry.exact else entry.value + epoch
+        device.wait_value(device.current_stream(), entry.pad, entry.index, as_int32(value), exact=entry.exact)
 
     def signal(entry: SliceEntry, epoch: int) -> None:
         assert entry.pad is not None
@@ -66,18 +67,35 @@ def _call(callback: Word | None, entry: SliceEntry, epoch: int, what: str) -> No
 def _wait(callback: Word | None, entries: Sequence[SliceEntry], number: int, epoch: int) -> None:
     """Wait for a slice, unless the one before it came with it."""
     entry, before = entries[number], entries[number - 1] if number else None
-    if before is None or entry.pad is not before.pad or (entry.index, entry.value) != (before.index, before.value):
+    if (
+        before is None
+        or entry.pad is not before.pad
+        or (entry.index, entry.value, entry.exact) != (before.index, before.value, before.exact)
+    ):
         _call(callback, entry, epoch, "wait")
 
 
-def gemm_forward(x: torch.Tensor, table: SliceTable, y: torch.Tensor, *, epoch: int = 0, wait: Word | None = None) -> None:
-    """y[:, rows of s] = x @ W_s.T (+ b_s) for every slice s. x: [tokens, columns], y: [tokens, >= table.end_row]."""
+def gemm_forward(
+    x: torch.Tensor,
+    table: SliceTable,
+    y: torch.Tensor,
+    *,
+    row_bias: torch.Tensor | None = None,
+    epoch: int = 0,
+    wait: Word | None = None,
+) -> None:
+    """y[:, rows of s] = x @ W_s.T for every slice s, plus b_s to each row or row_bias [tokens] to each column.
+
+    x: [tokens, columns], y: [tokens, >= table.end_row].
+    """
     for number, entry in enumerate(table.entries):
         _wait(wait, table.entries, number, epoch)
         out = y.narrow(1, entry.first_row, entry.rows)
         direct = out.dtype == x.dtype
         target = out if direct else torch.empty_like(out, dtype=x.dtype, memory_format=torch.contiguous_format)
-        if entry.bias is None:
+        if row_bias is not None:  # seen transposed, where a bias is a row: BLAS adds it in its epilogue
+            torch.addmm(row_bias, entry.data, x.t(), out=target.t())
+        elif entry.bias is None:
             torch.mm(x, entry.data.t(), out=target)
         else:
             torch.addmm(entry.bias, x, entry.data.t(), out=target)

@@ -6,8 +6,9 @@
 | `triton` | the kernel, with the fastest tiles; raises ConfigError or KernelError where it cannot run |
 | `blas` | BLAS, slice by slice; nothing is measured |
 
-Tokens are rounded up to two significant bits in what is looked up, so that sequences of varying length are not measured one by
-one. Nothing is measured while a CUDA graph is captured: the default tiles serve then, and the choice is not kept.
+Numbers of tokens are rounded up to two significant bits in what is looked up, so that sequences of varying length are not
+measured one by one (`alike`). Nothing is measured while a CUDA graph is captured: the default tiles serve then, and the choice
+is not kept.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ Measure = Callable[[Problem, torch.device, Sequence[TileConfig]], Trial]
 _LEAST_TRITON = (3, 6)
 _LEAST_CAPABILITY = (8, 0)
 _MOST_EXACT = 4096
+_STEP = 64  # rows; the longest step of any configuration
 _SOURCES = ("device_code", "gemm_forward", "gemm_dgrad", "gemm_wgrad", "launching", "trial")
 
 log = logging.getLogger(__name__)
@@ -59,7 +61,7 @@ class Row(NamedTuple):
     """One line of the report."""
 
     op: str
-    product: str  # tokens x columns x rows
+    product: str  # tokens x columns x rows, and which operands lie in memory transposed
     dtype: str
     slices: int
     backend: str
@@ -71,6 +73,18 @@ def rounded(tokens: int) -> int:
     """The next number of two significant bits: 1, 2, 3, 4, 6, 8, 12, 16, ..."""
     step = 1 << max(tokens.bit_length() - 2, 0)
     return -(-tokens // step) * step
+
+
+def alike(problem: Problem) -> Problem:
+    """The problem that is measured for it.
+
+    Where operands lie transposed, slices are of tokens (tensor parallelism), and so are their rows. Whether these are whole
+    steps, which loads by TMA depend on, stays as it is."""
+    rows = problem.rows
+    if True in problem.transposed:
+        odd = int(any(count % _STEP for count in rows))
+        rows = tuple(rounded(count) + odd for count in rows)
+    return problem._replace(tokens=rounded(problem.tokens), rows=rows)
 
 
 @lru_cache(maxsize=1)
@@ -122,7 +136,7 @@ class Chooser:
     A chooser is used by one thread at a time. Raises ConfigError on an unknown `asked`.
 
     Attributes:
-        exact: decisions by the very problems that were asked about; `decide` rounds their tokens.
+        exact: decisions by the very problems that were asked about; `decide` takes them for others that are `alike`.
     """
 
     def __init__(
@@ -142,7 +156,7 @@ class Chooser:
 
         Raises ConfigError if 'triton' was asked for and the kernels cannot run there, KernelError if none of them compiles.
         """
-        key = (problem._replace(tokens=rounded(problem.tokens)), device)
+        key = (alike(problem), device)
         decision, keep = self._made.get(key), True
         if decision is None:
             decision, keep = self._decide(*key)
@@ -168,7 +182,7 @@ class Chooser:
             f"commfuse_dp: the {problem.op} kernel failed ({why}); BLAS by slices takes over for products of this shape",
             stacklevel=3,
         )
-        key = (problem._replace(tokens=rounded(problem.tokens)), device)
+        key = (alike(problem), device)
         self._made[key] = Decision("blas", None, f"the kernel failed: {why}")
         self.exact.clear()
 
@@ -177,6 +191,8 @@ class Chooser:
         rows = []
         for (problem, _), decision in self._made.items():
             product = f"{problem.tokens} x {problem.columns} x {sum(problem.rows)}"
+            if problem.layout:
+                product += f", {problem.layout}"
             dtype = str(problem.dtype).removeprefix("torch.")
             if problem.out_dtype != problem.dtype:
                 dtype += f" -> {str(problem.out_dtype).removeprefix('torch.')}"
@@ -237,6 +253,7 @@ class Chooser:
         words = [
             f"{problem.op} {problem.tokens} x {problem.columns} x {list(problem.rows)}",
             f"{problem.dtype} -> {problem.out_dtype} bias={problem.has_bias} vectored={problem.vectored} tf32={problem.tf32}",
+            problem.layout or "no operand transposed",
             f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, triton {triton}, kernels {_source_hash()}",
         ]
         return "; ".join(words)

@@ -1,4 +1,4 @@
-"""What the three GEMM kernels share on the device: waiting for a word, the order of tiles, one step of a product, stores.
+"""What the three GEMM kernels share on the device: waits for words, the order of tiles, loads, one step of a product, stores.
 
 [Note: Waiting inside a kernel]
 A program waits for a slice by one spinning load, `atomic_add(word, 0)` with acquire semantics at system scope: Triton emits
@@ -39,23 +39,38 @@ STRIDE = tl.constexpr(layout.STRIDE)
 WORD = tl.constexpr(layout.WORD)
 VALUE = tl.constexpr(layout.VALUE)
 BIAS = tl.constexpr(layout.BIAS)
+EXACT = tl.constexpr(layout.EXACT)
 
 TYPES: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit
-def await_word(line, epoch, TMA: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Stand until the line's word has reached its value plus epoch (cyclic). A line without a word waits for nothing."""
+def await_word(line, epoch, HAS_EXACT: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Stand until the line's word has reached its value plus epoch (cyclic), or equals its value if the line is exact (which
+    none is without HAS_EXACT). A line without a word waits for nothing."""
     address = tl.load(line + WORD)
     if address != 0:
         word = address.to(tl.pointer_type(tl.int32))
-        value = tl.load(line + VALUE).to(tl.int32) + epoch
-        while tl.atomic_add(word, 0, sem="acquire", scope="sys") - value < 0:
-            pass
+        value = tl.load(line + VALUE).to(tl.int32)
+        if HAS_EXACT:
+            exact = tl.load(line + EXACT).to(tl.int32)
+            value += (1 - exact) * epoch
+            while misses(tl.atomic_add(word, 0, sem="acquire", scope="sys") - value, exact):
+                pass
+        else:
+            value += epoch
+            while tl.atomic_add(word, 0, sem="acquire", scope="sys") - value < 0:
+                pass
         if TMA and not INTERPRETED:
             tl.inline_asm_elementwise(
                 "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
             )
+
+
+@triton.jit
+def misses(ahead, exact):
+    """Whether a word that is so far ahead of its value is not what is waited for."""
+    return (ahead < 0) | ((exact != 0) & (ahead != 0))
 
 
 @triton.jit
@@ -104,19 +119,90 @@ def slice_pointer(line, dtype, POINTER_ALIGN: tl.constexpr):
 
 
 @triton.jit
-def store_tile(out, stride, offs_m, start_n, rows, columns, acc, BLOCK_N: tl.constexpr, HALVES: tl.constexpr):
-    """out[offs_m, start_n ...] = acc, cast, inside rows x columns. HALVES: the left half first, then the right one."""
-    base = out + offs_m[:, None].to(tl.int64) * stride
-    inside = offs_m[:, None] < rows
-    if HALVES:
-        left, right = tl.split(tl.permute(tl.reshape(acc, (acc.shape[0], 2, BLOCK_N // 2)), (0, 2, 1)))
-        offs_n = start_n + tl.arange(0, BLOCK_N // 2)
-        tl.store(base + offs_n[None, :], left.to(out.dtype.element_ty), mask=inside & (offs_n[None, :] < columns))
-        offs_n += BLOCK_N // 2
-        tl.store(base + offs_n[None, :], right.to(out.dtype.element_ty), mask=inside & (offs_n[None, :] < columns))
+def describe_dense(
+    matrix, rows, columns, stride, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """For loads of [BLOCK_ROWS, BLOCK_COLUMNS] by TMA, in the orientation in which the matrix lies in memory."""
+    if TRANSPOSED:
+        return tl.make_tensor_descriptor(matrix, [columns, rows], [stride, 1], [BLOCK_COLUMNS, BLOCK_ROWS])
     else:
-        offs_n = start_n + tl.arange(0, BLOCK_N)
-        tl.store(base + offs_n[None, :], acc.to(out.dtype.element_ty), mask=inside & (offs_n[None, :] < columns))
+        return tl.make_tensor_descriptor(matrix, [rows, columns], [stride, 1], [BLOCK_ROWS, BLOCK_COLUMNS])
+
+
+@triton.jit
+def load_described(descriptor, row, column, TRANSPOSED: tl.constexpr):
+    """[BLOCK_ROWS, BLOCK_COLUMNS] from there on, of what describe_dense has described."""
+    if TRANSPOSED:
+        return descriptor.load([column, row]).T
+    else:
+        return descriptor.load([row, column])
+
+
+@triton.jit
+def begin_rows(matrix, stride, offs_i, rows, SUM_OVER_ROWS: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Where rows offs_i of a matrix begin, for load_dense: columns are dense, or rows if it is TRANSPOSED. The product sums
+    over its rows or over its columns. A row beyond the end is the last one where no mask leaves it out."""
+    if TRANSPOSED:
+        return matrix + offs_i[:, None]
+    elif SUM_OVER_ROWS:
+        return matrix + offs_i[:, None].to(tl.int64) * stride
+    else:
+        return matrix + tl.minimum(offs_i, rows - 1)[:, None].to(tl.int64) * stride
+
+
+@triton.jit
+def load_dense(
+    begins,
+    stride,
+    first_column,
+    offs_i,
+    rows,
+    offs_j,
+    columns,
+    SUM_OVER_ROWS: tl.constexpr,
+    EVEN: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    """[rows offs_i, columns first_column + offs_j] of a matrix, by wide loads along what is dense.
+
+    Zeros beyond the end of what the product sums over. Beyond the other end, which is not stored: zeros, or the last row or
+    column where loads run along the sum, so that no load needs a mask of its own.
+    """
+    if TRANSPOSED:
+        inner = tl.minimum(offs_j, columns - 1) if SUM_OVER_ROWS else offs_j
+        at = begins + (first_column + inner)[None, :].to(tl.int64) * stride
+    else:
+        at = begins + first_column + offs_j[None, :]
+    if EVEN:
+        return tl.load(at)
+    elif SUM_OVER_ROWS != TRANSPOSED:
+        return tl.load(at, mask=(offs_i[:, None] < rows) & (offs_j[None, :] < columns), other=0.0)
+    elif SUM_OVER_ROWS:
+        return tl.load(at, mask=offs_i[:, None] < rows, other=0.0)
+    else:
+        return tl.load(at, mask=offs_j[None, :] < columns, other=0.0)
+
+
+@triton.jit
+def store_dense(out, stride, offs_m, start_n, rows, columns, values, TRANSPOSED: tl.constexpr):
+    """out[offs_m, start_n ...] = values, cast, inside rows x columns; by wide stores along what is dense."""
+    base = out + (offs_m[:, None] if TRANSPOSED else offs_m[:, None].to(tl.int64) * stride)
+    inside = offs_m[:, None] < rows
+    offs_n = start_n + tl.arange(0, values.shape[1])
+    at = base + (offs_n[None, :].to(tl.int64) * stride if TRANSPOSED else offs_n[None, :])
+    tl.store(at, values.to(out.dtype.element_ty), mask=inside & (offs_n[None, :] < columns))
+
+
+@triton.jit
+def store_tile(out, stride, offs_m, start_n, rows, columns, acc, HALVES: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """store_dense of a whole tile. HALVES: the left half first, then the right one."""
+    if HALVES:
+        half: tl.constexpr = acc.shape[1] // 2
+        left, right = tl.split(tl.permute(tl.reshape(acc, (acc.shape[0], 2, half)), (0, 2, 1)))
+        store_dense(out, stride, offs_m, start_n, rows, columns, left, TRANSPOSED)
+        store_dense(out, stride, offs_m, start_n + half, rows, columns, right, TRANSPOSED)
+    else:
+        store_dense(out, stride, offs_m, start_n, rows, columns, acc, TRANSPOSED)
 
 
 INTERPRETED = not isinstance(grouped, triton.JITFunction)

@@ -1,8 +1,8 @@
 """All-gather GEMM, dgrad: dx = sum over slices s of dy[:, rows_s] @ W_s, in one persistent kernel.
 
-    dy       [tokens, >= end_row]  dense columns; columns of rows that the table does not have take no part
+    dy       [tokens, >= end_row]  dense columns or rows; columns of rows that the table does not have take no part
     W_s      [rows_s, columns]     through the table
-    dx       [tokens, columns]     dense columns; overwritten
+    dx       [tokens, columns]     dense columns or rows; overwritten
 
 The reduction runs over the slices in the table's order, own first, then the others as they arrive, in float32 registers: dx is
 written once, is never read, and is rounded once (a chain of one GEMM per slice reads and rounds it N - 1 times).
@@ -30,12 +30,16 @@ from commfuse_dp.kernels.device_code import (
     ROWS,
     STRIDE,
     await_word,
+    begin_rows,
+    describe_dense,
     grouped,
+    load_dense,
+    load_described,
     multiply,
     slice_pointer,
     store_tile,
 )
-from commfuse_dp.kernels.launching import check_operand, dense_rows, epoch_argument, launch, plan_of
+from commfuse_dp.kernels.launching import check_operand, check_output, dense, epoch_argument, launch, plan_of, strides
 from commfuse_dp.kernels.table import SliceTable
 from commfuse_dp.kernels.tiles import Problem, TileConfig
 
@@ -62,8 +66,11 @@ def dgrad_kernel(
     INTERPRETED: tl.constexpr,
     HALVES: tl.constexpr,
     PRECISION: tl.constexpr,
+    DY_TRANSPOSED: tl.constexpr,
+    DX_TRANSPOSED: tl.constexpr,
     WIDEN: tl.constexpr,
     EVEN: tl.constexpr,
+    HAS_EXACT: tl.constexpr,
     POINTER_ALIGN: tl.constexpr,
     STRIDE_ALIGN: tl.constexpr,
     COLUMN_ALIGN: tl.constexpr,
@@ -74,7 +81,7 @@ def dgrad_kernel(
     mine = tl.program_id(0)
     rows = tl.load(table + ROWS).to(tl.int32)
     if TMA:
-        dy_tma = tl.make_tensor_descriptor(dy, [tokens, width_dy], [stride_dy, 1], [BLOCK_M, BLOCK_K])
+        dy_tma = describe_dense(dy, tokens, width_dy, stride_dy, BLOCK_M, BLOCK_K, DY_TRANSPOSED)
         w_tma = tl.make_tensor_descriptor(
             slice_pointer(table, dtype, 16), [rows, columns], [tl.load(table + STRIDE), 1], [BLOCK_K, BLOCK_N]
         )
@@ -85,7 +92,7 @@ def dgrad_kernel(
         offs_m = start_m + tl.arange(0, BLOCK_M)
         offs_n = start_n + tl.arange(0, BLOCK_N)
         if not TMA:
-            a_rows = dy + tl.minimum(offs_m, tokens - 1)[:, None].to(tl.int64) * stride_dy
+            a_rows = begin_rows(dy, stride_dy, offs_m, tokens, False, DY_TRANSPOSED)
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         line = table - FIELDS
         at = 0  # row within the slice
@@ -99,7 +106,7 @@ def dgrad_kernel(
                 line += FIELDS
                 at = 0
                 if tile == mine:
-                    await_word(line, epoch, TMA, INTERPRETED)
+                    await_word(line, epoch, HAS_EXACT, TMA, INTERPRETED)
                 rows = tl.load(line + ROWS).to(tl.int32)
                 column = tl.load(line + FIRST_ROW) // COLUMN_ALIGN
                 if TMA:
@@ -110,22 +117,21 @@ def dgrad_kernel(
                     address = tl.load(line) // POINTER_ALIGN
                     w_stride = tl.load(line + STRIDE) // STRIDE_ALIGN
             if TMA:
-                a = dy_tma.load([start_m, (column * COLUMN_ALIGN).to(tl.int32) + at])
+                a = load_described(dy_tma, start_m, (column * COLUMN_ALIGN).to(tl.int32) + at, DY_TRANSPOSED)
                 b = w_tma.load([at, start_n])
             else:
                 offs_k = at + tl.arange(0, BLOCK_K)
                 w = tl.multiple_of((address * POINTER_ALIGN).to(tl.pointer_type(dtype)), POINTER_ALIGN)
-                a_at = a_rows + column * COLUMN_ALIGN + offs_k[None, :]
+                first = column * COLUMN_ALIGN
+                a = load_dense(a_rows, stride_dy, first, offs_m, tokens, offs_k, rows, False, EVEN, DY_TRANSPOSED)
                 b_at = w + offs_k[:, None].to(tl.int64) * (w_stride * STRIDE_ALIGN) + offs_n[None, :]
                 if EVEN:
-                    a = tl.load(a_at)
                     b = tl.load(b_at)
                 else:
-                    a = tl.load(a_at, mask=offs_k[None, :] < rows, other=0.0)
                     b = tl.load(b_at, mask=(offs_k[:, None] < rows) & (offs_n[None, :] < columns), other=0.0)
             acc = multiply(a, b, acc, PRECISION, WIDEN)
             at += BLOCK_K
-        store_tile(dx, stride_dx, offs_m, start_n, tokens, columns, acc, BLOCK_N, HALVES)
+        store_tile(dx, stride_dx, offs_m, start_n, tokens, columns, acc, HALVES, DX_TRANSPOSED)
 
 
 def gemm_dgrad(
@@ -140,27 +146,27 @@ def gemm_dgrad(
 ) -> None:
     """Enqueue the product on the current stream. Never waits on the host.
 
-    dy: [tokens, >= table.end_row] in the slices' dtype; dx: [tokens, columns], dense columns, any of the dtypes.
-    epoch: added to the value that every slice's word is waited for. programs: how many run (default: as the configuration
-    says). problem: `tiles.problem_of` of these operands, if the caller has it. Raises ValueError if they do not fit together.
+    dy: [tokens, >= table.end_row] in the slices' dtype; dx: [tokens, columns], dense columns or rows, any of the dtypes.
+    epoch: added to the value that a slice's word is waited for, unless it is exact. programs: how many run (default: as the
+    configuration says). problem: `tiles.problem_of` of these operands, if the caller has it. Raises ValueError if they do not
+    fit together.
     """
     check_operand("dy", dy, table, table.end_row, table.dtype if len(table) else None)
-    check_operand("dx", dx, table, table.columns, None)
-    if dx.shape != (dy.shape[0], table.columns) or (dx.stride(1) != 1 and dx.shape[1] > 1):
+    check_output("dx", dx, table, table.columns)
+    if dx.shape != (dy.shape[0], table.columns):
         raise ValueError(
-            f"dy {tuple(dy.shape)}, dx {tuple(dx.shape)} with strides {dx.stride()}: dx must have {table.columns} columns, "
-            "as many rows as dy, and dense columns"
+            f"dy {tuple(dy.shape)}, dx {tuple(dx.shape)}: dx must have {table.columns} columns, as many rows as dy"
         )
     if not len(table):
         dx.zero_()
         return
     if not dx.numel():
         return
-    dy = dense_rows(dy)
-    problem = problem or tiles.problem_of("dgrad", table, dx.dtype, dy)
-    plan = plan_of(problem, config, table.alignments, dy.device)
+    dy = dense(dy)
+    problem = problem or tiles.problem_of("dgrad", table, dy, dx)
+    plan = plan_of(problem, config, table.alignments, table.has_exact, dy.device)
     arguments = (
         *(dy, dx, table.lines, dy.shape[0], table.columns, plan.tiles, plan.steps),
-        *(dy.stride(0), dx.stride(0), dy.shape[1], epoch_argument(epoch)),
+        *(*strides(problem, dy, dx), dy.shape[1], epoch_argument(epoch)),
     )
     launch(dgrad_kernel, arguments, plan, programs)

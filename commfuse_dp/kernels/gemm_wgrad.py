@@ -1,7 +1,7 @@
 """GEMM reduce-scatter, wgrad: dW_s = dy[:, rows_s].T @ x for every slice s, in one persistent kernel.
 
-    dy       [tokens, >= end_row]  dense columns
-    x        [tokens, columns]     dense columns
+    dy       [tokens, >= end_row]  dense columns or rows
+    x        [tokens, columns]     dense columns or rows
     dW_s     [rows_s, columns]     through the table: into the place that a copy engine sends from (or any other); overwritten
 
 Tiles are computed slice by slice in the table's order: those owed to others first, the own one last. Accumulated in float32
@@ -32,14 +32,18 @@ from commfuse_dp.kernels.device_code import (
     ROWS,
     STRIDE,
     TYPES,
+    begin_rows,
+    describe_dense,
     grouped,
     join_threads,
+    load_dense,
+    load_described,
     multiply,
     slice_pointer,
     store_tile,
     write_word,
 )
-from commfuse_dp.kernels.launching import check_operand, dense_rows, epoch_argument, launch, plan_of
+from commfuse_dp.kernels.launching import check_operand, dense, epoch_argument, launch, plan_of, strides
 from commfuse_dp.kernels.table import SliceTable
 from commfuse_dp.kernels.tiles import Problem, TileConfig
 
@@ -66,6 +70,8 @@ def wgrad_kernel(
     INTERPRETED: tl.constexpr,
     HALVES: tl.constexpr,
     PRECISION: tl.constexpr,
+    DY_TRANSPOSED: tl.constexpr,
+    X_TRANSPOSED: tl.constexpr,
     WIDEN: tl.constexpr,
     EVEN: tl.constexpr,
     OUT_TYPE: tl.constexpr,
@@ -80,8 +86,8 @@ def wgrad_kernel(
     rows = tl.load(table + ROWS).to(tl.int32)
     count = tl.cdiv(rows, BLOCK_M) * tiles_n
     if TMA:
-        dy_tma = tl.make_tensor_descriptor(dy, [tokens, width_dy], [stride_dy, 1], [BLOCK_K, BLOCK_M])
-        x_tma = tl.make_tensor_descriptor(x, [tokens, columns], [stride_x, 1], [BLOCK_K, BLOCK_N])
+        dy_tma = describe_dense(dy, tokens, width_dy, stride_dy, BLOCK_K, BLOCK_M, DY_TRANSPOSED)
+        x_tma = describe_dense(x, tokens, columns, stride_x, BLOCK_K, BLOCK_N, X_TRANSPOSED)
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLAT):
         while tile >= before + count:
             before += count
@@ -98,23 +104,18 @@ def wgrad_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for step in range(steps):
             if TMA:  # columns of the next slice make rows beyond this one's end, which are not stored
-                a = dy_tma.load([step * BLOCK_K, column.to(tl.int32) + start_m]).T
-                b = x_tma.load([step * BLOCK_K, start_n])
+                a = load_described(dy_tma, step * BLOCK_K, column.to(tl.int32) + start_m, DY_TRANSPOSED).T
+                b = load_described(x_tma, step * BLOCK_K, start_n, X_TRANSPOSED)
             else:
                 offs_k = step * BLOCK_K + tl.arange(0, BLOCK_K)
-                a_at = dy + offs_k[:, None].to(tl.int64) * stride_dy + column + offs_m[None, :]
-                b_at = x + offs_k[:, None].to(tl.int64) * stride_x + offs_n[None, :]
-                if EVEN:
-                    a = tl.load(a_at).T
-                    b = tl.load(b_at)
-                else:
-                    a = tl.load(a_at, mask=(offs_k[:, None] < tokens) & (offs_m[None, :] < rows), other=0.0).T
-                    b = tl.load(b_at, mask=(offs_k[:, None] < tokens) & (offs_n[None, :] < columns), other=0.0)
+                a_rows = begin_rows(dy, stride_dy, offs_k, tokens, True, DY_TRANSPOSED)
+                b_rows = begin_rows(x, stride_x, offs_k, tokens, True, X_TRANSPOSED)
+                a = load_dense(a_rows, stride_dy, column, offs_k, tokens, offs_m, rows, True, EVEN, DY_TRANSPOSED).T
+                b = load_dense(b_rows, stride_x, 0, offs_k, tokens, offs_n, columns, True, EVEN, X_TRANSPOSED)
             acc = multiply(a, b, acc, PRECISION, WIDEN)
         out_stride = tl.multiple_of(tl.load(line + STRIDE), STRIDE_ALIGN)
-        store_tile(
-            slice_pointer(line, OUT_TYPE, POINTER_ALIGN), out_stride, offs_m, start_n, rows, columns, acc, BLOCK_N, HALVES
-        )
+        out = slice_pointer(line, OUT_TYPE, POINTER_ALIGN)
+        store_tile(out, out_stride, offs_m, start_n, rows, columns, acc, HALVES, False)
         join_threads(INTERPRETED)
         last = tl.atomic_add(counters + s, 1, sem="acq_rel", scope="gpu") == count - 1
         tl.atomic_xchg(counters + s, 0, mask=last, sem="relaxed", scope="gpu")
@@ -146,11 +147,11 @@ def gemm_wgrad(
         )
     if not len(table) or not table.columns:
         return
-    dy, x = dense_rows(dy), dense_rows(x)
-    problem = problem or tiles.problem_of("wgrad", table, table.dtype, dy, x)
-    plan = plan_of(problem, config, table.alignments, dy.device)
+    dy, x = dense(dy), dense(x)
+    problem = problem or tiles.problem_of("wgrad", table, dy, x)
+    plan = plan_of(problem, config, table.alignments, False, dy.device)
     arguments = (
         *(dy, x, table.lines, table.counters, dy.shape[0], table.columns, plan.tiles),
-        *(dy.stride(0), x.stride(0), dy.shape[1], epoch_argument(epoch)),
+        *(*strides(problem, dy, x), dy.shape[1], epoch_argument(epoch)),
     )
     launch(wgrad_kernel, arguments, plan, programs)

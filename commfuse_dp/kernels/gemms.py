@@ -22,26 +22,28 @@ class Gemms:
         self.chooser = chooser
         self._words = Words() if device is None else by_slices.words_of(device)
 
-    def forward(self, x: torch.Tensor, table: SliceTable, y: torch.Tensor, *, epoch: int = 0) -> None:
-        """y[:, rows of s] = x @ W_s.T (+ b_s) for every slice s, as each arrives."""
+    def forward(
+        self, x: torch.Tensor, table: SliceTable, y: torch.Tensor, *, row_bias: torch.Tensor | None = None, epoch: int = 0
+    ) -> None:
+        """y[:, rows of s] = x @ W_s.T (+ b_s, or + row_bias[:, None]) for every slice s, as each arrives."""
         if not table.entries or not x.shape[0]:
             return
-        problem = tiles.problem_of("forward", table, y.dtype, x)
+        problem = tiles.problem_of("forward", table, x, y)
         decision = self.chooser.exact.get((problem, x.device)) or self.chooser.decide(problem, x.device)
         if decision.backend == "triton":
             from commfuse_dp.kernels.gemm_forward import gemm_forward
 
-            kernel = partial(gemm_forward, x, table, y, epoch=epoch, config=decision.config, problem=problem)
+            kernel = partial(gemm_forward, x, table, y, row_bias=row_bias, epoch=epoch, config=decision.config, problem=problem)
             if self._run(kernel, problem, x.device):
                 return
-        by_slices.gemm_forward(x, table, y, epoch=epoch, wait=self._words.wait)
+        by_slices.gemm_forward(x, table, y, row_bias=row_bias, epoch=epoch, wait=self._words.wait)
 
     def dgrad(self, dy: torch.Tensor, table: SliceTable, dx: torch.Tensor, *, epoch: int = 0) -> None:
         """dx = sum over slices s of dy[:, rows of s] @ W_s, as they arrive."""
         if not table.entries or not dx.numel():
             dx.zero_()
             return
-        problem = tiles.problem_of("dgrad", table, dx.dtype, dy)
+        problem = tiles.problem_of("dgrad", table, dy, dx)
         decision = self.chooser.exact.get((problem, dy.device)) or self.chooser.decide(problem, dy.device)
         if decision.backend == "triton":
             from commfuse_dp.kernels.gemm_dgrad import gemm_dgrad
@@ -55,7 +57,7 @@ class Gemms:
         """dW_s = dy[:, rows of s].T @ x for every slice s, each followed by its signal."""
         if not table.entries or not table.columns:
             return
-        problem = tiles.problem_of("wgrad", table, table.dtype, dy, x)
+        problem = tiles.problem_of("wgrad", table, dy, x)
         decision = self.chooser.exact.get((problem, dy.device)) or self.chooser.decide(problem, dy.device)
         if decision.backend == "triton":
             from commfuse_dp.kernels.gemm_wgrad import gemm_wgrad

@@ -32,9 +32,15 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return _capability(device.index or 0) if device.type == "cuda" else (9, 0)
 
 
-def dense_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy if its columns are not dense (an expanded gradient, a transposed input)."""
-    return tensor if tensor.stride(1) == 1 or tensor.shape[1] <= 1 else tensor.contiguous()
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy if neither its columns nor its rows are dense (an expanded gradient)."""
+    return tensor if tiles.is_dense(tensor) else tensor.contiguous()
+
+
+def strides(problem: Problem, first: torch.Tensor, second: torch.Tensor) -> tuple[int, int]:
+    """From one dense row, or column, of either operand to the next."""
+    turned_first, turned_second = problem.transposed
+    return first.stride(int(turned_first)), second.stride(int(turned_second))
 
 
 def refuse(problem: str) -> None:
@@ -50,6 +56,25 @@ def check_operand(name: str, tensor: torch.Tensor, table: SliceTable, columns: i
     if tensor.dtype not in tiles.DTYPES or (dtype is not None and tensor.dtype != dtype):
         allowed = [dtype] if dtype is not None else list(tiles.DTYPES)
         refuse(f"{name} of {tensor.dtype}: allowed here: {', '.join(map(str, allowed))}")
+
+
+def check_output(name: str, tensor: torch.Tensor, table: SliceTable, columns: int) -> None:
+    """As check_operand; it is written where it lies, so columns or rows must be dense."""
+    check_operand(name, tensor, table, columns, None)
+    if not tiles.is_dense(tensor):
+        refuse(f"{name} with strides {tensor.stride()}: give dense columns or dense rows")
+
+
+def check_row_bias(bias: torch.Tensor | None, x: torch.Tensor, table: SliceTable) -> None:
+    """One dense element for each row of x. Raises ValueError."""
+    if bias is None:
+        return
+    if (bias.shape, bias.dtype, bias.device) != (x.shape[:1], x.dtype, x.device) or not bias.is_contiguous():
+        refuse(
+            f"row_bias {tuple(bias.shape)} of {bias.dtype} on {bias.device}: give {len(x)} dense elements of {x.dtype} beside x"
+        )
+    if table.has_bias:
+        refuse("row_bias and slices with biases: give one of them")
 
 
 def settle(problem: Problem, config: TileConfig | None, device: torch.device) -> TileConfig:
@@ -82,8 +107,8 @@ class Plan(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def plan_of(problem: Problem, config: TileConfig | None, alignments: Alignments, device: torch.device) -> Plan:
-    """What a launch needs besides its operands; the same for every launch of a shape."""
+def plan_of(problem: Problem, config: TileConfig | None, alignments: Alignments, has_exact: bool, device: torch.device) -> Plan:
+    """What a launch needs besides its operands; the same for every launch of a shape and layout."""
     config = settle(problem, config, device)
     constants = common_constants(problem, config)
     constants |= {
@@ -92,10 +117,12 @@ def plan_of(problem: Problem, config: TileConfig | None, alignments: Alignments,
         "STRIDE_ALIGN": alignments.stride,
         "COLUMN_ALIGN": alignments.column,
     }
+    if problem.op == "wgrad":
+        constants["OUT_TYPE"] = TYPES[problem.out_dtype]
+    else:
+        constants["HAS_EXACT"] = has_exact
     if problem.op == "forward":
         constants |= {"HAS_BIAS": problem.has_bias, "ROWS_ALIGN": alignments.rows}
-    elif problem.op == "wgrad":
-        constants["OUT_TYPE"] = TYPES[problem.out_dtype]
     steps = sum(-(-rows // config.block_k) for rows in problem.rows)
     return Plan(config, constants, tiles.count_tiles(problem, config), steps)
 
@@ -122,7 +149,7 @@ def launch(kernel: Any, arguments: tuple[Any, ...], plan: Plan, programs: int | 
 
 
 def common_constants(problem: Problem, config: TileConfig) -> dict[str, Any]:
-    """constexpr arguments that all three kernels have."""
+    """constexpr arguments that all three kernels have, but for the names of their operands."""
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -134,6 +161,10 @@ def common_constants(problem: Problem, config: TileConfig) -> dict[str, Any]:
         "HALVES": config.halves,
         "PRECISION": "tf32" if problem.tf32 else "ieee",
         "WIDEN": INTERPRETED and problem.dtype == torch.bfloat16,
+        **{
+            f"{name.upper()}_TRANSPOSED": value
+            for name, value in zip(tiles.OPERANDS[problem.op], problem.transposed, strict=True)
+        },
     }
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from commfuse_dp.kernels.tiles import TileConfig, config_from
 
-VERSION = 1
+VERSION = 2
 _MOST_BYTES = 4 << 20
 _MOST_ENTRIES = 4096
 

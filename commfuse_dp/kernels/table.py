@@ -11,6 +11,7 @@ first and then the others as they arrive, for a scatter the others' first and th
     WORD         address of the int32 to wait for, or 0        address of the int32 to write, or 0
     VALUE        what to wait for, or to write, at epoch 0; the launch adds its epoch (modulo 2**32)
     BIAS         address of the slice's bias [rows], or 0      0
+    EXACT        1: the word must equal VALUE, no epoch added  ignored
 
 [Note: Addresses change, the table does not]
 Slices live in pooled windows, so their addresses change from step to step. `repoint` sends the new lines by one small copy on
@@ -39,7 +40,7 @@ import torch
 
 from commfuse_dp.device.base import Word, as_int32
 
-DATA, FIRST_ROW, ROWS, STRIDE, WORD, VALUE, BIAS = range(7)
+DATA, FIRST_ROW, ROWS, STRIDE, WORD, VALUE, BIAS, EXACT = range(8)
 FIELDS = 8  # one line is 64 bytes
 
 _VECTOR = 16  # bytes of the widest load
@@ -52,6 +53,7 @@ class SliceEntry:
     pad, index, value: the int32 word and the value (cyclic) it has to reach before data and bias are read (forward, dgrad), or
     that is written to it when data is complete (wgrad). None: nothing to wait for, nobody to tell. A slice's word speaks for
     everything of its owner that comes before it, so a bias that came with the owner's first slice needs no word of its own.
+    exact: the word that is waited for must equal the value, whatever the launch's epoch: it names a message, it does not count.
     """
 
     data: torch.Tensor
@@ -60,6 +62,7 @@ class SliceEntry:
     pad: torch.Tensor | None = None
     index: int = 0
     value: int = 0
+    exact: bool = False
 
     @property
     def rows(self) -> int:
@@ -70,7 +73,7 @@ class SliceEntry:
         word = 0 if self.pad is None else self.pad.data_ptr() + 4 * self.index
         bias = 0 if self.bias is None else self.bias.data_ptr()
         stride = self.data.stride(0)
-        return [self.data.data_ptr(), self.first_row, self.rows, stride, word, as_int32(self.value), bias, 0]
+        return [self.data.data_ptr(), self.first_row, self.rows, stride, word, as_int32(self.value), bias, int(self.exact)]
 
 
 class Alignments(NamedTuple):
@@ -148,6 +151,7 @@ class SliceTable:
         self.dtype = example.dtype
         self.device = example.device
         self.has_bias = bool(kept) and kept[0].bias is not None
+        self.has_exact = any(entry.exact for entry in kept)
         self._host = array("q", itertools.chain.from_iterable(entry.line() for entry in kept))
         self.lines = torch.tensor(self._host, dtype=torch.int64, device=self.device)
         self.counters = torch.zeros(len(kept), dtype=torch.int32, device=self.device)
@@ -163,6 +167,7 @@ class SliceTable:
         words: Sequence[Word | None] | None = None,
     ) -> None:
         """New places of all slices (as many as given at first, of the same shapes and strides), from here on in the stream.
+        Words stay exact, or not.
 
         Does nothing if they are where they were. `bias` may be left out only if there is none, `words` if they are the same.
         """
@@ -194,7 +199,8 @@ class SliceTable:
                     f"slice {number} has changed from {tuple(old.data.shape)} to {tuple(new.shape)}: make a new table"
                 )
             pad, index, value = (old.pad, old.index, old.value) if words is None else words[number] or (None, 0, 0)
-            entries.append(SliceEntry(new, old.first_row, None if bias is None else bias[number], pad, index, value))
+            new_bias = None if bias is None else bias[number]
+            entries.append(SliceEntry(new, old.first_row, new_bias, pad, index, value, old.exact))
         self.entries = tuple(entries)
         for at, entry in enumerate(entries):
             host[at * FIELDS : (at + 1) * FIELDS] = array("q", entry.line())

@@ -15,6 +15,7 @@ from commfuse_dp.kernels.table import SliceTable
 
 Pass = Literal["forward", "dgrad", "wgrad"]
 PASSES: tuple[Pass, ...] = ("forward", "dgrad", "wgrad")
+OPERANDS: dict[Pass, tuple[str, str]] = {"forward": ("x", "y"), "dgrad": ("dy", "dx"), "wgrad": ("dy", "x")}  # all but slices
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -67,26 +68,47 @@ class Problem(NamedTuple):
     has_bias: bool = False
     vectored: bool = True  # all rows that are read begin at multiples of 16 bytes
     tf32: bool = False
+    transposed: tuple[bool, bool] = (False, False)  # of OPERANDS: rows are dense, not columns
+
+    @property
+    def layout(self) -> str:
+        """The operands that lie in memory transposed: "x.T", "dy.T, dx.T"."""
+        names = zip(OPERANDS[self.op], self.transposed, strict=True)
+        return ", ".join(f"{name}.T" for name, transposed in names if transposed)
 
 
-def problem_of(op: Pass, table: SliceTable, out_dtype: torch.dtype, *operands: torch.Tensor) -> Problem:
-    """The product of a launch. operands: what is read besides the slices, one row per token (wgrad: dy, then x)."""
-    first = operands[0]
+def is_transposed(tensor: torch.Tensor) -> bool:
+    """Whether a matrix lies in memory transposed: elements of a column side by side, columns any distance apart."""
+    row, column = tensor.stride()
+    return column != 1 and (row == 1 or tensor.shape[0] <= 1)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a matrix lies in memory with dense columns or dense rows."""
+    return 1 in tensor.stride() or min(tensor.shape) <= 1
+
+
+def problem_of(op: Pass, table: SliceTable, first: torch.Tensor, second: torch.Tensor) -> Problem:
+    """The product of a launch. first, second: see OPERANDS."""
     dtype = first.dtype
+    wgrad = op == "wgrad"
+    transposed = is_transposed(first), is_transposed(second)
     vectored = table.vectored
-    for tensor in operands if vectored else ():  # every row begins at a multiple of 16 bytes
-        row, column = tensor.stride()
-        if column != 1 and tensor.shape[1] > 1:  # a launch copies it to dense rows
-            row = tensor.shape[1]
-        elif tensor.data_ptr() % 16:
-            vectored = False
-        vectored = vectored and row * tensor.itemsize % 16 == 0
-    if op != "forward":  # dy is read from the columns where slices begin; y is only written there
+    if vectored:  # every row that is read, or column if columns are what is dense, begins at a multiple of 16 bytes
+        vectored = _begins_even(first, transposed[0]) and (not wgrad or _begins_even(second, transposed[1]))
+    if op != "forward" and not transposed[0]:  # dy is read from the columns where slices begin; y is only written there
         vectored = vectored and table.alignments.column * dtype.itemsize % 16 == 0
     bias = table.has_bias and op == "forward"
     tf32 = dtype == torch.float32 and uses_tf32()
-    fields = op, first.shape[0], table.columns, table.rows, dtype, out_dtype, bias, vectored, tf32
+    out_dtype = table.dtype if wgrad else second.dtype
+    fields = op, first.shape[0], table.columns, table.rows, dtype, out_dtype, bias, vectored, tf32, transposed
     return tuple.__new__(Problem, fields)  # without a frame for each launch
+
+
+def _begins_even(tensor: torch.Tensor, transposed: bool) -> bool:
+    if not is_dense(tensor):  # a launch copies it
+        return tensor.shape[1] * tensor.itemsize % 16 == 0
+    return tensor.data_ptr() % 16 == 0 and tensor.stride(int(transposed)) * tensor.itemsize % 16 == 0
 
 
 # Large tiles keep Hopper's tensor cores busy: 128 x 256 needs the fewest bytes per product of all that fit the registers of two
@@ -145,9 +167,10 @@ def candidates(problem: Problem, capability: tuple[int, int]) -> tuple[TileConfi
         table = _SINGLE
     found = []
     for config in table:
-        if problem.op != "forward" and not config.tma:
+        if not config.tma and (problem.op != "forward" or problem.transposed[1]):  # y.T: its stores would be narrow
             config = replace(config, flat=False)
-        if problem.op == "wgrad" and capability < (9, 0) and config.block_n > 128:
+        spilling = problem.op == "wgrad" and capability < (9, 0) and config.block_n > 128
+        if spilling or (problem.op == "forward" and problem.transposed[1] and config.block_m > 128):
             continue  # more registers than there are
         if _allowed(problem, config, capability) and config not in found:
             found.append(config)
@@ -177,14 +200,16 @@ def count_tiles(problem: Problem, config: TileConfig) -> int:
 
 
 def is_even(problem: Problem, config: TileConfig) -> bool:
-    """Whether all that is read are whole blocks, which need no masks."""
-    tokens, columns = problem.tokens, problem.columns
+    """Whether all that is read are whole blocks, which need no masks (device_code.load_dense says where they are needed)."""
+    tokens, columns, (first, second) = problem.tokens, problem.columns, problem.transposed
+    whole_tokens = not first or tokens % config.block_m == 0
     if problem.op == "forward":
-        return columns > 0 and columns % config.block_k == 0
-    whole = columns % config.block_n == 0
+        return columns > 0 and columns % config.block_k == 0 and whole_tokens
     if problem.op == "dgrad":
+        whole = columns % config.block_n == 0 and whole_tokens
         return whole and all(rows % config.block_k == 0 for rows in problem.rows)
-    return whole and tokens > 0 and tokens % config.block_k == 0 and all(rows % config.block_m == 0 for rows in problem.rows)
+    whole = tokens > 0 and tokens % config.block_k == 0 and (second or columns % config.block_n == 0)
+    return whole and (first or all(rows % config.block_m == 0 for rows in problem.rows))
 
 
 def uses_tf32() -> bool:

@@ -14,7 +14,7 @@ import torch
 from commfuse_dp.kernels import by_slices
 from commfuse_dp.kernels.measured import Trial
 from commfuse_dp.kernels.table import SliceEntry, SliceTable
-from commfuse_dp.kernels.tiles import Problem, TileConfig
+from commfuse_dp.kernels.tiles import OPERANDS, Problem, TileConfig
 
 _RUNS = 9
 _WARM_UP = 2
@@ -24,11 +24,15 @@ Call = Callable[[], None]
 CallWith = Callable[[TileConfig], None]
 
 
-def _random(rows: int, columns: int, dtype: torch.dtype, device: torch.device, vectored: bool) -> torch.Tensor:
-    """Unaligned on purpose if the operands measured for are: one element past a multiple of 16 bytes."""
-    shift = 0 if vectored else 1
-    flat = torch.empty(rows * columns + shift, dtype=dtype, device=device).normal_()
-    return flat[shift:].view(rows, columns)
+def _random(
+    rows: int, columns: int, dtype: torch.dtype, device: torch.device, vectored: bool, transposed: bool = False
+) -> torch.Tensor:
+    """Aligned as the operands measured for: rows (columns, transposed) at multiples of 16 bytes, or one element past."""
+    if transposed:
+        return _random(columns, rows, dtype, device, vectored).t()
+    shift, width = (0, -(-columns * dtype.itemsize // 16) * 16 // dtype.itemsize) if vectored else (1, columns)
+    flat = torch.empty(rows * width + shift, dtype=dtype, device=device).normal_()
+    return flat[shift:].view(rows, width)[:, :columns]
 
 
 def operands(problem: Problem, device: torch.device) -> tuple[Call, CallWith]:
@@ -43,26 +47,30 @@ def operands(problem: Problem, device: torch.device) -> tuple[Call, CallWith]:
         entries.append(SliceEntry(data, at, bias))
         at += rows
     table = SliceTable(entries)
-    narrow = _random(problem.tokens, problem.columns, dtype, device, vectored)  # x; in dgrad the output
-    wide = _random(problem.tokens, out_features, dtype, device, vectored)  # dy; in forward the output
+    widths = {"x": problem.columns, "dx": problem.columns, "y": out_features, "dy": out_features}
+    first, second = (
+        _random(problem.tokens, widths[name], problem.out_dtype if name in ("y", "dx") else dtype, device, vectored, transposed)
+        for name, transposed in zip(OPERANDS[problem.op], problem.transposed, strict=True)
+    )
     if problem.op == "forward":
         from commfuse_dp.kernels.gemm_forward import gemm_forward
 
-        y = wide.to(problem.out_dtype)
         return (
-            lambda: by_slices.gemm_forward(narrow, table, y),
-            lambda config: gemm_forward(narrow, table, y, config=config),
+            lambda: by_slices.gemm_forward(first, table, second),
+            lambda config: gemm_forward(first, table, second, config=config),
         )
     if problem.op == "dgrad":
         from commfuse_dp.kernels.gemm_dgrad import gemm_dgrad
 
-        dx = narrow.to(problem.out_dtype)
-        return lambda: by_slices.gemm_dgrad(wide, table, dx), lambda config: gemm_dgrad(wide, table, dx, config=config)
+        return (
+            lambda: by_slices.gemm_dgrad(first, table, second),
+            lambda config: gemm_dgrad(first, table, second, config=config),
+        )
     from commfuse_dp.kernels.gemm_wgrad import gemm_wgrad
 
     return (
-        lambda: by_slices.gemm_wgrad(wide, narrow, table),
-        lambda config: gemm_wgrad(wide, narrow, table, config=config),
+        lambda: by_slices.gemm_wgrad(first, second, table),
+        lambda config: gemm_wgrad(first, second, table, config=config),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -55,10 +57,10 @@ def test_alignment_is_that_of_the_worst_slice() -> None:
     x, dy = torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(4, 24, dtype=torch.bfloat16)
     for first_row, wide in ((8, True), (4, False)):
         table = SliceTable([SliceEntry(even, first_row)])
-        assert tiles.problem_of("forward", table, x.dtype, x).vectored, "y is only written there"
-        assert tiles.problem_of("dgrad", table, x.dtype, dy).vectored is wide
-        assert tiles.problem_of("wgrad", table, x.dtype, dy, x).vectored is wide
-    assert not tiles.problem_of("forward", table, x.dtype, torch.zeros(4, 20, dtype=torch.bfloat16)[:, :16]).vectored
+        assert tiles.problem_of("forward", table, x, dy).vectored, "y is only written there"
+        assert tiles.problem_of("dgrad", table, dy, x).vectored is wide
+        assert tiles.problem_of("wgrad", table, dy, x).vectored is wide
+    assert not tiles.problem_of("forward", table, torch.zeros(4, 20, dtype=torch.bfloat16)[:, :16], dy).vectored
     assert not SliceTable([SliceEntry(flat[:100].view(5, 20), 0)]).vectored, "rows of 40 bytes"
 
 
@@ -183,8 +185,8 @@ def test_words_of_a_device_speak_for_the_current_stream() -> None:
         def current_stream(self) -> str:
             return "stream"
 
-        def wait_value(self, *arguments: object) -> None:
-            calls.append(("wait", *arguments[:1], *arguments[2:]))
+        def wait_value(self, *arguments: object, exact: bool) -> None:
+            calls.append(("wait", *arguments[:1], *arguments[2:], exact))
 
         def write_value(self, *arguments: object) -> None:
             calls.append(("write", *arguments[:1], *arguments[2:]))
@@ -195,5 +197,9 @@ def test_words_of_a_device_speak_for_the_current_stream() -> None:
     assert words.wait is not None and words.signal is not None
     words.wait(entry, 1)
     words.signal(entry, 2)
-    assert calls == [("wait", "stream", 2, -(2**31)), ("write", "stream", 2, -(2**31) + 1)]
+    words.wait(replace(entry, value=2**31 + 5, exact=True), 1)
+    assert calls == [
+        *(("wait", "stream", 2, -(2**31), False), ("write", "stream", 2, -(2**31) + 1)),
+        ("wait", "stream", 2, -(2**31) + 5, True),
+    ], "an exact word is waited for as it is, without the epoch"
     assert Words() == (None, None)

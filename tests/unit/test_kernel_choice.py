@@ -50,6 +50,25 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
     return state
 
 
+# ---- what is measured for what ---------------------------------------------------------------------------------------
+def test_slices_of_tokens_are_measured_for_all_of_about_their_length(gpu) -> None:
+    """Where a slice is of tokens, sequences of varying length are not measured one by one; but TMA needs whole steps."""
+    bench = Bench(0.9)
+    chooser = Chooser(path=None, measure=bench)
+    turned = Problem("dgrad", 2048, 4096, (1024,) * 4, BF16, BF16, transposed=(True, False))
+    for rows in ((832, 896, 896, 960), (1024,) * 4):
+        assert chooser.decide(turned._replace(rows=rows), GPU).backend == "triton"
+    assert [problem.rows for problem in bench.problems] == [(1024,) * 4]
+    found = [chooser.decide(turned._replace(rows=(rows,) * 4), GPU).config for rows in (1000, 1001, 1023)]
+    assert [problem.rows for problem in bench.problems[1:]] == [(1025,) * 4]
+    for config in found:
+        assert config is not None and not config.tma
+        tiles_of = turned._replace(rows=(1001,) * 4)
+        assert config in tiles.candidates(tiles_of, (9, 0)), "what was measured can be used"
+    chooser.decide(PROBLEM._replace(rows=(500,) * 8), GPU)
+    assert bench.problems[-1].rows == (500,) * 8, "rows of a weight are what they are"
+
+
 # ---- decisions -------------------------------------------------------------------------------------------------------
 def test_the_faster_one_is_taken_and_measured_once(gpu, tmp_path: Path) -> None:
     for kernel_ms, backend in ((0.9, "triton"), (1.1, "blas")):

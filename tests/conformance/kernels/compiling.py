@@ -25,15 +25,25 @@ from commfuse_dp.kernels.gemm_dgrad import dgrad_kernel
 from commfuse_dp.kernels.gemm_forward import forward_kernel
 from commfuse_dp.kernels.gemm_wgrad import wgrad_kernel
 from commfuse_dp.kernels.launching import common_constants
-from commfuse_dp.kernels.tiles import PASSES, Problem, TileConfig
+from commfuse_dp.kernels.tiles import PASSES, Pass, Problem, TileConfig
 
 KERNELS = {"forward": forward_kernel, "dgrad": dgrad_kernel, "wgrad": wgrad_kernel}
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 ALIGNED = ("tokens", "columns", "stride_x", "stride_y", "stride_dy", "stride_dx", "width_dy")
 
+# The products of column-parallel layers (forward, dx, dW), then of row-parallel ones (forward, dx, dW): which operands lie
+# transposed.
+TENSOR_PARALLEL: tuple[tuple[Pass, tuple[bool, bool]], ...] = (
+    *(("forward", (False, True)), ("wgrad", (True, False)), ("dgrad", (True, False))),
+    *(("wgrad", (True, True)), ("forward", (True, True)), ("dgrad", (True, True))),
+)
 
-def compile_for(arch: int, problem: Problem, config: TileConfig, *, even: bool = True) -> Any:
+
+def compile_for(
+    arch: int, problem: Problem, config: TileConfig, *, even: bool = True, exact: bool = False, row_bias: bool = False
+) -> Any:
     """even: sizes are whole steps and everything lies at multiples of 16 bytes; else nothing is promised to the compiler.
+    exact: words are; row_bias: with one.
 
     Arguments that are 1 become constants, as in a launch: the kernel is compiled for them anew.
     """
@@ -42,12 +52,13 @@ def compile_for(arch: int, problem: Problem, config: TileConfig, *, even: bool =
     constants = common_constants(problem, config)
     constants |= {"EVEN": even, "POINTER_ALIGN": align if even else 2, "STRIDE_ALIGN": align}
     constants |= {"COLUMN_ALIGN": align, "ROWS_ALIGN": align, "HAS_BIAS": True, "OUT_TYPE": TYPES[problem.out_dtype]}
+    constants |= {"HAS_EXACT": exact} | ({} if row_bias else {"row_bias": None})
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     ones = {"tokens": problem.tokens, "columns": problem.columns, "total": tiles.count_tiles(problem, config)}
     constants |= {name: 1 for name, value in ones.items() if value == 1 and name in kernel.arg_names}
     out = NAMES[problem.out_dtype]
     pointers = {"x": f"*{NAMES[problem.dtype]}", "y": f"*{out}", "dx": f"*{out}", "table": "*i64", "counters": "*i32"}
-    pointers["dy"] = pointers["x"]
+    pointers["dy"] = pointers["row_bias"] = pointers["x"]
     signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
     divisible = [name for name in kernel.arg_names if name in ("table", "counters") or (even and name in (*pointers, *ALIGNED))]
     return triton.compile(
@@ -74,8 +85,8 @@ def resources(binary: bytes) -> dict[str, int]:
     return {"registers": int(found[1]), "stack": int(found[2])}
 
 
-def report(arch: int, problem: Problem, config: TileConfig, *, even: bool = True) -> dict[str, Any]:
-    built = compile_for(arch, problem, config, even=even)
+def report(arch: int, problem: Problem, config: TileConfig, *, even: bool = True, **how: bool) -> dict[str, Any]:
+    built = compile_for(arch, problem, config, even=even, **how)
     code = built.asm["ptx"]
     order = [found[0] for found in re.finditer(r"\bst\.global|\bbar\.sync|\batom\.[a-z.]*acq_rel", code)]
     counts = [number for number, name in enumerate(order) if name.startswith("atom")]
@@ -84,6 +95,7 @@ def report(arch: int, problem: Problem, config: TileConfig, *, even: bool = True
         "arch": arch,
         "op": problem.op,
         "dtype": NAMES[problem.dtype],
+        "layout": problem.layout,
         "config": str(config),
         "even": even and problem.tokens > 1,  # one token: a loop of one step, nothing to overlap
         "shared": built.metadata.shared,
@@ -111,6 +123,11 @@ def main() -> None:
                 found += [report(arch, problem, config) for config in tiles.candidates(problem, (arch // 10, 0))]
                 odd = problem._replace(out_dtype=torch.float32, vectored=False)
                 found += [report(arch, odd, config, even=False) for config in tiles.candidates(odd, (arch // 10, 0))]
+        for op, transposed in TENSOR_PARALLEL:  # slices of 1,024 tokens; layers of 4096 x 2048
+            problem = Problem(op, 2048, 4096, (1024,) * 4, torch.bfloat16, torch.bfloat16, transposed=transposed)
+            how = {"exact": op != "wgrad", "row_bias": op == "forward" and not transposed[0]}
+            found += [report(arch, problem, config, **how) for config in tiles.candidates(problem, (arch // 10, 0))]
+        for op in PASSES:
             skinny = Problem(op, 1, 4096, (512,), torch.bfloat16, torch.bfloat16)
             if arch == 90:  # the largest tile, and those that one token is worth
                 configs = tiles.candidates(skinny, (9, 0))

@@ -1,4 +1,4 @@
-"""The three GEMM kernels against float64, in Triton's interpreter: one process runs all cells of gemm_cells.py."""
+"""The three GEMM kernels against float64, in Triton's interpreter: one process runs all cells of interpreted.py."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.kernels import gemm_cells
+from tests.conformance.kernels.interpreted import CELLS
 
 ROOT = Path(__file__).parents[3]
-CELLS = [name for name in vars(gemm_cells) if name.startswith("cell_")]
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str | None]:
     result = subprocess.run(
-        [sys.executable, "-m", "tests.conformance.kernels.gemm_cells"],
+        [sys.executable, "-m", "tests.conformance.kernels.interpreted"],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -33,6 +32,6 @@ def outcomes() -> dict[str, str | None]:
     return json.loads(result.stdout)
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", list(CELLS))
 def test_cell(cell: str, outcomes: dict[str, str | None]) -> None:
     assert outcomes[cell] is None, outcomes[cell]
