@@ -159,7 +159,7 @@ def two_dimensions(rank: int, world_size: int, kind: str, seed: int, settings: d
     on_streams(kind, 4, body, seed=seed)
 
 
-@pytest.mark.parametrize("kind", ["symmetric", "nccl"])
+@pytest.mark.parametrize("kind", ["nccl", pytest.param("symmetric", marks=pytest.mark.slow)])
 def test_data_parallelism_over_them(workers: Any, kind: str) -> None:
     workers(1).run(two_dimensions, kind, 0, {}, timeout=100)
 
@@ -202,6 +202,6 @@ def transformers_model(rank: int, world_size: int, kind: str, seed: int) -> None
             on_streams(kind, 2, body, seed=seed)
 
 
-@pytest.mark.parametrize("kind", ["symmetric", "nccl"])
+@pytest.mark.parametrize("kind", ["nccl", pytest.param("symmetric", marks=pytest.mark.slow)])
 def test_transformers(workers: Any, kind: str) -> None:
     workers(1).run(transformers_model, kind, 0, timeout=100)
