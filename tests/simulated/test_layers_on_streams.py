@@ -133,7 +133,12 @@ def test_what_is_used_before_it_has_come_is_found(workers: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "n", "settings"), [("symmetric", 2, {}), ("nccl", 3, {"slices_per_rank": 2, "order": "ring"})]
+    ("kind", "n", "settings"),
+    [
+        ("symmetric", 2, {}),
+        pytest.param("nccl", 3, {"slices_per_rank": 2, "order": "ring"}, marks=pytest.mark.slow),
+        pytest.param("symmetric", 4, {"save_activations": "gathered"}, marks=pytest.mark.slow),
+    ],
 )
 def test_tensor_parallel_layers(workers: Any, kind: str, n: int, settings: dict[str, Any]) -> None:
     workers(1).run(one_dimension, kind, n, 0, settings, timeout=100)
