@@ -10,6 +10,7 @@ made in a peer's inbox, how they are cut into messages.
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -289,6 +290,16 @@ class Binder(dict[int, BoundProgram]):
         super().__init__()
         self._program, self._rows = program, rows
         self._on_streams: dict[int, BoundProgram] = {}
+
+    @functools.cached_property
+    def largest(self) -> int:
+        """Bytes of the largest piece that any rank sends; the same on all of them."""
+        rows = {entry.tensor: math.prod(entry.shape) * max(dtype.itemsize for dtype in entry.types) for entry in self._rows}
+        found = 0
+        for problem in self._program.problems:
+            sizes = [part.size for by_owner in problem.slices_by_source for parts in by_owner for part in parts]
+            found = max(found, rows[problem.tensor] * max(sizes, default=0))
+        return found
 
     def on_streams(self, limit: int) -> BoundProgram:
         """For a stream-ordered transport. Raises ValueError for an order that streams do not exchange in."""

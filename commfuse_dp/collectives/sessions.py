@@ -23,6 +23,7 @@ from commfuse_dp.collectives.streams import StreamExecution
 from commfuse_dp.errors import TransportError
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.select import Kind, open_transport
+from commfuse_dp.transport.streams.growth import GrowingRings
 
 INBOX_BYTES = 16 << 20  # per rank, for all peers
 DEADLINE_S = 300.0
@@ -113,6 +114,7 @@ def transport_for(
             probe=None,
             device=device,
             stream_ordered=True,
+            growing=True,
         )
         with _lock:
             _opened[members][place] = found
@@ -133,6 +135,8 @@ def execute(name: str, binder: Binder, bindings: Sequence[Bindings], session: Se
     transport, _, _, call = session
     try:
         if transport is not None and transport.device is not None:
+            if 2 * binder.largest > transport.message_limit and isinstance(transport, GrowingRings):
+                transport.make_room(binder.largest)
             on_streams = binder.on_streams(transport.message_limit)
             StreamExecution(name, on_streams, bindings, device, transport, call).run()
             return

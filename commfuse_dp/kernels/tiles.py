@@ -77,38 +77,36 @@ class Problem(NamedTuple):
         return ", ".join(f"{name}.T" for name, transposed in names if transposed)
 
 
-def is_transposed(tensor: torch.Tensor) -> bool:
-    """Whether a matrix lies in memory transposed: elements of a column side by side, columns any distance apart."""
-    row, column = tensor.stride()
-    return column != 1 and (row == 1 or tensor.shape[0] <= 1)
-
-
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a matrix lies in memory with dense columns or dense rows."""
     return 1 in tensor.stride() or min(tensor.shape) <= 1
 
 
 def problem_of(op: Pass, table: SliceTable, first: torch.Tensor, second: torch.Tensor) -> Problem:
-    """The product of a launch. first, second: see OPERANDS."""
+    """The product of a launch. first, second: see OPERANDS. In one frame: every launch asks."""
     dtype = first.dtype
     wgrad = op == "wgrad"
-    transposed = is_transposed(first), is_transposed(second)
+    (row, column), (other_row, other_column) = first.stride(), second.stride()
+    # Elements of a column side by side, columns any distance apart.
+    turned = column != 1 and (row == 1 or first.shape[0] <= 1)
+    other_turned = other_column != 1 and (other_row == 1 or second.shape[0] <= 1)
     vectored = table.vectored
     if vectored:  # every row that is read, or column if columns are what is dense, begins at a multiple of 16 bytes
-        vectored = _begins_even(first, transposed[0]) and (not wgrad or _begins_even(second, transposed[1]))
-    if op != "forward" and not transposed[0]:  # dy is read from the columns where slices begin; y is only written there
+        for tensor, pitch in ((first, column if turned else row), (second, other_column if other_turned else other_row)):
+            if 1 not in tensor.stride() and min(tensor.shape) > 1:  # a launch copies it: see `is_dense`
+                pitch = tensor.shape[1]
+            elif tensor.data_ptr() % 16:
+                vectored = False
+            vectored = vectored and pitch * tensor.itemsize % 16 == 0
+            if not wgrad:
+                break
+    if op != "forward" and not turned:  # dy is read from the columns where slices begin; y is only written there
         vectored = vectored and table.alignments.column * dtype.itemsize % 16 == 0
     bias = table.has_bias and op == "forward"
     tf32 = dtype == torch.float32 and uses_tf32()
     out_dtype = table.dtype if wgrad else second.dtype
-    fields = op, first.shape[0], table.columns, table.rows, dtype, out_dtype, bias, vectored, tf32, transposed
+    fields = op, first.shape[0], table.columns, table.rows, dtype, out_dtype, bias, vectored, tf32, (turned, other_turned)
     return tuple.__new__(Problem, fields)  # without a frame for each launch
-
-
-def _begins_even(tensor: torch.Tensor, transposed: bool) -> bool:
-    if not is_dense(tensor):  # a launch copies it
-        return tensor.shape[1] * tensor.itemsize % 16 == 0
-    return tensor.data_ptr() % 16 == 0 and tensor.stride(int(transposed)) * tensor.itemsize % 16 == 0
 
 
 # Large tiles keep Hopper's tensor cores busy: 128 x 256 needs the fewest bytes per product of all that fit the registers of two

@@ -80,6 +80,7 @@ def open_transport(
     probe: Probe | None,
     device: torch.device,
     stream_ordered: bool = False,
+    growing: bool = False,
     order: str = "pairwise",
     published_bytes: int = 0,
     prefetch_bytes: int = 0,
@@ -97,7 +98,8 @@ def open_transport(
     messages that are taken even if that is too little. most_bytes: of inbox_bytes, what is of use; None: all. What is taken is
     logged before, and is `transport.footprint` afterwards.
 
-    stream_ordered: the caller can use a stream-ordered transport (base.py); else 'symmetric' is never chosen.
+    stream_ordered: the caller can use a stream-ordered transport (base.py); else 'symmetric' is never chosen. growing: it is
+    for calls whose sizes come later, and on streams its rings grow with them (streams/growth.py).
 
     Returns the transport and why it was chosen. Raises ConfigError for an unknown kind and for ranks that cannot have it
     (backends.py), TransportError if a request cannot be met, MismatchError on all ranks if they ask for different kinds,
@@ -123,6 +125,8 @@ def open_transport(
     wanted = Wanted(kind, order, group, rank, hosts, exchange, room, deadline_s, probe, device, stream_ordered, published_bytes)
     transport, reason = _open(wanted)
     transport.footprint = room.footprint
+    if growing and transport.device is not None:
+        transport.growing = True  # type: ignore[attr-defined]
     if group is not None:
         transport.membership.numbers = dist.get_process_group_ranks(group)
     return transport, reason

@@ -113,7 +113,8 @@ class Attachment:
         """Collective: a transport alone, among the ranks of `group`, for what is served without an engine."""
         self.transport, self._transport_reason = self._ranks.together(
             lambda: self.transaction.acquire(
-                lambda: open_for(config, group=group, device=device, stream_ordered=True), lambda found: found[0].close()
+                lambda: open_for(config, group=group, device=device, stream_ordered=True, growing=True),
+                lambda found: found[0].close(),
             )
         )
         self._close_with_holder(self.transport)

@@ -258,7 +258,8 @@ def _transport_of(group: Any, config: CommFuseConfig, device: torch.device) -> t
         try:
             opened[wish] = Ranks([group], "open a transport for Ulysses").together(
                 lambda: transaction.acquire(
-                    lambda: open_for(config, group=group, device=device, stream_ordered=True), lambda found: found[0].close()
+                    lambda: open_for(config, group=group, device=device, stream_ordered=True, growing=True),
+                    lambda found: found[0].close(),
                 )
             )
         except BaseException:

@@ -61,7 +61,8 @@ class Streams:
         members, rank = tuple(dist.get_process_group_ranks(group)), dist.get_rank(group)
         with self._lock:
             exchange = self._groups.setdefault(members, Gathering(len(members), 60.0)).of(rank)
-        ring = max(RING, 4 * more.get("least_ring", 0))
+        growing = more.get("growing", False)
+        ring = 256 if growing else max(RING, 4 * more["least_ring"])
         own = self.world.devices[members[rank]].beside()
         if self.kind == "symmetric":
             devices = exchange(own)
@@ -70,6 +71,7 @@ class Streams:
             board = exchange(FakeBoard(self.world, members))[0]
             board.devices[rank] = own
             transport = open_fake_nccl(board, rank, exchange, inbox_bytes=ring)
+        transport.growing = growing
         self.opened.append((members[rank], transport))
         return transport, "simulated"
 
@@ -117,6 +119,7 @@ def one_dimension(rank: int, world_size: int, kind: str, n: int, seed: int, sett
         with applied(model, **settings) as report:
             assert report.numel_by_path().keys() == {"column", "row", "stock"} and "simulated" in str(report)
             alike(run(model, 2, (0,)), exact, 1e-12)
+            assert attachment_of(model, TENSOR_ATTACHMENT).transport.message_limit > 256  # it has grown
 
     on_streams(kind, n, body, seed=seed)
 

@@ -18,6 +18,7 @@ from commfuse_dp.collectives import all_gather, all_reduce, all_to_all, reduce_s
 from commfuse_dp.collectives.streams import StreamExecution
 from commfuse_dp.errors import TransportError
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, Sending, Tag, Transport
+from commfuse_dp.transport.streams import growth
 from commfuse_dp.transport.symmetric.core import Core
 from tests.conformance.collectives.worlds import left_fold, rows
 from tests.conformance.sequence import test_sequence_ops as sequence
@@ -33,8 +34,9 @@ RING = 1 << 12
 
 
 def on_streams(
-    kind: str, n: int, body: Callable[[int, Any], Any], *, seed: int = 0, ring: int = RING, costs: Any = None
+    kind: str, n: int, body: Callable[[int, Any], Any], *, seed: int = 0, ring: int = RING, costs: Any = None, **more: Any
 ) -> list[Any]:
+    """more: for transport symmetric."""
     world = FakeWorld(n, seed=seed, deferred=False, costs=costs)
     board = FakeBoard(world)
 
@@ -42,7 +44,7 @@ def on_streams(
         die: Callable[[Any], None]
         transport: Transport
         if kind == "symmetric":
-            die, transport = fake_symmetric.die, open_fake(world, rank, exchange, inbox_bytes=ring, deadline_s=20.0)
+            die, transport = fake_symmetric.die, open_fake(world, rank, exchange, inbox_bytes=ring, deadline_s=20.0, **more)
         else:
             die, transport = fake_nccl.die, open_fake_nccl(board, rank, exchange, inbox_bytes=ring)
         try:
@@ -266,3 +268,60 @@ def test_transfers_run_beside_compute(kind: str) -> None:
     for gathering, scattering in on_streams(kind, n, body, costs=costs):
         assert gathering == n * compute
         assert scattering <= n * compute + compute  # peers begin their products when their own gathers have ended
+
+
+def calls_of_all_sizes(rank: int, transport: Any) -> list[tuple[int, int]]:
+    """Checked bit for bit. The limit of a message after each of them, and how many messages it sent."""
+    found, sent, reserve = [], [0], transport.reserve
+
+    def counted(dsts: Any, sizes: Any, room: int = 0) -> Any:
+        sent[0] += len(dsts)
+        return reserve(dsts, sizes, room)
+
+    transport.reserve = counted
+    for rows_of, width in (((1, 2, 0), 4), ((5, 0, 9), 40), ((1, 2, 0), 4), ((16, 16, 16), 40), ((0, 3, 2), 80)):
+        whole, start = rows(sum(rows_of), width, seed=width), sum(rows_of[:rank])
+        own = whole[start : start + rows_of[rank]]
+        before = sent[0]
+        assert torch.equal(all_gather(own, sizes=rows_of, transport=transport), whole)
+        total = reduce_scatter(whole, sizes=rows_of, transport=transport)
+        assert torch.equal(total, left_fold([own, own, own], torch.float32, None, torch.float32))
+        found.append((transport.message_limit, sent[0] - before))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rings_grow_with_what_calls_send(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices go whole, of 9 x 40 floats and of 16 x 40; what is larger than the most is cut."""
+
+    def body(rank: int, transport: Any) -> list[tuple[int, int]]:
+        transport.growing = True
+        return calls_of_all_sizes(rank, transport)
+
+    for found in on_streams(kind, 3, body, ring=256):
+        assert [limit for limit, _ in found] == [256, 2 * 1472, 2 * 1472, 2 * 2560, 2 * 2560]
+        assert found[3][1] == 2 * 2
+    monkeypatch.setattr(growth, "MOST", 1000)
+    for found in on_streams(kind, 3, body, ring=256):
+        assert [limit for limit, _ in found] == [256, *[2 * 1024] * 4]
+        assert found[3][1] == 2 * 2 * 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rings_that_nobody_lets_grow_stay(kind: str) -> None:
+    for found in on_streams(kind, 3, calls_of_all_sizes, ring=256):
+        assert {limit for limit, _ in found} == {256}
+
+
+def test_rings_stay_where_memory_is_short(caplog: pytest.LogCaptureFixture) -> None:
+    """On all ranks, with a warning, and everything goes on in parts."""
+
+    def body(rank: int, transport: Any) -> list[tuple[int, int]]:
+        transport.growing = True
+        if rank == 1:
+            transport._core.memory.room = 1 << 12
+        return calls_of_all_sizes(rank, transport)
+
+    for found in on_streams("symmetric", 3, body, ring=256):
+        assert {limit for limit, _ in found} == {256}
+    assert sum("stay cut into parts" in record.message for record in caplog.records) == 3

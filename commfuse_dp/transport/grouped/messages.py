@@ -9,7 +9,7 @@ import torch
 
 from commfuse_dp.device.base import Device, Event, WordLike
 from commfuse_dp.errors import TransportError, Where
-from commfuse_dp.transport.base import CHANNEL_GRAD, GRAD_LANE, NOWHERE, ExchangeFn, Sending, Tag, Transport
+from commfuse_dp.transport.base import CHANNEL_GRAD, GRAD_LANE, NOWHERE, ExchangeFn, Sending, Tag
 from commfuse_dp.transport.checks import (
     NO_MEMORY,
     check_message,
@@ -23,6 +23,7 @@ from commfuse_dp.transport.checks import (
 from commfuse_dp.transport.grouped.core import NOTHING, Core
 from commfuse_dp.transport.grouped.watch import Step
 from commfuse_dp.transport.one_sided.ring import align
+from commfuse_dp.transport.streams.growth import GrowingRings
 from commfuse_dp.transport.streams.staging import PlaceRing, Staging
 
 
@@ -49,12 +50,14 @@ class _Ring:
 
 
 class Inboxes:
-    """A ring for each peer and channel. first: memory of those for gradients, by peer; that of others is taken when needed.
-    called: what a rank is called in errors."""
+    """A ring for each peer and channel. first: memory of some of them; that of others is taken when needed. called: what a rank
+    is called in errors."""
 
-    def __init__(self, device: Device, capacity: int, first: dict[int, torch.Tensor], called: Callable[[int], int]) -> None:
+    def __init__(
+        self, device: Device, capacity: int, first: dict[tuple[int, int], torch.Tensor], called: Callable[[int], int]
+    ) -> None:
         self._device, self._capacity, self._called = device, capacity, called
-        self._rings = {(peer, CHANNEL_GRAD): _Ring(data) for peer, data in first.items()}
+        self._rings = {place: _Ring(data) for place, data in first.items()}
 
     def land(self, src: int, tag: Tag, nbytes: int) -> Landing:
         """The next place for a message of `src`. nbytes <= capacity.
@@ -90,14 +93,14 @@ class Inboxes:
         return _Ring(data)
 
 
-class Messages(Transport):
+class Messages(GrowingRings):
     """What this rank sends and receives."""
 
     _core: Core
 
-    def _open_messages(self, exchange: ExchangeFn) -> None:
-        """Collective: raises TransportError on all ranks if memory is short."""
-        core, limit = self._core, self.message_limit
+    def _open_messages(self, exchange: ExchangeFn, limit: int, channel: int = CHANNEL_GRAD) -> None:
+        """Collective: raises TransportError on all ranks if memory is short. channel: whose inboxes are taken now."""
+        core = self._core
         device, ring = core.device, align(limit)
         self._scatter = device.side_stream("scatter")
         rings: dict[int, list[torch.Tensor]] = {}  # of each peer: staging, inbox
@@ -110,7 +113,7 @@ class Messages(Transport):
             failure = f"no memory on {device.torch_device} for inbox_bytes = {limit}, twice for each peer ({error})"
         raise_failures(exchange, exchange(failure), end=NO_MEMORY)
         self._staging = Staging(core, {peer: both[0] for peer, both in rings.items()}, limit)
-        first = {peer: both[1] for peer, both in rings.items()}
+        first = {(peer, channel): both[1] for peer, both in rings.items()}
         self._inboxes = Inboxes(device, ring, first, core.membership.called)
         # Announced, not yet paired with a send of ours: bytes. Steps that were broken off leave theirs.
         self._expected: dict[tuple[int, Tag], int] = {}

@@ -40,6 +40,7 @@ from commfuse_dp.device.timing import EventTimer
 from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import (
+    CHANNEL_COLLECTIVE,
     NOWHERE,
     PARAM_LANE,
     WHOLE,
@@ -124,7 +125,7 @@ class NcclTransport(Messages):
         self._packed: dict[int, Event] = {}  # key -> behind its packing; until "gather" waits for it
         self._free_to_write = self._own_finished = 0
         try:
-            self._open_messages(exchange)
+            self._open_messages(exchange, self.message_limit)
         except BaseException:
             self._core.watch.stop()
             grouped.close()
@@ -199,6 +200,10 @@ class NcclTransport(Messages):
             return
         self._free_to_write = max(self._free_to_write, epoch)
         self.device.wait_event(stream, self.device.record(self._gather))
+
+    def _renew(self, limit: int) -> int:
+        self._open_messages(self._exchange, limit, CHANNEL_COLLECTIVE)
+        return 2 * len(self._core.peers)
 
     # ---- progress and end --------------------------------------------------------------------------------------------
     def progress(self, timeout_s: float = 0.0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from operator import itemgetter
 
 import torch
@@ -21,16 +22,21 @@ CHANNELS = (CHANNEL_PARAM, CHANNEL_GRAD, CHANNEL_COLLECTIVE)  # each has rings o
 
 
 class Layout:
-    """Where things lie in the block of every rank. Offsets in bytes; all ranks alike."""
+    """Where things lie in the block of every rank. Offsets in bytes; all ranks alike. calls: bytes of a ring for messages of
+    calls, where they are others than inbox_bytes."""
 
-    def __init__(self, world_size: int, inbox_bytes: int) -> None:
+    def __init__(self, world_size: int, inbox_bytes: int, calls: int | None = None) -> None:
         self.world_size = world_size
-        self.ring = align(inbox_bytes)
+        self.capacity = {channel: align(inbox_bytes) for channel in CHANNELS}  # of a ring
+        if calls is not None:
+            self.capacity[CHANNEL_COLLECTIVE] = align(calls)
         self.pairs = world_size * len(CHANNELS)
         self.credit = align(4 * world_size)  # behind finished[rank]
         self.arrival = self.credit + align(4 * self.pairs)
-        self.rings = self.arrival + align(4 * self.pairs * ARRIVAL_WORDS)
-        self.nbytes = self.rings + self.pairs * self.ring
+        first = self.arrival + align(4 * self.pairs * ARRIVAL_WORDS)
+        # Of each pair, where its ring begins; and where the last one ends.
+        self.rings = list(accumulate([*self.capacity.values()] * world_size, initial=first))
+        self.nbytes = self.rings[-1]
 
 
 def pair_of(peer: int, channel: int) -> int:
@@ -51,7 +57,7 @@ class Block:
         self.finished = words(0, layout.world_size)
         self.credit = words(layout.credit, layout.pairs)
         self.arrival = words(layout.arrival, layout.pairs * ARRIVAL_WORDS)
-        self.rings = [block.narrow(0, layout.rings + i * layout.ring, layout.ring) for i in range(layout.pairs)]
+        self.rings = [block.narrow(0, start, stop - start) for start, stop in pairwise(layout.rings)]
 
 
 class Core(StreamCore):
@@ -77,9 +83,13 @@ class Core(StreamCore):
     ) -> None:
         super().__init__(rank, membership, world_size, name=name, device=device, probe=probe)
         self.exchange, self.memory, self.watch = exchange, memory, watch
-        self.blocks = [Block(block, layout) for block in blocks]
-        self.own = self.blocks[rank]  # of this rank
+        self.take(blocks, layout)
         self._batch: tuple[Stream | None, Batch | None] = None, None  # of the stream that waited last
+
+    def take(self, blocks: Sequence[torch.Tensor], layout: Layout) -> None:
+        """Memory of all ranks, whose words are 0."""
+        self.blocks = [Block(block, layout) for block in blocks]
+        self.own = self.blocks[self.rank]  # of this rank
 
     # ---- waiting for words -------------------------------------------------------------------------------------------
     def wait_for(

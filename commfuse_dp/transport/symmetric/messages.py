@@ -11,7 +11,7 @@ import torch
 from commfuse_dp.device.base import Event, Span, WordLike
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import SEND
-from commfuse_dp.transport.base import NOWHERE, Sending, Tag, Transport
+from commfuse_dp.transport.base import NOWHERE, Sending, Tag
 from commfuse_dp.transport.checks import (
     check_message,
     check_tag,
@@ -20,6 +20,7 @@ from commfuse_dp.transport.checks import (
     not_here,
     not_reserved,
 )
+from commfuse_dp.transport.streams.growth import GrowingRings
 from commfuse_dp.transport.streams.staging import Lanes, Reservation, Staging, StagingRing
 from commfuse_dp.transport.symmetric.core import CHANNELS, Core, Layout, pair_of
 from commfuse_dp.transport.symmetric.ring import ARRIVAL_WORDS, Inbox, Outbox
@@ -47,20 +48,21 @@ class _Fan:
         self.reservations: list[tuple[StagingRing, Reservation]] = []
 
 
-class Messages(Transport):
+class Messages(GrowingRings):
     """What this rank sends and receives."""
 
     _core: Core
 
     def _open_messages(self, layout: Layout) -> None:
         core, device = self._core, self._core.device
+        limit = max(layout.capacity.values())
         self._scatter = device.side_stream("scatter")
         self._leaving = device.batch(self._scatter)
         with torch.inference_mode(False):
-            memory = {peer: torch.zeros(layout.ring, dtype=torch.uint8, device=device.torch_device) for peer in core.peers}
-        self._staging = Staging(core, memory, self.message_limit)
-        self._outboxes = {channel: Lanes(core.peers, lambda: Outbox(layout.ring)) for channel in CHANNELS}
-        self._inboxes = {channel: Lanes(core.peers, lambda: Inbox(layout.ring)) for channel in CHANNELS}
+            memory = {peer: torch.zeros(limit, dtype=torch.uint8, device=device.torch_device) for peer in core.peers}
+        self._staging = Staging(core, memory, limit)
+        self._outboxes = {channel: Lanes(core.peers, partial(Outbox, ring)) for channel, ring in layout.capacity.items()}
+        self._inboxes = {channel: Lanes(core.peers, partial(Inbox, ring)) for channel, ring in layout.capacity.items()}
         ranks = (*core.peers, core.rank)
         self._pairs = {channel: {peer: pair_of(peer, channel) for peer in ranks} for channel in CHANNELS}
         self._views: dict[Hashable, list[torch.Tensor]] = {}  # of messages that lie alike: places come again

@@ -65,6 +65,7 @@ from commfuse_dp.device.timing import EventTimer
 from commfuse_dp.errors import CommFuseError
 from commfuse_dp.probe import Probe
 from commfuse_dp.transport.base import WHOLE, ExchangeFn, Outcome, Transport
+from commfuse_dp.transport.budget import LEAST_RING
 from commfuse_dp.transport.closing import CLOSE_S, close_at_exit, done_within, never_free
 from commfuse_dp.transport.membership import numbers_of
 from commfuse_dp.transport.one_sided import messages as msg
@@ -140,6 +141,14 @@ class SymmetricTransport(Windows, Messages):
     def finish(self, epoch: int, outcome: Outcome = WHOLE) -> None:
         super().finish(epoch)
         self._staging.rewind()
+
+    def _renew(self, limit: int) -> int:
+        layout = Layout(self.world_size, min(LEAST_RING, self.message_limit), limit)
+        with torch.inference_mode(False):
+            blocks = self._core.memory.allocate(layout.nbytes, f"messages of calls, {limit} bytes for each of the peers")
+        self._core.take(blocks, layout)  # those of before are kept by `memory`
+        self._open_messages(layout)
+        return 2 * self.world_size - 1
 
     # ---- progress and end --------------------------------------------------------------------------------------------
     def progress(self, timeout_s: float = 0.0) -> None:
