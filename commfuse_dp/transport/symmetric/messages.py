@@ -20,6 +20,7 @@ from commfuse_dp.transport.checks import (
     not_here,
     not_reserved,
 )
+from commfuse_dp.transport.one_sided.ring import align
 from commfuse_dp.transport.streams.growth import GrowingRings
 from commfuse_dp.transport.streams.staging import Lanes, Reservation, Staging, StagingRing
 from commfuse_dp.transport.symmetric.core import CHANNELS, Core, Layout, pair_of
@@ -53,13 +54,12 @@ class Messages(GrowingRings):
 
     _core: Core
 
-    def _open_messages(self, layout: Layout) -> None:
+    def _open_messages(self, layout: Layout, limit: int) -> None:
         core, device = self._core, self._core.device
-        limit = max(layout.capacity.values())
         self._scatter = device.side_stream("scatter")
         self._leaving = device.batch(self._scatter)
         with torch.inference_mode(False):
-            memory = {peer: torch.zeros(limit, dtype=torch.uint8, device=device.torch_device) for peer in core.peers}
+            memory = {peer: torch.zeros(align(limit), dtype=torch.uint8, device=device.torch_device) for peer in core.peers}
         self._staging = Staging(core, memory, limit)
         self._outboxes = {channel: Lanes(core.peers, partial(Outbox, ring)) for channel, ring in layout.capacity.items()}
         self._inboxes = {channel: Lanes(core.peers, partial(Inbox, ring)) for channel, ring in layout.capacity.items()}

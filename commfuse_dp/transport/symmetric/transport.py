@@ -133,7 +133,7 @@ class SymmetricTransport(Windows, Messages):
             probe=self.probe,
         )
         self._open_windows(kernels_may_wait=kernels_may_wait)
-        self._open_messages(layout)
+        self._open_messages(layout, inbox_bytes)
         self._watch.own_memory = lambda: (*self._memory_of(rank), *self._message_memory())
         self._watch.memory_of = self._memory_of
         close_at_exit(self)
@@ -147,7 +147,7 @@ class SymmetricTransport(Windows, Messages):
         with torch.inference_mode(False):
             blocks = self._core.memory.allocate(layout.nbytes, f"messages of calls, {limit} bytes for each of the peers")
         self._core.take(blocks, layout)  # those of before are kept by `memory`
-        self._open_messages(layout)
+        self._open_messages(layout, limit)
         return 2 * self.world_size - 1
 
     # ---- progress and end --------------------------------------------------------------------------------------------
