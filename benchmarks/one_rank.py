@@ -257,6 +257,21 @@ class Slot:
         self.grad = grad
 
 
+def lone_transport(device: Device, world_size: int, inbox_bytes: int, **settings: Any) -> SymmetricTransport:
+    """Of rank 0, whose peers do nothing."""
+    return SymmetricTransport(
+        0,
+        world_size,
+        lambda item: [item] * world_size,
+        device=device,
+        memory=OwnMemory(device.torch_device, world_size),
+        channel=NobodyThere(),
+        inbox_bytes=inbox_bytes,
+        deadline_s=600.0,
+        **settings,
+    )
+
+
 class OneRank:
     """Rank 0 of `world_size` with a stack of `layers` square linears of `width` features, without bias."""
 
@@ -277,17 +292,7 @@ class OneRank:
         self.config = CommFuseConfig(
             prefetch_bytes=window * nbytes, inbox_bytes=4 * nbytes, slices_per_rank=1, **(config or {})
         )
-        self.transport = SymmetricTransport(
-            0,
-            world_size,
-            lambda item: [item] * world_size,
-            device=device,
-            memory=OwnMemory(where, world_size),
-            channel=NobodyThere(),
-            inbox_bytes=self.config.inbox_bytes,
-            deadline_s=600.0,
-            **settings,
-        )
+        self.transport = lone_transport(device, world_size, self.config.inbox_bytes, **settings)
         policy = Policy()
         self.slots = [Slot(f"layer{n}", (width, width), 0, world_size, where) for n in range(layers)]
         units = [Unit(n, slot.name, [slot], policy, 1) for n, slot in enumerate(self.slots)]

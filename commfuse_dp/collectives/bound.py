@@ -72,13 +72,16 @@ class Rows(NamedTuple):
     types: Types
 
 
+Cuts = tuple[tuple[int, int], ...] | None  # element ranges of a piece's messages; None: there is one
+
+
 class Passage(NamedTuple):
     """A piece on its way through one channel."""
 
     piece: int
     number: int  # of its tag: among the pieces of all channels between the two ranks
-    cuts: tuple[tuple[int, int], ...] | None  # element ranges of its messages; None: there is one
-    sizes: tuple[int, ...]  # of these, in bytes
+    cuts: Cuts
+    sizes: tuple[int, ...]  # of its messages, in bytes
 
 
 class Lane(NamedTuple):
@@ -204,15 +207,24 @@ class BoundProgram:
         self.exchanges = exchanges_of(self.rank, program.world_size, out, into)
         self.leaves_at: dict[int, int] = {}  # piece -> number of the first exchange with a part of it
         self.here_after: dict[int, int] = {}  # piece that comes -> how many exchanges bring all of it
+        self.leaving: list[int] = []  # of each exchange the piece that leaves; -1: none does
+        self.messages: dict[int, tuple[Cuts, tuple[int, ...]]] = {}  # piece that leaves -> its cuts, bytes of its messages
         needed: Counter[int] = Counter()
+        coming: list[tuple[int, tuple[int, int, int]]] = []
         for number, exchange in enumerate(self.exchanges):
             needed[exchange.dst] += exchange.room
+            self.leaving.append(-1)
             if exchange.out is not None:
                 lane, at = exchange.out
-                self.leaves_at.setdefault(self.outgoing[lane].passages[at].piece, number)
+                piece, _, cuts, sizes = self.outgoing[lane].passages[at]
+                self.leaves_at.setdefault(piece, number)
+                self.leaving[-1], self.messages[piece] = piece, (cuts, sizes)
             if exchange.into is not None:
                 lane, at = exchange.into
-                self.here_after[self.incoming[lane].passages[at].piece] = number + 1
+                piece, _, _, sizes = self.incoming[lane].passages[at]
+                self.here_after[piece] = number + 1
+                coming.append((exchange.src, (exchange.number, exchange.part, sizes[exchange.part])))
+        self.expected = _together(coming)
         # Of a ring half may be lost to a gap at its end: PlaceRing.
         self.room = limit // 2
         self.tight = frozenset(dst for dst, nbytes in needed.items() if nbytes > self.room)
@@ -238,6 +250,20 @@ class BoundProgram:
             sizes = tuple((stop - start) * itemsize for start, stop in cuts)
             passages.append(Passage(number, told, cuts if len(cuts) > 1 else None, sizes))
         return Lane(link.peer, tuple(passages))
+
+
+def _together(coming: Sequence[tuple[int, tuple[int, int, int]]]) -> list[tuple[tuple[int, ...], int, int, int]]:
+    """(source, message) in the order in which they come -> (sources, number, part, bytes): what is alike of several sources
+    together, as far as those of one source stay in their order."""
+    groups: list[tuple[list[int], tuple[int, int, int]]] = []
+    latest: dict[int, int] = {}  # source -> the last group that it is in
+    for src, message in coming:
+        at = next((at for at in range(latest.get(src, -1) + 1, len(groups)) if groups[at][1] == message), len(groups))
+        if at == len(groups):
+            groups.append(([], message))
+        groups[at][0].append(src)
+        latest[src] = at
+    return [(tuple(sources), *message) for sources, message in groups]
 
 
 def message_cuts(elements: int, itemsize: int, limit: int) -> list[tuple[int, int]]:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from commfuse_dp.collectives.exchanges import Exchange
-from commfuse_dp.collectives.execution import NO_LIMIT, Execution
-from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, Sending, Tag
+from commfuse_dp.collectives.execution import NO_LIMIT, Execution, _sending, _tag
+from commfuse_dp.transport.base import CHANNEL_COLLECTIVE
 
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -38,64 +38,74 @@ class StreamExecution(Execution):
     def run(self) -> None:
         bound, transport = self._bound, self._transport
         assert transport is not None
-        for exchange in bound.exchanges:
-            if exchange.into is not None:
-                lane, at = exchange.into
-                nbytes = bound.incoming[lane].passages[at].sizes[exchange.part]
-                transport.expect((exchange.src,), self._tag(exchange), nbytes)
+        for srcs, number, part, nbytes in bound.expected:
+            transport.expect(srcs, _tag((CHANNEL_COLLECTIVE, self._call, number, part)), nbytes)
         super().run()
         self._drain()
 
     def _drain(self) -> None:
         self._give_out(len(self._bound.exchanges))
 
-    def _tag(self, exchange: Exchange) -> Tag:
-        return Tag(CHANNEL_COLLECTIVE, self._call, exchange.number, exchange.part)
-
     # ---- sending -----------------------------------------------------------------------------------------------------
     def _give_out(self, upto: int = 0) -> None:
         """Enqueue exchanges for as long as what they send is made, and there is room. upto: the first so many at any rate."""
         bound, transport, tensors = self._bound, self._transport, self._tensors
         assert transport is not None
-        sendings: list[Sending] = []
+        ready: list[tuple[Exchange, int]] = []
         while self._next < len(bound.exchanges):
-            exchange = bound.exchanges[self._next]
+            exchange, piece = bound.exchanges[self._next], bound.leaving[self._next]
             needed = self._next < upto
-            tensor = piece = None
-            if exchange.out is not None:
-                lane, at = exchange.out
-                piece, _, cuts, sizes = bound.outgoing[lane].passages[at]
-                tensor = tensors[piece]
-                if tensor is None:
-                    if not needed:
-                        break
-                    transport.send(sendings)
-                    sendings = []
-                    self._take(bound.lane_of.get(piece), piece)  # it is passed on
-                    continue
+            if piece >= 0 and tensors[piece] is None:
+                if not needed:
+                    break
+                self._send(ready)
+                self._take(bound.lane_of.get(piece), piece)  # it is passed on
+                continue
             if not self._fits(exchange):
                 if not needed:
                     break
-                transport.send(sendings)
-                sendings = []
+                self._send(ready)
                 self._empty(exchange)
-            if piece is not None and (tensor := tensors[piece]) is not None:  # it may have been moved just now
-                (message,) = transport.reserve((exchange.dst,), (sizes[exchange.part],))
-                if cuts is None:
-                    transport.shaped(message, tensor.dtype, bound.shapes[piece]).copy_(tensor)
-                else:
-                    message.view(tensor.dtype).copy_(tensor.reshape(-1)[slice(*cuts[exchange.part])])
-                sendings.append(Sending(exchange.dst, self._tag(exchange), message))
-            elif transport.lockstep:
-                sendings.append(Sending(exchange.dst, self._tag(exchange), _NOTHING))
             self._pass(exchange)
-            if tensor is not None and piece is not None and exchange.part + 1 == len(sizes):
-                self._sent[lane] += 1
+            if piece >= 0 or transport.lockstep:
+                ready.append((exchange, piece))
+        self._send(ready)
+
+    def _send(self, ready: list[tuple[Exchange, int]]) -> None:
+        """Copy pieces into the stagings, each for all peers at once that get it now, and send them. Empties the list."""
+        if not ready:
+            return
+        bound, transport = self._bound, self._transport
+        assert transport is not None
+        together: dict[tuple[int, int], list[int]] = {}  # (piece, part) -> destinations
+        for exchange, piece in ready:
+            if piece >= 0:
+                together.setdefault((piece, exchange.part), []).append(exchange.dst)
+        messages: dict[tuple[int, int, int], torch.Tensor] = {}
+        for (piece, part), dsts in together.items():
+            tensor, (cuts, sizes) = self._tensors[piece], bound.messages[piece]
+            assert tensor is not None
+            shape = bound.shapes[piece]
+            if cuts is not None:
+                tensor = tensor.reshape(-1)[slice(*cuts[part])]
+                shape = tensor.shape
+            for dst, message in zip(dsts, transport.reserve(dsts, (sizes[part],) * len(dsts)), strict=True):
+                transport.shaped(message, tensor.dtype, shape).copy_(tensor)
+                messages[piece, part, dst] = message
+        sendings = []
+        for exchange, piece in ready:
+            dst, _, number, part, *_ = exchange
+            tag = _tag((CHANNEL_COLLECTIVE, self._call, number, part))
+            sendings.append(_sending((dst, tag, messages.get((piece, part, dst), _NOTHING), None, 0)))
+        transport.send(sendings)
+        for exchange, piece in ready:
+            if exchange.out is not None and exchange.part + 1 == len(bound.messages[piece][1]):
+                self._sent[exchange.out[0]] += 1
                 if self._uses[piece] > 1:
                     self._uses[piece] -= 1
                 else:
                     self._used((piece,))
-        transport.send(sendings)
+        ready.clear()
 
     def _pass(self, exchange: Exchange) -> None:
         """It is enqueued."""

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 
 from benchmarks.micro import device_overhead as overhead
 from benchmarks.micro.overhead import KINDS, frames, frames_of_a_layer
-from benchmarks.one_rank import NullDevice, OneRank
+from benchmarks.one_rank import NullDevice, OneRank, lone_transport
+from commfuse_dp.ops import column_parallel, row_parallel
+from commfuse_dp.transport.base import Transport
 
 
 def per_layer(count: Callable[[int], tuple[int, ...]]) -> tuple[float, ...]:
@@ -72,6 +75,47 @@ def test_driver_calls_of_a_layer_at_any_number_of_ranks(counted, world_size):
     """Slices of one layer come together, and leave together: a batch of copies and a batch of words each."""
     *_, forward, backward = counted[world_size]
     assert forward <= CALLS[0] and backward <= CALLS[1], (forward, backward)
+
+
+# ---- tensor parallelism on a device ----------------------------------------------------------------------------------
+def tensor_parallel_on_a_device(world_size: int, pairs: int) -> tuple[int, ...]:
+    """As `on_a_device`, of a column-parallel and a row-parallel layer, `pairs` times."""
+    device = NullDevice()
+    transport = lone_transport(device, world_size, 1 << 20)
+    weights = [(torch.zeros(8, 16, requires_grad=True), torch.zeros(16, 8, requires_grad=True)) for _ in range(pairs)]
+    x, how = torch.zeros(1, 4, 16, requires_grad=True), {"dim": 1, "sizes": (4,) * world_size, "transport": transport}
+    made: list[torch.Tensor] = []
+
+    def forward() -> None:
+        h = x
+        for first, second in weights:
+            (h,) = column_parallel(h, [first], **how)
+            h = row_parallel(h, second, **how)
+        made[:] = [h]
+
+    def all_say_the_same(transport: Transport, what: str, description: object, own: bytes, width: int) -> list[bytes]:
+        return [own[:width].ljust(width, b"\0")] * world_size
+
+    with mock.patch("commfuse_dp.collectives.agreement._exchange", all_say_the_same):
+        for _ in range(4):
+            before = device.counts.total()
+            there = frames(forward, tuples=True)
+            middle = device.counts.total()
+            back = frames(lambda: made[0].backward(torch.ones_like(made[0])), tuples=True)
+            calls = middle - before, device.counts.total() - middle
+    transport.close()
+    return there, back, *calls
+
+
+# Ranks -> frames and calls of the driver, forward and backward, as counted; both layers together. They grow with the slices: each
+# is waited for by itself, and computed with.
+TENSOR_PARALLEL = {2: (150, 194, 16, 24), 8: (684, 938, 76, 102)}
+
+
+@pytest.mark.parametrize("world_size", TENSOR_PARALLEL)
+def test_frames_and_calls_of_tensor_parallel_layers_on_a_device(world_size):
+    found = per_layer(lambda pairs: tensor_parallel_on_a_device(world_size, pairs))
+    assert all(count <= most for count, most in zip(found, TENSOR_PARALLEL[world_size], strict=True)), found
 
 
 # ---- shared memory ---------------------------------------------------------------------------------------------------
