@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -335,11 +336,12 @@ def test_no_part_imports_what_may_be_missing() -> None:
     assert done.stdout.strip().endswith("done"), done.stderr
 
 
-def test_a_record_that_cannot_be_written_where_it_should_is_not_lost(tmp_path: Path) -> None:
+def test_a_record_that_cannot_be_written_where_it_should_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     facts = record.about("x")
     paths = record.write_somewhere(tmp_path / "file", facts, outcomes(), [], "2026-01-02")
-    assert all(path.exists() for path in paths) and paths[0].parent != tmp_path
+    assert all(path.exists() for path in paths) and paths[0].parent.parent == tmp_path
 
 
 def test_torchs_fused_ops_that_hang_leave_ours(monkeypatch: pytest.MonkeyPatch) -> None:
