@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import math
@@ -76,6 +77,14 @@ def test_what_is_measured_has_the_alignment_of_what_it_is_measured_for() -> None
         (measured,) = choice.alike(Problem("dgrad", 1, 8, (count,), BF16, BF16, transposed=(True, False))).rows
         assert (measured % 64 == 0) == (count % 64 == 0), "TMA in dgrad"
         assert measured % math.gcd(count, 8) == 0 and measured >= count
+
+
+def test_stores_along_dense_rows_are_wide() -> None:
+    """Without TMA a flat loop leaves no 16-byte stores where y lies transposed; compiled in tests/conformance/kernels."""
+    for first, capability in itertools.product((False, True), ((8, 0), (9, 0))):
+        problem = Problem("forward", 2048, 4096, (1024,) * 4, BF16, BF16, transposed=(first, True))
+        found = tiles.candidates(problem, capability)
+        assert found and not any(config.flat and not config.tma for config in found)
 
 
 # ---- decisions -------------------------------------------------------------------------------------------------------
