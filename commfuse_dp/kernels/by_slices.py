@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from commfuse_dp.device.base import Device, as_int32
-from commfuse_dp.kernels.table import SliceEntry, SliceTable
+from commfuse_dp.kernels.table import SliceEntry, SliceTable, check_row_bias
 
 Word = Callable[[SliceEntry, int], None]  # (entry, epoch); called for entries that have a word only
 
@@ -86,8 +86,10 @@ def gemm_forward(
 ) -> None:
     """y[:, rows of s] = x @ W_s.T for every slice s, plus b_s to each row or row_bias [tokens] to each column.
 
-    x: [tokens, columns], y: [tokens, >= table.end_row].
+    x: [tokens, columns], y: [tokens, >= table.end_row]. Raises ValueError for a row_bias that does not fit.
     """
+    if row_bias is not None:
+        check_row_bias(row_bias, x, table)
     for number, entry in enumerate(table.entries):
         _wait(wait, table.entries, number, epoch)
         out = y.narrow(1, entry.first_row, entry.rows)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ _LEAST_TRITON = (3, 6)
 _LEAST_CAPABILITY = (8, 0)
 _MOST_EXACT = 4096
 _STEP = 64  # rows; the longest step of any configuration
+_WIDE = 8  # elements of the narrowest dtype in 16 bytes
 _SOURCES = ("device_code", "gemm_forward", "gemm_dgrad", "gemm_wgrad", "launching", "trial")
 
 log = logging.getLogger(__name__)
@@ -79,11 +81,12 @@ def alike(problem: Problem) -> Problem:
     """The problem that is measured for it.
 
     Where operands lie transposed, slices are of tokens (tensor parallelism), and so are their rows. Whether these are whole
-    steps, which loads by TMA depend on, stays as it is."""
+    steps, which loads by TMA depend on, stays as it is, and so does what they are multiples of, which wide stores depend on."""
     rows = problem.rows
     if True in problem.transposed:
-        odd = int(any(count % _STEP for count in rows))
-        rows = tuple(rounded(count) + odd for count in rows)
+        whole = math.gcd(_STEP, *rows)
+        rest = 0 if whole == _STEP else min(whole, _WIDE)  # two bits and so much are no multiple of a step
+        rows = tuple(rounded(count) + rest for count in rows)
     return problem._replace(tokens=rounded(problem.tokens), rows=rows)
 
 

@@ -42,14 +42,13 @@ from commfuse_dp.kernels.device_code import (
 from commfuse_dp.kernels.launching import (
     check_operand,
     check_output,
-    check_row_bias,
     dense,
     epoch_argument,
     launch,
     plan_of,
     strides,
 )
-from commfuse_dp.kernels.table import SliceTable
+from commfuse_dp.kernels.table import SliceTable, check_row_bias
 from commfuse_dp.kernels.tiles import Problem, TileConfig
 
 
@@ -167,7 +166,8 @@ def gemm_forward(
     check_output("y", y, table, table.end_row)
     if x.shape != (y.shape[0], table.columns):
         raise ValueError(f"x {tuple(x.shape)}, y {tuple(y.shape)}: x must have {table.columns} columns, y as many rows as x")
-    check_row_bias(row_bias, x, table)
+    if row_bias is not None:
+        check_row_bias(row_bias, x, table)
     if not len(table) or not x.shape[0]:
         return
     x = dense(x)

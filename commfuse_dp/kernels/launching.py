@@ -65,18 +65,6 @@ def check_output(name: str, tensor: torch.Tensor, table: SliceTable, columns: in
         refuse(f"{name} with strides {tensor.stride()}: give dense columns or dense rows")
 
 
-def check_row_bias(bias: torch.Tensor | None, x: torch.Tensor, table: SliceTable) -> None:
-    """One dense element for each row of x. Raises ValueError."""
-    if bias is None:
-        return
-    if (bias.shape, bias.dtype, bias.device) != (x.shape[:1], x.dtype, x.device) or not bias.is_contiguous():
-        refuse(
-            f"row_bias {tuple(bias.shape)} of {bias.dtype} on {bias.device}: give {len(x)} dense elements of {x.dtype} beside x"
-        )
-    if table.has_bias:
-        refuse("row_bias and slices with biases: give one of them")
-
-
 def settle(problem: Problem, config: TileConfig | None, device: torch.device) -> TileConfig:
     """The given configuration, if it can serve the problem, or the default one. Raises ValueError."""
     capability = capability_of(device)

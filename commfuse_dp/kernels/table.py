@@ -220,3 +220,13 @@ class SliceTable:
         )
         # Every row of every slice begins at a multiple of 16 bytes: what TMA needs, and the widest loads.
         self.vectored = self.alignments.pointer == _VECTOR and self.alignments.stride * self.dtype.itemsize >= _VECTOR
+
+
+def check_row_bias(bias: torch.Tensor, x: torch.Tensor, table: SliceTable) -> None:
+    """One dense element for each row of x. Raises ValueError."""
+    if (bias.shape, bias.dtype, bias.device) != (x.shape[:1], x.dtype, x.device) or not bias.is_contiguous():
+        raise ValueError(
+            f"row_bias {tuple(bias.shape)} of {bias.dtype} on {bias.device}: give {len(x)} dense elements of {x.dtype} beside x"
+        )
+    if table.has_bias:
+        raise ValueError("row_bias and slices with biases: give one of them")

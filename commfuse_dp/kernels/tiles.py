@@ -65,7 +65,7 @@ class Problem(NamedTuple):
     rows: tuple[int, ...]  # of the slices that are not empty, in order
     dtype: torch.dtype  # of the operands
     out_dtype: torch.dtype
-    has_bias: bool = False
+    has_bias: bool = False  # the slices; a row_bias is none of it: a load a tile, with the same loads, stores and memory
     vectored: bool = True  # all rows that are read begin at multiples of 16 bytes
     tf32: bool = False
     transposed: tuple[bool, bool] = (False, False)  # of OPERANDS: rows are dense, not columns

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
+import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,21 +54,37 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
 
 # ---- what is measured for what ---------------------------------------------------------------------------------------
 def test_slices_of_tokens_are_measured_for_all_of_about_their_length(gpu) -> None:
-    """Where a slice is of tokens, sequences of varying length are not measured one by one; but TMA needs whole steps."""
+    """Where a slice is of tokens, sequences of varying length are not measured one by one; but TMA needs whole steps, and wide
+    stores whole words."""
     bench = Bench(0.9)
     chooser = Chooser(path=None, measure=bench)
     turned = Problem("dgrad", 2048, 4096, (1024,) * 4, BF16, BF16, transposed=(True, False))
     for rows in ((832, 896, 896, 960), (1024,) * 4):
         assert chooser.decide(turned._replace(rows=rows), GPU).backend == "triton"
     assert [problem.rows for problem in bench.problems] == [(1024,) * 4]
-    found = [chooser.decide(turned._replace(rows=(rows,) * 4), GPU).config for rows in (1000, 1001, 1023)]
-    assert [problem.rows for problem in bench.problems[1:]] == [(1025,) * 4]
+    found = [chooser.decide(turned._replace(rows=(rows,) * 4), GPU).config for rows in (1000, 1016, 1001, 1023)]
+    assert [problem.rows for problem in bench.problems[1:]] == [(1032,) * 4, (1025,) * 4]
     for config in found:
         assert config is not None and not config.tma
         tiles_of = turned._replace(rows=(1001,) * 4)
         assert config in tiles.candidates(tiles_of, (9, 0)), "what was measured can be used"
     chooser.decide(PROBLEM._replace(rows=(500,) * 8), GPU)
     assert bench.problems[-1].rows == (500,) * 8, "rows of a weight are what they are"
+
+
+def test_what_is_measured_has_the_alignment_of_what_it_is_measured_for() -> None:
+    for count in range(1, 3000):
+        (measured,) = choice.alike(Problem("dgrad", 1, 8, (count,), BF16, BF16, transposed=(True, False))).rows
+        assert (measured % 64 == 0) == (count % 64 == 0), "TMA in dgrad"
+        assert measured % math.gcd(count, 8) == 0 and measured >= count
+
+
+def test_stores_along_dense_rows_are_wide() -> None:
+    """Without TMA a flat loop leaves no 16-byte stores where y lies transposed; compiled in tests/conformance/kernels."""
+    for first, capability in itertools.product((False, True), ((8, 0), (9, 0))):
+        problem = Problem("forward", 2048, 4096, (1024,) * 4, BF16, BF16, transposed=(first, True))
+        found = tiles.candidates(problem, capability)
+        assert found and not any(config.flat and not config.tma for config in found)
 
 
 # ---- decisions -------------------------------------------------------------------------------------------------------

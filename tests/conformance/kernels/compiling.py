@@ -96,6 +96,7 @@ def report(arch: int, problem: Problem, config: TileConfig, *, even: bool = True
         "op": problem.op,
         "dtype": NAMES[problem.dtype],
         "layout": problem.layout,
+        "row_bias": how.get("row_bias", False),
         "config": str(config),
         "even": even and problem.tokens > 1,  # one token: a loop of one step, nothing to overlap
         "shared": built.metadata.shared,
@@ -125,8 +126,9 @@ def main() -> None:
                 found += [report(arch, odd, config, even=False) for config in tiles.candidates(odd, (arch // 10, 0))]
         for op, transposed in TENSOR_PARALLEL:  # slices of 1,024 tokens; layers of 4096 x 2048
             problem = Problem(op, 2048, 4096, (1024,) * 4, torch.bfloat16, torch.bfloat16, transposed=transposed)
-            how = {"exact": op != "wgrad", "row_bias": op == "forward" and not transposed[0]}
-            found += [report(arch, problem, config, **how) for config in tiles.candidates(problem, (arch // 10, 0))]
+            for row_bias in (False, True) if op == "forward" and not transposed[0] else (False,):
+                how = {"exact": op != "wgrad", "row_bias": row_bias}
+                found += [report(arch, problem, config, **how) for config in tiles.candidates(problem, (arch // 10, 0))]
         for op in PASSES:
             skinny = Problem(op, 1, 4096, (512,), torch.bfloat16, torch.bfloat16)
             if arch == 90:  # the largest tile, and those that one token is worth

@@ -66,7 +66,7 @@ def cell_layouts_tma_with_tails() -> None:
 def cell_row_bias() -> None:
     from commfuse_dp.kernels.gemm_forward import gemm_forward
 
-    for config, dtype in ((tile(16, 16, 16), FP32), (tile(16, 16, 16, tma=True), BF16)):
+    for config, dtype in ((tile(16, 16, 16), FP32), (tile(16, 16, 16, tma=True), BF16), (tile(16, 16, 16, halves=True), FP16)):
         case = Case(24, 40, (16, 8, 32), dtype, order=(2, 0, 1), biased=False)
         bias = torch.randn(24).to(dtype)
         for first, second in LAYOUTS:
@@ -76,15 +76,21 @@ def cell_row_bias() -> None:
 
 
 def cell_a_row_bias_that_does_not_fit() -> None:
+    from commfuse_dp.kernels import by_slices
     from commfuse_dp.kernels.gemm_forward import gemm_forward
 
+    for forward in (gemm_forward, by_slices.gemm_forward):
+        refuses_row_biases(forward)
+
+
+def refuses_row_biases(forward: Callable[..., None]) -> None:
     case, plain = Case(4, 8, (4, 3), FP32), Case(4, 8, (4, 3), FP32, biased=False)
     y, bias = torch.empty(4, 7), torch.zeros(8)
     wrong: list[tuple[Callable[[], None], str]] = [
-        (lambda: gemm_forward(case.x, case.table, y, row_bias=bias[:4]), "give one of them"),
-        (lambda: gemm_forward(plain.x, plain.table, y, row_bias=bias), "4 dense elements"),
-        (lambda: gemm_forward(plain.x, plain.table, y, row_bias=bias[::2]), "4 dense elements"),
-        (lambda: gemm_forward(plain.x, plain.table, y, row_bias=bias[:4].half()), "dense elements of torch.float32"),
+        (lambda: forward(case.x, case.table, y, row_bias=bias[:4]), "give one of them"),
+        (lambda: forward(plain.x, plain.table, y, row_bias=bias), "4 dense elements"),
+        (lambda: forward(plain.x, plain.table, y, row_bias=bias[::2]), "4 dense elements"),
+        (lambda: forward(plain.x, plain.table, y, row_bias=bias[:4].half()), "dense elements of torch.float32"),
     ]
     for call, message in wrong:
         try:
@@ -120,50 +126,67 @@ def cell_exact_words_are_neither_counted_nor_moved_by_the_epoch() -> None:
 
 # ---- the six products of column- and row-parallel layers -------------------------------------------------------------
 def cell_products_of_tensor_parallelism() -> None:
-    """h = x W^T + b with x by slices of tokens, dx, dW; y = h V^T by slices of tokens, dh, dV: by the three kernels."""
     from commfuse_dp.kernels.gemm_dgrad import gemm_dgrad
     from commfuse_dp.kernels.gemm_forward import gemm_forward
     from commfuse_dp.kernels.gemm_wgrad import gemm_wgrad
+
+    for dtype in (FP32, BF16, FP16):
+        check_layers(*(partial(gemm, config=tile(16, 16, 16)) for gemm in (gemm_forward, gemm_dgrad, gemm_wgrad)), dtype)
+
+
+def cell_products_of_tensor_parallelism_by_slices() -> None:
+    from commfuse_dp.kernels import by_slices
+
+    for dtype in (FP32, BF16, FP16):
+        check_layers(by_slices.gemm_forward, by_slices.gemm_dgrad, by_slices.gemm_wgrad, dtype)
+
+
+def check_layers(
+    gemm_forward: Callable[..., None], gemm_dgrad: Callable[..., None], gemm_wgrad: Callable[..., None], dtype: torch.dtype
+) -> None:
+    """h = x W^T + b with x by slices of tokens, dx, dW; y = h V^T by slices of tokens, dh, dV."""
     from commfuse_dp.kernels.table import SliceEntry, SliceTable
 
     generator = torch.Generator().manual_seed(6)
     width, features, cuts = 24, 20, (0, 5, 19, 32)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    def poison(*shape: int) -> torch.Tensor:
+        return torch.full(shape, torch.nan, dtype=dtype)
 
     def table(rows: torch.Tensor) -> SliceTable:
         """Slices of tokens, each where it came; the last one first."""
         return SliceTable([SliceEntry(rows[low:high].clone(), low) for low, high in reversed([*itertools.pairwise(cuts)])])
 
     def room(columns: int) -> tuple[SliceTable, Callable[[], torch.Tensor]]:
-        pieces = [torch.full((high - low, columns), torch.nan) for low, high in itertools.pairwise(cuts)]
+        pieces = [poison(high - low, columns) for low, high in itertools.pairwise(cuts)]
         entries = [SliceEntry(piece, low) for piece, low in zip(pieces, cuts[:-1], strict=True)]
         return SliceTable(entries), lambda: torch.cat(pieces)
 
     x, dy, weight, bias = random(32, width), random(32, width), random(features, width), random(features)
     back, h, dh = random(width, features), random(32, features), random(32, features)
     wide = {name: tensor.double() for name, tensor in locals().items() if isinstance(tensor, torch.Tensor)}
-    config = tile(16, 16, 16)
 
-    y = torch.full((32, features), torch.nan)
-    gemm_forward(weight, table(x), y.t(), row_bias=bias, config=config)
+    y = poison(32, features)
+    gemm_forward(weight, table(x), y.t(), row_bias=bias)
     close(y, wide["x"] @ wide["weight"].t() + wide["bias"], width)
     slots, sent = room(width)
-    gemm_wgrad(dh.t(), weight, slots, config=config)
+    gemm_wgrad(dh.t(), weight, slots)
     close(sent(), wide["dh"] @ wide["weight"], features)
-    dw = torch.full((features, width), torch.nan)
-    gemm_dgrad(dh.t(), table(x), dw, config=config)
+    dw = poison(features, width)
+    gemm_dgrad(dh.t(), table(x), dw)
     close(dw, wide["dh"].t() @ wide["x"], 32)
 
     slots, sent = room(width)
-    gemm_wgrad(h.t(), back.t(), slots, config=config)
+    gemm_wgrad(h.t(), back.t(), slots)
     close(sent(), wide["h"] @ wide["back"].t(), features)
-    made = torch.full((32, features), torch.nan)
-    gemm_forward(back.t(), table(dy), made.t(), config=config)
+    made = poison(32, features)
+    gemm_forward(back.t(), table(dy), made.t())
     close(made, wide["dy"] @ wide["back"], width)
-    dv = torch.full((width, features), torch.nan)
-    gemm_dgrad(h.t(), table(dy), dv.t(), config=config)
+    dv = poison(width, features)
+    gemm_dgrad(h.t(), table(dy), dv.t())
     close(dv, wide["dy"].t() @ wide["h"], 32)
 
 
@@ -191,6 +214,17 @@ def cell_mutation_of_strides_is_caught() -> None:
             return tuple(stride - (number == operand) for number, stride in enumerate(strides(*arguments)))
 
         fails(cell_layouts_even, module, "strides", shorter)
+
+
+def cell_mutation_without_a_row_bias_is_caught() -> None:
+    from commfuse_dp.kernels import gemm_forward
+
+    launch = gemm_forward.launch
+
+    def without(kernel: Any, arguments: tuple[Any, ...], *how: Any) -> None:
+        launch(kernel, (*arguments[:3], None, *arguments[4:]), *how)
+
+    fails(cell_row_bias, gemm_forward, "launch", without)
 
 
 def cell_mutation_of_exactness_is_caught() -> None:

@@ -51,6 +51,10 @@ def check(item: dict[str, Any]) -> None:
             assert tma or item["wide_copies"], item
 
 
+def but_for_the_bias(item: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in item.items() if name not in ("row_bias", "registers")}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
 def test_all_configurations(tmp_path: Path) -> None:
@@ -59,3 +63,6 @@ def test_all_configurations(tmp_path: Path) -> None:
     assert {(item["arch"], item["op"]) for item in found} == {(a, op) for a in (90, 80) for op in ("forward", "dgrad", "wgrad")}
     for item in found:
         check(item)
+    biased = [item for item in found if item["row_bias"]]
+    plain = [item for item in found if not item["row_bias"] and item["op"] == "forward" and item["layout"] == "y.T"]
+    assert biased and list(map(but_for_the_bias, biased)) == list(map(but_for_the_bias, plain)), "tiles are chosen without it"
