@@ -36,7 +36,9 @@ from tests.support.fake_symmetric import open_fake
 from tests.support.serving import applied
 from tests.support.threaded_groups import as_threads
 from tests.support.threads import Gathering
+from tests.support.versions import NEEDS_THREADS
 
+pytestmark = NEEDS_THREADS
 RING = 1 << 14
 
 

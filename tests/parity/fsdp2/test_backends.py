@@ -14,6 +14,7 @@ import commfuse_dp
 from commfuse_dp import ConfigError
 from tests.parity.fsdp2 import pair
 from tests.support.threaded_groups import as_threads
+from tests.support.versions import NEEDS_THREADS
 
 
 def train_as_threads(rank: int, world_size: int, ranks: int, transport: str) -> None:
@@ -32,6 +33,7 @@ def train_as_threads(rank: int, world_size: int, ranks: int, transport: str) -> 
         assert set(found) == {"fused", "gathered", "hooks"}
 
 
+@NEEDS_THREADS
 @pytest.mark.parametrize(("ranks", "transport"), [(3, "shm"), (2, "tcp")])
 def test_ranks_that_are_threads_train_as_with_stock(workers, ranks, transport):
     workers(1).run(train_as_threads, ranks, transport)
