@@ -40,8 +40,8 @@ class TransportError(CommFuseError):
     """A transport could not be set up or broke; the message names the reason and the fix."""
 
 
-class PeerLostError(TransportError):
-    """A peer died or left in the middle of a step. `rank`, `peer`: numbers in the default group, as in all errors."""
+class _OfAPeer(CommFuseError):
+    """`rank`, `peer`: numbers in the default group, as in all errors."""
 
     def __init__(self, message: str, *, rank: int, peer: int, where: Where | None = None) -> None:
         super().__init__(message)
@@ -50,25 +50,17 @@ class PeerLostError(TransportError):
         self.where = where
 
 
-class BrokenStepError(CommFuseError):
+class PeerLostError(_OfAPeer, TransportError):
+    """A peer died or left in the middle of a step."""
+
+
+class BrokenStepError(_OfAPeer):
     """A step was broken off on some ranks only: `peer` did not go through with what this rank counts on. The step is lost on
     all ranks, the next one is not."""
 
-    def __init__(self, message: str, *, rank: int, peer: int, where: Where | None = None) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.peer = peer
-        self.where = where
 
-
-class DeadlineError(TransportError, TimeoutError):
+class DeadlineError(_OfAPeer, TransportError, TimeoutError):
     """A wait passed its deadline. `peer` is the rank waited for, or -1 when several were."""
-
-    def __init__(self, message: str, *, rank: int, peer: int, where: Where | None = None) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.peer = peer
-        self.where = where
 
 
 def in_a_line(error: BaseException, place: str) -> str:

@@ -19,6 +19,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -155,28 +156,19 @@ class CollectiveThread:
 FROZEN = "frozen: it has no gradient"
 
 
+@dataclass(eq=False, repr=False)
 class HookReport:
     """Which way the gradient of every parameter takes. `print(report)` shows it."""
 
-    def __init__(
-        self,
-        framework: str,
-        rows: Sequence[ParameterRow],
-        *,
-        world_size: int,
-        transport: str,
-        reason: str,
-        probe: Probe,
-        memory: Footprint | None = None,
-    ) -> None:
-        self.framework = framework
-        self.rows = list(rows)
-        self.world_size = world_size
-        self.transport = transport
-        self.transport_reason = reason
-        self.probe = probe
-        self.memory = memory
-        """Bytes that CommFuse takes on this rank, as they were announced before; None: nothing."""
+    framework: str
+    rows: list[ParameterRow]
+    _: KW_ONLY
+    world_size: int
+    transport: str
+    transport_reason: str
+    probe: Probe
+    memory: Footprint | None = None
+    """Bytes that CommFuse takes on this rank, as they were announced before; None: nothing."""
 
     @property
     def summary(self) -> str:
@@ -242,10 +234,10 @@ class HookState:
             self._open()
         self.report = HookReport(
             self.framework,
-            rows(),
+            list(rows()),
             world_size=self.world_size,
             transport=self.transport_name,
-            reason=self.transport_reason,
+            transport_reason=self.transport_reason,
             probe=self.probe,
             memory=self.thread.transport.footprint if self.thread is not None else None,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
@@ -33,45 +34,33 @@ class ParameterRow(NamedTuple):
     numel: int
 
 
+@dataclass(eq=False, repr=False)
 class Report:
     """Result of `apply`. `print(report)` shows the path and the reason of every parameter, equal ones together."""
 
-    def __init__(
-        self,
-        rows: list[ParameterRow],
-        *,
-        transport: str,
-        transport_reason: str,
-        config: CommFuseConfig,
-        probe: Probe,
-        world_size: int,
-        minimum_bytes_per_step: int,
-        kernels: Callable[[], Sequence[Any]] = tuple,
-        reads: Mapping[str, int] | None = None,
-        memory: Footprint | None = None,
-    ) -> None:
-        self.rows = rows
-        self.memory = memory
-        """Bytes that CommFuse takes on this rank, as they were announced before; None: nothing."""
-        self.deferred_gather: Footprint | None = None
-        """ZeRO-1/2 with defer_gather: bytes for it, beside `memory`."""
-        self.gathered_inputs: Mapping[str, int] = {}
-        """Tensor parallelism: module -> how often so far the framework gathered its input after all, because a forward used it
-        beside the layers that share it."""
-        self.tensor_parallel: Report | None = None
-        """Of a model that is sharded by data parallelism over tensor parallelism: the latter's own report."""
-        self.transport = transport
-        self.transport_reason = transport_reason
-        self.config = config
-        self.probe = probe
-        self.world_size = world_size
-        self.kernels = kernels
-        """On a GPU: what computes each product of the fused layers so far, and why; rows of kernels/choice.py."""
-        self.reads = reads if reads is not None else {}
-        """Layer -> how often so far it was gathered whole because a forward read its parameters beside the layer's own call."""
-        self.minimum_bytes_per_step = minimum_bytes_per_step
-        """Bytes one rank receives in a textbook step: (N-1)/N x (parameters of every all-gather + gradients), with two
-        all-gathers of whatever is resharded after forward and has a backward. The window can go below it: engine/window.py."""
+    rows: list[ParameterRow]
+    _: KW_ONLY
+    transport: str
+    transport_reason: str
+    config: CommFuseConfig
+    probe: Probe
+    world_size: int
+    minimum_bytes_per_step: int
+    """Bytes one rank receives in a textbook step: (N-1)/N x (parameters of every all-gather + gradients), with two all-gathers
+    of whatever is resharded after forward and has a backward. The window can go below it: engine/window.py."""
+    kernels: Callable[[], Sequence[Any]] = tuple
+    """On a GPU: what computes each product of the fused layers so far, and why; rows of kernels/choice.py."""
+    reads: Mapping[str, int] = field(default_factory=dict)
+    """Layer -> how often so far it was gathered whole because a forward read its parameters beside the layer's own call."""
+    memory: Footprint | None = None
+    """Bytes that CommFuse takes on this rank, as they were announced before; None: nothing."""
+    deferred_gather: Footprint | None = None
+    """ZeRO-1/2 with defer_gather: bytes for it, beside `memory`."""
+    gathered_inputs: Mapping[str, int] = field(default_factory=dict)
+    """Tensor parallelism: module -> how often so far the framework gathered its input after all, because a forward used it
+    beside the layers that share it."""
+    tensor_parallel: Report | None = None
+    """Of a model that is sharded by data parallelism over tensor parallelism: the latter's own report."""
 
     @classmethod
     def untouched(cls, rows: list[ParameterRow], config: CommFuseConfig, why: str, world_size: int) -> Report:

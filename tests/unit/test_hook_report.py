@@ -9,7 +9,7 @@ from commfuse_dp.probe import Probe
 
 
 def report(*rows: ParameterRow) -> HookReport:
-    return HookReport("DDP", rows, world_size=2, transport="shm", reason="auto", probe=Probe())
+    return HookReport("DDP", list(rows), world_size=2, transport="shm", transport_reason="auto", probe=Probe())
 
 
 def test_frozen_parameters_are_left_to_nobody():
