@@ -12,6 +12,7 @@ not summed. All sums are made in rank order in a wide type: the same bits on all
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -35,12 +36,15 @@ class Site(NamedTuple):
         return place_of(None, self.transport, self.order, 1, self.name)
 
 
+Way = Callable[[torch.Tensor, tuple[int, ...], Site], torch.Tensor]
+
+
 def divide(x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
-    return _Divide.apply(x, sizes, site)
+    return _Across.apply(x, sizes, site, _own, _whole)
 
 
 def gather(x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
-    return _Gather.apply(x, sizes, site)
+    return _Across.apply(x, sizes, site, _whole, _own)
 
 
 def summed(param: torch.Tensor, site: Site) -> torch.Tensor:
@@ -56,28 +60,18 @@ def _whole(x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
     return gathered(x, DIM, tokens_of(x.shape[0], 1, sizes), site.place)
 
 
-class _Divide(torch.autograd.Function):
+class _Across(torch.autograd.Function):
+    """One way there, the other way back: _own and _whole are each other's adjoints."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
-        ctx.how = sizes, site
-        return _own(x, sizes, site)
+    def forward(ctx: Any, x: torch.Tensor, sizes: tuple[int, ...], site: Site, there: Way, back: Way) -> torch.Tensor:
+        ctx.back, ctx.how = back, (sizes, site)
+        return there(x, sizes, site)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _whole(grad, *ctx.how), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
-        ctx.how = sizes, site
-        return _whole(x, sizes, site)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _own(grad, *ctx.how), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        return ctx.back(grad, *ctx.how), None, None, None, None
 
 
 class _Summed(torch.autograd.Function):
