@@ -64,7 +64,8 @@ def together(model: Model, results: list[list[torch.Tensor]], dim: int = 1) -> l
 
 
 def run(model: Model, sizes: list[int], **how: Any) -> tuple[list[Any], list[Any]]:
-    dim, world = how.get("dim", 1), {key: how.pop(key) for key in ("faults", "inbox_bytes") if key in how}
+    dim, over = how.get("dim", 1), how.pop("over", in_world)
+    world = {key: how.pop(key) for key in ("faults", "inbox_bytes") if key in how}
 
     def body(rank: int, transport: Any) -> list[torch.Tensor]:
         inputs = model.part(rank)
@@ -73,7 +74,7 @@ def run(model: Model, sizes: list[int], **how: Any) -> tuple[list[Any], list[Any
         y.backward(grad if dim == 1 else grad.transpose(0, 1))
         return [y.detach(), *(t.grad for t in inputs)]  # type: ignore[list-item]
 
-    return in_world(model.n, body, **world)
+    return over(model.n, body, **world)
 
 
 @st.composite

@@ -44,7 +44,7 @@ def parts(tensors: list[torch.Tensor], sizes: list[int], rank: int, layout: str)
 
 def run(tensors: list[torch.Tensor], sizes: list[int], layout: str = "bshd", **how: Any) -> tuple[list[Any], list[Moved]]:
     world = {key: how.pop(key) for key in ("faults", "inbox_bytes") if key in how}
-    function = how.pop("function", ulysses_attention)
+    function, over = how.pop("function", ulysses_attention), how.pop("over", in_world)
 
     def body(rank: int, transport: Any) -> list[torch.Tensor]:
         *inputs, grad = parts(tensors, sizes, rank, layout)
@@ -53,7 +53,7 @@ def run(tensors: list[torch.Tensor], sizes: list[int], layout: str = "bshd", **h
         o.backward(grad)
         return [o.detach(), *(t.grad for t in inputs)]  # type: ignore[list-item]
 
-    return in_world(len(sizes), body, **world)
+    return over(len(sizes), body, **world)
 
 
 def together(results: list[list[torch.Tensor]], layout: str = "bshd") -> list[torch.Tensor]:
