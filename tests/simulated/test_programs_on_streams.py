@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from commfuse_dp.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from commfuse_dp.collectives.streams import StreamExecution
-from commfuse_dp.errors import TransportError
+from commfuse_dp.errors import MismatchError, PeerLostError, TransportError
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, Sending, Tag, Transport
 from commfuse_dp.transport.streams import growth
 from commfuse_dp.transport.symmetric.core import Core
@@ -325,3 +325,23 @@ def test_rings_stay_where_memory_is_short(caplog: pytest.LogCaptureFixture) -> N
     for found in on_streams("symmetric", 3, body, ring=256):
         assert {limit for limit, _ in found} == {256}
     assert sum("stay cut into parts" in record.message for record in caplog.records) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_make_different_calls_are_told_so(kind: str) -> None:
+    """By the message that comes instead, not at the deadline; the other rank by the first one's goodbye, or likewise."""
+
+    def body(rank: int, transport: Any) -> None:
+        own = torch.ones(4, 8)
+        all_gather(own, sizes=(4, 4), transport=transport)
+        if rank == 0:
+            all_gather(own, sizes=(4, 4), transport=transport)
+        else:
+            reduce_scatter(torch.ones(8, 8), sizes=(4, 4), transport=transport)
+        for _ in range(3):
+            all_gather(own, sizes=(4, 4), transport=transport)
+
+    with pytest.raises((MismatchError, PeerLostError)) as error:
+        on_streams(kind, 2, body)
+    told = [str(error.value), *getattr(error.value, "__notes__", ())]
+    assert any("different orders" in text or "another message" in text for text in told), told
