@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,7 +48,8 @@ def check_attention(report: Reporter, device: torch.device, *, small: bool) -> N
         q, grad = (torch.randn(shape).to(device, case.dtype) for _ in range(2))
         k, v = (torch.randn(case.batch, case.key_heads, *shape[2:]).to(device, case.dtype) for _ in range(2))
         exact = whole(case, *(tensor.double() for tensor in (q, k, v, grad)))
-        unfused, found = whole(case, q, k, v, grad), by_blocks(case, q, k, v, grad)
+        unfused = whole(case, q, k, v, grad)
+        found = by_blocks(q, k, v, case.causal, case.width**-0.5, grad, case.cuts, case.cuts)
         for name, ours, torchs, right in zip(("o", "dq", "dk", "dv"), found, unfused, exact, strict=True):
             error, allowed = ((tensor.double() - right).norm().item() for tensor in (ours, torchs))
             allowed = TOLERANCE * allowed + 1e-6 * right.norm().item()
@@ -64,22 +66,33 @@ def whole(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: t
     return [o.detach(), *torch.autograd.grad(o, inputs, grad)]
 
 
-def by_blocks(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
-    blocks = [slice(*pair) for pair in itertools.pairwise(case.cuts)]
-    how = {"causal": case.causal, "scale": case.width**-0.5}
-    o, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    for rows in blocks:
-        attended = Attended(q[:, :, rows], q_start=rows.start, **how)
-        for seen in blocks:
+def by_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float,
+    grad: torch.Tensor,
+    q_cuts: Sequence[int],
+    k_cuts: Sequence[int],
+) -> list[torch.Tensor]:
+    """o, dq, dk, dv by blocks of queries and keys, cut there."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    o, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=wide, device=q.device)
+    queries, keys = ([slice(*pair) for pair in itertools.pairwise(cuts)] for cuts in (q_cuts, k_cuts))
+    for rows in queries:
+        attended = Attended(q[:, :, rows], q_start=rows.start, causal=causal, scale=scale)
+        for seen in reversed(keys):  # any order of keys will do
             attended.take(k[:, :, seen], v[:, :, seen], seen.start)
         o[:, :, rows], lse[:, :, rows] = attended.result()
-    grads = Gradients(*(torch.zeros(tensor.shape, dtype=torch.float32, device=q.device) for tensor in (q, k, v)))
-    for rows, seen in itertools.product(blocks, blocks):
+    grads = Gradients(*(torch.zeros(tensor.shape, dtype=wide, device=q.device) for tensor in (q, k, v)))
+    for rows, seen in itertools.product(queries, keys):
         add_gradients(
             Gradients(grads.q[:, :, rows], grads.k[:, :, seen], grads.v[:, :, seen]),
             *(grad[:, :, rows], q[:, :, rows], k[:, :, seen], v[:, :, seen], o[:, :, rows], lse[:, :, rows]),
             q_start=rows.start,
             k_start=seen.start,
-            **how,
+            causal=causal,
+            scale=scale,
         )
     return [o, *grads]

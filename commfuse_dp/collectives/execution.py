@@ -54,8 +54,8 @@ ConsumeFn = Callable[[Owner, torch.Tensor], object]
 ProduceFn = Callable[[Owner, torch.Tensor], object]
 
 # Of all their fields in a row. A named tuple's own constructor is a frame of Python, of which every message would cost two.
-_tag: Callable[[tuple[int, int, int, int]], Tag] = partial(tuple.__new__, Tag)
-_sending: Callable[[tuple[int, Tag, torch.Tensor, None, int]], Sending] = partial(tuple.__new__, Sending)
+tag_of: Callable[[tuple[int, int, int, int]], Tag] = partial(tuple.__new__, Tag)
+sending_of: Callable[[tuple[int, Tag, torch.Tensor, None, int]], Sending] = partial(tuple.__new__, Sending)
 
 
 class Bindings(NamedTuple):
@@ -185,8 +185,8 @@ class Execution:
             assert transport is not None
             lane = bound.only_to[piece]
             peer, passages = bound.outgoing[lane]
-            tag = _tag((CHANNEL_COLLECTIVE, self._call, passages[self._sent[lane]].number, 0))
-            transport.send((_sending((peer, tag, inbox, None, 0)),))
+            tag = tag_of((CHANNEL_COLLECTIVE, self._call, passages[self._sent[lane]].number, 0))
+            transport.send((sending_of((peer, tag, inbox, None, 0)),))
             self._sent[lane] += 1
             if self._backlog:  # the lane's next piece may have waited for this one
                 self._stuck = True
@@ -272,7 +272,7 @@ class Execution:
             most -= 1
             piece, number, cuts, sizes = passages[at]
             part = self._received_parts[lane]
-            tag = _tag((CHANNEL_COLLECTIVE, self._call, number, part))
+            tag = tag_of((CHANNEL_COLLECTIVE, self._call, number, part))
             came = transport.receive((source,), tag, wait=False)
             if not came:
                 break
@@ -328,8 +328,8 @@ class Execution:
                     transport.shaped(message, tensor.dtype, bound.shapes[piece]).copy_(tensor)
                 else:
                     message.view(tensor.dtype).copy_(tensor.reshape(-1)[slice(*cuts[part])])
-                tag = _tag((CHANNEL_COLLECTIVE, self._call, number, part))
-                transport.send((_sending((peer, tag, message, None, 0)),))
+                tag = tag_of((CHANNEL_COLLECTIVE, self._call, number, part))
+                transport.send((sending_of((peer, tag, message, None, 0)),))
                 if cuts is not None and part + 1 < len(cuts):
                     self._sent_parts[lane] = part + 1
                     continue

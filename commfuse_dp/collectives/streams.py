@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from commfuse_dp.collectives.exchanges import Exchange
-from commfuse_dp.collectives.execution import NO_LIMIT, Execution, _sending, _tag
+from commfuse_dp.collectives.execution import NO_LIMIT, Execution, sending_of, tag_of
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE
 
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -39,7 +39,7 @@ class StreamExecution(Execution):
         bound, transport = self._bound, self._transport
         assert transport is not None
         for srcs, number, part, nbytes in bound.expected:
-            transport.expect(srcs, _tag((CHANNEL_COLLECTIVE, self._call, number, part)), nbytes)
+            transport.expect(srcs, tag_of((CHANNEL_COLLECTIVE, self._call, number, part)), nbytes)
         super().run()
         self._drain()
 
@@ -95,8 +95,8 @@ class StreamExecution(Execution):
         sendings = []
         for exchange, piece in ready:
             dst, _, number, part, *_ = exchange
-            tag = _tag((CHANNEL_COLLECTIVE, self._call, number, part))
-            sendings.append(_sending((dst, tag, messages.get((piece, part, dst), _NOTHING), None, 0)))
+            tag = tag_of((CHANNEL_COLLECTIVE, self._call, number, part))
+            sendings.append(sending_of((dst, tag, messages.get((piece, part, dst), _NOTHING), None, 0)))
         transport.send(sendings)
         for exchange, piece in ready:
             if exchange.out is not None and exchange.part + 1 == len(bound.messages[piece][1]):

@@ -35,8 +35,8 @@ class FlashAttention(NamedTuple):
     """torch's kernels, for one kind of device. q, o [B, h, s, d]; k, v [B, g, t, d], h a multiple of g; lse [B, h, s], float32
     or wider; causal: s == t, and a query sees the keys up to its own position.
 
-    As of torch 2.13 they take any strides but of the last dimension, which must be dense (it is not checked), and no empty
-    tensors: those end the process (SIGFPE)."""
+    As of torch 2.13 those for CPUs take any strides but of the last dimension, which must be dense (it is not checked), and no
+    empty tensors: those end the process (SIGFPE). Those for CUDA are called within the same limits."""
 
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]  # (q, k, v, causal, scale) -> (o, lse)
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # (do, q, k, v, o, lse, causal, scale)

@@ -27,6 +27,7 @@ from commfuse_dp.transport.checks import raise_failures
 from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.free_memory import free_memory
 from commfuse_dp.transport.membership import called_in
+from commfuse_dp.transport.streams.growth import GrowingRings
 
 if TYPE_CHECKING:
     from commfuse_dp.config import CommFuseConfig  # needs pydantic, which machines that only run `make gpu-check` may lack
@@ -125,8 +126,8 @@ def open_transport(
     wanted = Wanted(kind, order, group, rank, hosts, exchange, room, deadline_s, probe, device, stream_ordered, published_bytes)
     transport, reason = _open(wanted)
     transport.footprint = room.footprint
-    if growing and transport.device is not None:
-        transport.growing = True  # type: ignore[attr-defined]
+    if isinstance(transport, GrowingRings):
+        transport.growing = growing
     if group is not None:
         transport.membership.numbers = dist.get_process_group_ranks(group)
     return transport, reason

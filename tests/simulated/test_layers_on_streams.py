@@ -149,7 +149,7 @@ def test_tensor_parallel_layers(workers: Any, kind: str, n: int, settings: dict[
     workers(1).run(one_dimension, kind, n, 0, settings, timeout=100)
 
 
-def two_dimensions(rank: int, world_size: int, kind: str, seed: int, settings: dict[str, Any]) -> None:
+def two_dimensions(rank: int, world_size: int, kind: str, seed: int) -> None:
     source = whole()
     exact = run(copy.deepcopy(source), 2, (0, 1))[4:]
 
@@ -159,7 +159,7 @@ def two_dimensions(rank: int, world_size: int, kind: str, seed: int, settings: d
         for block in model.layers:
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
-        with applied(model, **settings) as report:
+        with applied(model) as report:
             paths = {row.name: row for row in report.rows}
             assert "data parallel: fused" in paths["layers.0.attention.wq.weight"].reason
             assert str(report).count("simulated") == 2  # two transports
@@ -171,7 +171,7 @@ def two_dimensions(rank: int, world_size: int, kind: str, seed: int, settings: d
 
 @pytest.mark.parametrize("kind", ["nccl", pytest.param("symmetric", marks=pytest.mark.slow)])
 def test_data_parallelism_over_them(workers: Any, kind: str) -> None:
-    workers(1).run(two_dimensions, kind, 0, {}, timeout=100)
+    workers(1).run(two_dimensions, kind, 0, timeout=100)
 
 
 def transformers_model(rank: int, world_size: int, kind: str, seed: int) -> None:

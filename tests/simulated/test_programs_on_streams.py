@@ -34,9 +34,8 @@ RING = 1 << 12
 
 
 def on_streams(
-    kind: str, n: int, body: Callable[[int, Any], Any], *, seed: int = 0, ring: int = RING, costs: Any = None, **more: Any
+    kind: str, n: int, body: Callable[[int, Any], Any], *, seed: int = 0, ring: int = RING, costs: Any = None
 ) -> list[Any]:
-    """more: for transport symmetric."""
     world = FakeWorld(n, seed=seed, deferred=False, costs=costs)
     board = FakeBoard(world)
 
@@ -44,7 +43,7 @@ def on_streams(
         die: Callable[[Any], None]
         transport: Transport
         if kind == "symmetric":
-            die, transport = fake_symmetric.die, open_fake(world, rank, exchange, inbox_bytes=ring, deadline_s=20.0, **more)
+            die, transport = fake_symmetric.die, open_fake(world, rank, exchange, inbox_bytes=ring, deadline_s=20.0)
         else:
             die, transport = fake_nccl.die, open_fake_nccl(board, rank, exchange, inbox_bytes=ring)
         try:

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.gpu.attention import by_blocks
 from commfuse_dp.ops import compat
 from commfuse_dp.ops.attention import block
-from commfuse_dp.ops.attention.block import Attended, Gradients, add_gradients, parts
+from commfuse_dp.ops.attention.block import Attended, parts
 
 
 @pytest.fixture(params=["library", "plain"])
@@ -30,30 +31,6 @@ def exact(q, k, v, causal, scale, grad):
     o = F.scaled_dot_product_attention(*inputs, is_causal=causal, scale=scale, enable_gqa=True)
     o.backward(grad.double())
     return [o.detach(), *(t.grad for t in inputs)]
-
-
-def by_blocks(q, k, v, causal, scale, grad, q_cuts, k_cuts):
-    o, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    pairs = list(itertools.pairwise(q_cuts)), list(itertools.pairwise(k_cuts))
-    for low, high in pairs[0]:
-        attended = Attended(q[:, :, low:high], q_start=low, causal=causal, scale=scale)
-        for first, last in reversed(pairs[1]):  # any order of keys will do
-            attended.take(k[:, :, first:last], v[:, :, first:last], first)
-        o[:, :, low:high], lse[:, :, low:high] = attended.result()
-    wide = torch.promote_types(q.dtype, torch.float32)
-    grads = Gradients(*(torch.zeros(t.shape, dtype=wide, device=q.device) for t in (q, k, v)))
-    for low, high in pairs[0]:
-        for first, last in pairs[1]:
-            rows, columns = slice(low, high), slice(first, last)
-            add_gradients(
-                Gradients(grads.q[:, :, rows], grads.k[:, :, columns], grads.v[:, :, columns]),
-                *(grad[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns], o[:, :, rows], lse[:, :, rows]),
-                q_start=low,
-                k_start=first,
-                causal=causal,
-                scale=scale,
-            )
-    return [o, *grads]
 
 
 @pytest.mark.parametrize("causal", [False, True])

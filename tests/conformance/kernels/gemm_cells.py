@@ -252,6 +252,11 @@ def cell_operands_that_do_not_fit() -> None:
         (lambda: gemm_wgrad(case.dy, case.x.half(), case.destinations), "allowed here: torch.float32"),
         (lambda: gemm_dgrad(case.dy, case.table, dx, config=tile(16, 16, 16, tma=True)), "TMA needs"),
     ]
+    check_refused(wrong)
+
+
+def check_refused(wrong: list[tuple[Callable[[], None], str]]) -> None:
+    """(call, part of the text of its ValueError)."""
     for call, message in wrong:
         try:
             call()
