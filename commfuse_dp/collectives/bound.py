@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from commfuse_dp.collectives.exchanges import Numbering, Side, exchanges_of
+from commfuse_dp.collectives.groups import Groups, groups_of
 from commfuse_dp.collectives.summation import wide_dtype
 from commfuse_dp.program.layout import Slice, Tensor
 from commfuse_dp.program.operations import TOTAL, Consume, Link, Piece, Problem, Produce, Program, Receive, Reduce, Send
@@ -193,6 +194,8 @@ class BoundProgram:
 
         if numbering is not None:
             self._order_exchanges(program, numbering, limit)
+            whole = not (passes_on or puts_together or self.tight)
+            self.groups = groups_of(self, summed) if whole else None
 
     def _order_exchanges(self, program: Program, numbering: Numbering, limit: int) -> None:
         """What streams go by: see exchanges.py and streams.py."""

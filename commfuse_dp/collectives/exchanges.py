@@ -18,6 +18,9 @@ from commfuse_dp.program.operations import TOTAL, Problem, Program, Receive, Sen
 from commfuse_dp.transport.one_sided.ring import align
 
 
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")  # of collectives, fewer than ranks and two more
+
+
 class Way(NamedTuple):
     """What tells a message from all others between two ranks."""
 
@@ -60,8 +63,10 @@ class Numbering:
         distance, hop, index = (receiver - sender) % n, (sender - part.owner) % n, part.index
         passed = (sender - origin) % n if problem.collective == "all_to_all" and problem.way == "ring" else 0
         phase = 2 * at + (origin == TOTAL and problem.collective == "all_reduce")
-        number = ((phase * n + hop) * n + passed) * self._most + index
-        return Way(self._turn(problem, phase, origin, distance, hop, passed, index), distance, number)
+        turn = self._turn(problem, phase, origin, distance, hop, passed, index)
+        if problem.way == "direct":  # messages to all peers have one number, and other collectives other ones
+            hop = _KINDS.index(problem.collective)
+        return Way(turn, distance, ((phase * (n + 2) + hop) * n + passed) * self._most + index)
 
     def _turn(
         self, problem: Problem, phase: int, origin: int, distance: int, hop: int, passed: int, index: int

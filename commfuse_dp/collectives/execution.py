@@ -182,18 +182,22 @@ class Execution:
                 sum_in_rank_order(out, partials, own_rank=own, scale_divisor=divisor, wide=wide)
                 self._used(terms)
         if inbox is not None:
-            assert transport is not None
-            lane = bound.only_to[piece]
-            peer, passages = bound.outgoing[lane]
-            tag = tag_of((CHANNEL_COLLECTIVE, self._call, passages[self._sent[lane]].number, 0))
-            transport.send((sending_of((peer, tag, inbox, None, 0)),))
-            self._sent[lane] += 1
-            if self._backlog:  # the lane's next piece may have waited for this one
-                self._stuck = True
+            self._deliver(piece, inbox)
         elif self._uses[piece]:
             tensors[piece] = buffer
             if piece in bound.sent:
                 self._give_out()
+
+    def _deliver(self, piece: int, message: torch.Tensor) -> None:
+        """Send a piece that is made in the peer's inbox."""
+        transport, lane = self._transport, self._bound.only_to[piece]
+        assert transport is not None
+        peer, passages = self._bound.outgoing[lane]
+        tag = tag_of((CHANNEL_COLLECTIVE, self._call, passages[self._sent[lane]].number, 0))
+        transport.send((sending_of((peer, tag, message, None, 0)),))
+        self._sent[lane] += 1
+        if self._backlog:  # the lane's next piece may have waited for this one
+            self._stuck = True
 
     def _advance(self) -> None:
         """Make the sums beside the compute lane whose terms are all here. Never blocks."""

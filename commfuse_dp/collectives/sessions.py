@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from commfuse_dp.collectives.bound import Binder
+from commfuse_dp.collectives.direct import DirectExecution
 from commfuse_dp.collectives.execution import NO_LIMIT, Bindings, Execution
 from commfuse_dp.collectives.steps import numbers, numbers_of, steps_of
 from commfuse_dp.collectives.streams import StreamExecution
@@ -24,6 +25,7 @@ from commfuse_dp.errors import TransportError
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.select import Kind, open_transport
 from commfuse_dp.transport.streams.growth import GrowingRings
+from commfuse_dp.transport.streams.words import WordTransport
 
 INBOX_BYTES = 16 << 20  # per rank, for all peers
 DEADLINE_S = 300.0
@@ -138,7 +140,8 @@ def execute(name: str, binder: Binder, bindings: Sequence[Bindings], session: Se
             if 2 * binder.largest > transport.message_limit and isinstance(transport, GrowingRings):
                 transport.make_room(binder.largest)
             on_streams = binder.on_streams(transport.message_limit)
-            StreamExecution(name, on_streams, bindings, device, transport, call).run()
+            kind = DirectExecution if on_streams.groups and isinstance(transport, WordTransport) else StreamExecution
+            kind(name, on_streams, bindings, device, transport, call).run()
             return
         bound = binder[NO_LIMIT if transport is None else transport.message_limit]
         Execution(name, bound, bindings, device, transport, call).run()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -23,6 +23,7 @@ from commfuse_dp.transport.checks import (
 from commfuse_dp.transport.one_sided.ring import align
 from commfuse_dp.transport.streams.growth import GrowingRings
 from commfuse_dp.transport.streams.staging import Lanes, Reservation, Staging, StagingRing
+from commfuse_dp.transport.streams.words import WordTransport
 from commfuse_dp.transport.symmetric.core import CHANNELS, Core, Layout, pair_of
 from commfuse_dp.transport.symmetric.ring import ARRIVAL_WORDS, Inbox, Outbox
 from commfuse_dp.transport.symmetric.watch import Awaited, Wait
@@ -49,7 +50,7 @@ class _Fan:
         self.reservations: list[tuple[StagingRing, Reservation]] = []
 
 
-class Messages(GrowingRings):
+class Messages(GrowingRings, WordTransport):
     """What this rank sends and receives."""
 
     _core: Core
@@ -66,6 +67,8 @@ class Messages(GrowingRings):
         ranks = (*core.peers, core.rank)
         self._pairs = {channel: {peer: pair_of(peer, channel) for peer in ranks} for channel in CHANNELS}
         self._views: dict[Hashable, list[torch.Tensor]] = {}  # of messages that lie alike: places come again
+        self._words: dict[int, torch.Tensor] = {}  # of `own_words`
+        self._standing: dict[Hashable, Wait] = {}  # from `arriving` to `release`
 
     # ---- sending -----------------------------------------------------------------------------------------------------
     def reserve(self, dsts: Sequence[int], sizes: Sequence[int], room: int = 0) -> list[torch.Tensor]:
@@ -217,6 +220,25 @@ class Messages(GrowingRings):
     def receive(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE, *, wait: bool = True) -> list[torch.Tensor]:
         core = self._core
         stream = core.enter()
+        found, conditions, place = self._find(srcs, tag)
+        if conditions:
+            core.wait_for(stream, conditions, (where if where is not NOWHERE else place,), "to send", about=tag)
+        return found
+
+    def arriving(self, srcs: Sequence[int], tag: Tag) -> tuple[list[torch.Tensor], list[WordLike]]:
+        core = self._core
+        stream = core.enter()
+        found, conditions, place = self._find(srcs, tag)
+        if not conditions:
+            return found, []
+        self._standing[*srcs, tag] = wait = Wait(conditions, (place,), "to send", tag)
+        core.watch.note(stream, wait)
+        words = {condition[0]: condition[1:4] for condition in conditions}
+        return found, [words[src] for src in srcs]
+
+    def _find(self, srcs: Sequence[int], tag: Tag) -> tuple[list[torch.Tensor], list[Awaited], Callable[[], Where]]:
+        """Messages that are received now, what says that they are here, and where in the step they belong."""
+        core = self._core
         if min(tag) < 0 or max(tag) >= _FIELD_LIMIT or tag[0] not in CHANNELS:
             self._refuse_tag(tag)
         channel = tag[0]
@@ -228,8 +250,7 @@ class Messages(GrowingRings):
         places: list[
             tuple[tuple[int, ...], int, int]
         ] = []  # peers, and where it lies in the rings of all of them: offset, bytes
-        lanes = inboxes[tuple(srcs)]
-        for box, members in lanes:
+        for box, members in inboxes[tuple(srcs)]:
             entry = box.expected.get(tag)
             if entry is None:
                 src = members[0]
@@ -241,11 +262,6 @@ class Messages(GrowingRings):
             places.append((members, offset, nbytes))
             for src in members:
                 conditions.append((src, arrival, pairs[src] * ARRIVAL_WORDS + word, value, True, before))
-        if not conditions:
-            return []
-        place = where if where is not NOWHERE else partial(_where, tag, places[0][2])
-        core.wait_for(stream, conditions, (place,), "to send", about=tag)
-        for box, _ in lanes:
             box.received.add(tag)
         name = *srcs, channel, *places
         found = self._views.get(name)
@@ -254,7 +270,7 @@ class Messages(GrowingRings):
                 self._views.clear()
             rings, spans = core.own.rings, {src: span for members, *span in places for src in members}
             found = self._views[name] = [rings[pairs[src]].narrow(0, *spans[src]) for src in srcs]
-        return found.copy()
+        return found.copy(), conditions, partial(_where, tag, places[0][2] if places else 0)
 
     def release(self, srcs: Sequence[int], tag: Tag, *, more: bool = False) -> None:
         core, channel = self._core, tag[0]
@@ -281,8 +297,19 @@ class Messages(GrowingRings):
             for src in members:
                 words.append((core.blocks[src].credit, pair, credit))
         count_message(core.probe.counters, channel, received, sent=False)
+        if self._standing and (wait := self._standing.pop((*srcs, tag), None)) is not None:
+            core.behind(stream, wait)
         if words:
             core.hold(stream, words, more=more)
+
+    def own_words(self, count: int) -> torch.Tensor:
+        found = self._words.get(count)
+        if found is None:
+            device = self._core.device
+            with torch.inference_mode(False):
+                found = self._words[count] = torch.zeros(count, dtype=torch.int32, device=device.torch_device)
+            device.wait_event(self._scatter, device.record(device.current_stream()))  # it must see the zeros
+        return found
 
     def _message_memory(self) -> list[torch.Tensor]:
         """What sums read, and what leaves for others."""
