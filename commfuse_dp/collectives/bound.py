@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from commfuse_dp.collectives.exchanges import Numbering, Side, exchanges_of
-from commfuse_dp.collectives.groups import Groups, groups_of
+from commfuse_dp.collectives.groups import groups_of
 from commfuse_dp.collectives.summation import wide_dtype
 from commfuse_dp.program.layout import Slice, Tensor
 from commfuse_dp.program.operations import TOTAL, Consume, Link, Piece, Problem, Produce, Program, Receive, Reduce, Send

@@ -17,7 +17,6 @@ from typing import NamedTuple
 from commfuse_dp.program.operations import TOTAL, Problem, Program, Receive, Send
 from commfuse_dp.transport.one_sided.ring import align
 
-
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")  # of collectives, fewer than ranks and two more
 
 

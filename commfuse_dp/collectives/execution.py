@@ -39,6 +39,7 @@ from commfuse_dp.collectives import progress
 from commfuse_dp.collectives.bound import ALL, BoundProgram, Owner, Step
 from commfuse_dp.collectives.steps import steps_of
 from commfuse_dp.collectives.summation import sum_in_rank_order
+from commfuse_dp.device.base import WordLike
 from commfuse_dp.errors import MismatchError, Where
 from commfuse_dp.probe import now_ns
 from commfuse_dp.program.operations import TOTAL
@@ -55,7 +56,30 @@ ProduceFn = Callable[[Owner, torch.Tensor], object]
 
 # Of all their fields in a row. A named tuple's own constructor is a frame of Python, of which every message would cost two.
 tag_of: Callable[[tuple[int, int, int, int]], Tag] = partial(tuple.__new__, Tag)
-sending_of: Callable[[tuple[int, Tag, torch.Tensor, None, int]], Sending] = partial(tuple.__new__, Sending)
+sending_of: Callable[[tuple[int, Tag, torch.Tensor, Sequence[WordLike], int]], Sending] = partial(tuple.__new__, Sending)
+
+
+class Coming(NamedTuple):
+    """A piece that is gathered. word: when it is here (its value, exactly); None: it is."""
+
+    owner: Owner
+    rows: torch.Tensor
+    word: WordLike | None
+
+
+class Leaving(NamedTuple):
+    """A piece to be made. sent: to another rank, once its words are written."""
+
+    owner: Owner
+    out: torch.Tensor
+    sent: bool
+
+
+# Waits for the words, in the current stream, and uses all of them.
+ConsumeAll = Callable[[Sequence[Coming]], object]
+# Makes all of them in their order; those that are sent each with words, which are to hold `value` (at least: cyclic) behind it.
+# Returns the words of each piece; () stands for what is in the current stream.
+ProduceAll = Callable[[Sequence[Leaving], int], Sequence[Sequence[WordLike]]]
 
 
 class Bindings(NamedTuple):
@@ -65,6 +89,8 @@ class Bindings(NamedTuple):
     target: contiguous, where pieces end up: all rows of what is gathered, or summed up for all ranks; the own rows of sums; the
         blocks that all ranks send to this one. None: they only pass through.
     divisor: of sums over all ranks.
+    consume_all, produce_all: in place of `consume` and `produce`, where messages are told by words (direct.py); what is made
+        comes before what is used.
     """
 
     given: torch.Tensor | None = None
@@ -72,6 +98,8 @@ class Bindings(NamedTuple):
     produce: ProduceFn | None = None
     consume: ConsumeFn | None = None
     divisor: float | None = None
+    consume_all: ConsumeAll | None = None
+    produce_all: ProduceAll | None = None
 
 
 class Execution:
@@ -119,7 +147,7 @@ class Execution:
             looks_from = 0
         if looks_from and bound.own:
             self._give_out()
-        for number, step in enumerate(bound.compute):
+        for number, step in enumerate(self._steps()):
             if number >= looks_from or self._stuck:
                 self._pump()
                 if bound.sums:
@@ -144,12 +172,16 @@ class Execution:
         if self._sent != bound.passages_out or self._summed != bound.sums_of:
             self._drain()
 
+    def _steps(self) -> Sequence[Step]:
+        """What is computed, in order."""
+        return self._bound.compute
+
     # ---- compute lane ------------------------------------------------------------------------------------------------
     def _make(self, step: Step, *, patient: bool = True) -> None:
         """Produce a piece, or sum it up. patient: it may wait, for its terms and for room where it goes."""
         piece, _, owner, terms, own, wide = step
         bound, tensors, transport = self._bound, self._tensors, self._transport
-        given, target, produce, _, divisor = self._bindings[bound.tensor[piece]]
+        given, target, produce, _, divisor, *_ = self._bindings[bound.tensor[piece]]
         at, buffer, inbox = bound.given[piece], None, None
         if owner is not None and given is not None:
             assert at is not None
@@ -194,7 +226,7 @@ class Execution:
         assert transport is not None
         peer, passages = self._bound.outgoing[lane]
         tag = tag_of((CHANNEL_COLLECTIVE, self._call, passages[self._sent[lane]].number, 0))
-        transport.send((sending_of((peer, tag, message, None, 0)),))
+        transport.send((sending_of((peer, tag, message, (), 0)),))
         self._sent[lane] += 1
         if self._backlog:  # the lane's next piece may have waited for this one
             self._stuck = True
@@ -333,7 +365,7 @@ class Execution:
                 else:
                     message.view(tensor.dtype).copy_(tensor.reshape(-1)[slice(*cuts[part])])
                 tag = tag_of((CHANNEL_COLLECTIVE, self._call, number, part))
-                transport.send((sending_of((peer, tag, message, None, 0)),))
+                transport.send((sending_of((peer, tag, message, (), 0)),))
                 if cuts is not None and part + 1 < len(cuts):
                     self._sent_parts[lane] = part + 1
                     continue

@@ -65,10 +65,10 @@ def groups_of(bound: BoundProgram, summed: Set[int]) -> Groups | None:
     for step in bound.compute:
         if not step.consumes and step.owner is None and open_groups:
             return None
-        for number, pieces in left.items():
-            if step.piece in pieces and not step.consumes:
-                pieces.discard(step.piece)
-                (open_groups.add if pieces else open_groups.discard)(number)
+        for number, missing in left.items():
+            if step.piece in missing and not step.consumes:
+                missing.discard(step.piece)
+                (open_groups.add if missing else open_groups.discard)(number)
     return Groups(
         tuple(arriving),
         tuple(leaving),

@@ -56,6 +56,8 @@ class Session(NamedTuple):
     call: int
 
 
+ALONE = Session(None, 0, 1, 0)
+
 # Of all its fields in a row: a named tuple's own constructor is a frame of Python.
 _session: Callable[[tuple[Transport, int, int, int]], Session] = partial(tuple.__new__, Session)
 
@@ -70,7 +72,7 @@ def begin(
     if transport is None:
         transport = transport_for(group, transport, device, purpose)
         if transport is None:
-            return Session(None, 0, 1, 0)
+            return ALONE
     call = numbers.get(transport) or numbers_of(transport)  # every call asks
     return _session((transport, transport.rank, transport.world_size, call() & _LAST_CALL))
 

@@ -96,7 +96,7 @@ class StreamExecution(Execution):
         for exchange, piece in ready:
             dst, _, number, part, *_ = exchange
             tag = tag_of((CHANNEL_COLLECTIVE, self._call, number, part))
-            sendings.append(sending_of((dst, tag, messages.get((piece, part, dst), _NOTHING), None, 0)))
+            sendings.append(sending_of((dst, tag, messages.get((piece, part, dst), _NOTHING), (), 0)))
         transport.send(sendings)
         for exchange, piece in ready:
             if exchange.out is not None and exchange.part + 1 == len(bound.messages[piece][1]):

@@ -50,6 +50,7 @@ from commfuse_dp.transport.waiting import wait_until
 PARTIAL = "its partial gradient"  # what a rank waits for at the end of a backward
 
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+_AT_ONCE: Sequence[WordLike] = ()  # behind the current stream
 
 
 class GradientStream:
@@ -170,21 +171,21 @@ class GradientStream:
         buffers: Sequence[torch.Tensor],
         start_ns: int = 0,
         *,
-        when: Sequence[WordLike | None] = (),
+        when: Sequence[Sequence[WordLike]] = (),
     ) -> None:
         """The partials of `items` have been computed into `buffers`, from start_ns on (0: spans are off).
 
         buffers: of items that are not absent, in their order. Those that are absent are steps of a lockstep transport, in which
-        what a peer sends is taken in. when: stream-ordered transports: a buffer is complete once its word is reached."""
+        what a peer sends is taken in. when: stream-ordered transports: a buffer is complete once its words are reached."""
         sendings, large, number = [], False, 0
         for item in items:
-            buffer, word = _NOTHING, None
+            buffer, words = _NOTHING, _AT_ONCE
             if not item.absent:
-                buffer, word = buffers[number], when[number] if when else None
+                buffer, words = buffers[number], when[number] if when else _AT_ONCE
                 number += 1
                 if scatter.route is not None:
                     scatter.own_done += item.owner == self._rank
-                    if scatter.route.produced(item, buffer, word):
+                    if scatter.route.produced(item, buffer, words):
                         self._sums.released = self._inbox_bytes  # some at least: it is told after this layer
                     continue
                 if item.owner == self._rank:
@@ -193,7 +194,7 @@ class GradientStream:
                 large = large or item.nbytes > SMALL_BYTES
             tag = scatter.tags.get(item.index) or scatter.tag(item)
             room = scatter.bound.rooms[item.index] if self._on_streams and not item.absent else 0
-            sendings.append(tuple.__new__(Sending, (item.owner, tag, buffer, word, room)))  # without a frame for each
+            sendings.append(tuple.__new__(Sending, (item.owner, tag, buffer, words, room)))  # without a frame for each
         if not sendings:
             return
         self._transport.send(sendings, more=not large)

@@ -139,9 +139,9 @@ class WholeProducts:
         value = scatter.seq + 1
         self._gemms.wgrad(grad, x, table, epoch=value)
         pad, written = write.pad, write.written
-        when: list[WordLike | None] = []
+        when: list[Sequence[WordLike]] = []
         for place in range(len(present)):
-            when.append((pad, place, value) if place in written else None)
+            when.append(((pad, place, value),) if place in written else ())
         gradients.send(scatter, order, buffers, when=when)
         return True
 

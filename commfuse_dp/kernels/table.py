@@ -44,6 +44,7 @@ DATA, FIRST_ROW, ROWS, STRIDE, WORD, VALUE, BIAS, EXACT = range(8)
 FIELDS = 8  # one line is 64 bytes
 
 _VECTOR = 16  # bytes of the widest load
+_GONE = torch.empty(0, 0, device="cpu")
 
 
 @dataclass(eq=False, slots=True)
@@ -116,6 +117,10 @@ def _check(number: int, entry: SliceEntry, first: SliceEntry) -> None:
         )
 
 
+def _form(data: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    return data.shape, data.stride(), data.dtype
+
+
 def _common_power(values: Sequence[int], most: int) -> int:
     """The largest power of two up to `most` that divides all values."""
     bits = most
@@ -143,6 +148,7 @@ class SliceTable:
                 raise ValueError(f"rows {entry.first_row} to {at - 1} are in two slices")
             at = entry.first_row + entry.rows
         self.entries = kept
+        self._forms = [_form(entry.data) for entry in kept]
         self.end_row = at  # the last row + 1
         self.rows = tuple(entry.rows for entry in kept)
         self.total_rows = sum(self.rows)
@@ -192,12 +198,10 @@ class SliceTable:
                 "are now; capture the parts of the model that are not fused, or none"
             )
         entries = []
-        for number, old in zip(self._kept, self.entries, strict=True):
+        for number, old, form in zip(self._kept, self.entries, self._forms, strict=True):
             new = data[number]
-            if new.shape != old.data.shape or new.stride() != old.data.stride() or new.dtype != old.data.dtype:
-                raise ValueError(
-                    f"slice {number} has changed from {tuple(old.data.shape)} to {tuple(new.shape)}: make a new table"
-                )
+            if _form(new) != form:
+                raise ValueError(f"slice {number} has changed from {tuple(form[0])} to {tuple(new.shape)}: make a new table")
             pad, index, value = (old.pad, old.index, old.value) if words is None else words[number] or (None, 0, 0)
             new_bias = None if bias is None else bias[number]
             entries.append(SliceEntry(new, old.first_row, new_bias, pad, index, value, old.exact))
@@ -207,6 +211,12 @@ class SliceTable:
         source = torch.frombuffer(host, dtype=torch.int64)
         self.lines.copy_(source.pin_memory() if self.device.type == "cuda" else source, non_blocking=True)
         self._measure()
+
+    def forget(self) -> None:
+        """Let go of the tensors behind a launch: `repoint` gives new ones before the next. For slices that are somebody's
+        activations, which a table that is kept would keep, too."""
+        for entry in self.entries:
+            entry.data = _GONE
 
     def _measure(self) -> None:
         def field(name: int) -> array[int]:

@@ -25,7 +25,8 @@ dy_i[:, S_r, rows_o].T @ x_r, and leaves for o as it is computed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -33,8 +34,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from commfuse_dp.collectives.bound import Owner
-from commfuse_dp.collectives.execution import Bindings
-from commfuse_dp.collectives.sessions import begin, execute
+from commfuse_dp.collectives.execution import Bindings, Coming, Leaving
+from commfuse_dp.collectives.sessions import ALONE, begin, execute
+from commfuse_dp.device.base import WordLike
 from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.pieces import Piece
@@ -56,6 +58,7 @@ from commfuse_dp.ops.sequence import (
 )
 from commfuse_dp.ops.sequence_calls import Column, column_of
 from commfuse_dp.ops.sequence_reference import gather_sequence
+from commfuse_dp.ops.whole_sequence import Product, WholeSequence, join, kernels_for
 from commfuse_dp.transport.base import Transport
 
 Save = Literal["shard", "gathered"]
@@ -95,8 +98,17 @@ def column_forward(
         if kept_rows is not None:
             place(part, kept_rows, blocks)
 
-    shard = (Bindings(x.flatten(0, -2), consume=consume),)
-    execute(call.name, call.forward, shard, begin(*ranks, x.device, TENSOR_PARALLEL), x.device)
+    def consume_all(coming: Sequence[Coming]) -> None:
+        products = [Product("forward", right.t(), y.flatten(0, 1).t(), bias) for right, bias, y in terms]
+        if kernels is not None and kernels.consume(tokens, coming, products, consume) and kept_rows is not None:
+            for owner, part, _ in coming:
+                place(part, kept_rows, tokens.blocks[owner.start, owner.stop])
+
+    session = begin(*ranks, x.device, TENSOR_PARALLEL)
+    kernels = kernels_for(session.transport, sharded)
+    waiting = consume_all if kernels is not None and kernels.waits else None
+    shard = (Bindings(x.flatten(0, -2), consume=consume, consume_all=waiting),)
+    execute(call.name, call.forward, shard, session, x.device)
     if sharded is not None and not sharded.here:  # no tokens at all
         sharded.gather()
     return ys, kept
@@ -120,6 +132,8 @@ def column_backward(
     for grad in grads:
         wholes.append(None if grad is None else grad.contiguous().view(tokens.outer, tokens.width, grad.shape[-1]))
     wgrads = _WeightGradients(call, wholes, weights, rank if sharded is not None else None)
+    session = begin(*ranks, saved.device, TENSOR_PARALLEL) if call.want_x or gathers else ALONE
+    kernels = kernels_for(session.transport, sharded)
     bindings, dx = [], None
     if call.want_x:
         terms = _InputGradient(call, wholes, weights, sharded)
@@ -130,12 +144,22 @@ def column_backward(
             terms.produce(owner, buffer)
 
         produce = terms.produce if gathers or sharded is not None else from_whole_first
+
+        def produce_all(leaving: Sequence[Leaving], value: int) -> list[list[WordLike]]:
+            assert kernels is not None
+            words = terms.produce_all(leaving, value, kernels, produce)
+            if not gathers:
+                wgrads.from_whole(saved)
+            return words
+
         dx = torch.empty((*call.own, weights[0].shape[1]), dtype=weights[0].dtype, device=saved.device)
-        bindings.append(Bindings(target=dx.flatten(0, -2), produce=produce))
+        signalling = produce_all if kernels is not None and any(whole is not None for whole in wholes) else None
+        bindings.append(Bindings(target=dx.flatten(0, -2), produce=produce, produce_all=signalling))
     if gathers:
-        bindings.append(Bindings(saved.flatten(0, -2), consume=wgrads.consume))
+        waiting = partial(wgrads.consume_all, kernels) if kernels is not None and kernels.waits and wgrads.wanted else None
+        bindings.append(Bindings(saved.flatten(0, -2), consume=wgrads.consume, consume_all=waiting))
     if bindings:
-        execute(call.name, call.backward, bindings, begin(*ranks, saved.device, TENSOR_PARALLEL), saved.device)
+        execute(call.name, call.backward, bindings, session, saved.device)
     if sharded is not None:
         wgrads.leave(sharded, saved, whole=not gathers)
         return dx, [None] * count, [None] * count
@@ -189,6 +213,21 @@ class _InputGradient:
                 torch.mm(left, self._weights[number], out=out)
                 started = True
 
+    def produce_all(
+        self,
+        leaving: Sequence[Leaving],
+        value: int,
+        kernels: WholeSequence,
+        produce: Callable[[Owner, torch.Tensor], object],
+    ) -> list[list[WordLike]]:
+        """The sum over i in one kernel. At least one gradient is there."""
+        grads, weights = [], []
+        for grad, weight in zip(self._grads, self._weights, strict=True):
+            if grad is not None:
+                grads.append(grad.flatten(0, 1))
+                weights.append(weight)
+        return kernels.produce(self._call.tokens, leaving, value, join(grads, 1).t(), join(weights, 0), produce)
+
 
 class _WeightGradients:
     """dW_i = dy_i.T @ x, from slices of x or from all of it."""
@@ -207,6 +246,7 @@ class _WeightGradients:
         for i, grad in enumerate(grads):
             if call.want_weights[i] and grad is not None:
                 self._active.append((i, grad))
+        self.wanted = bool(self._active)
         self._started = self._done = False
         self._joined: torch.Tensor | None = None  # in a narrow type: all of x
 
@@ -229,6 +269,15 @@ class _WeightGradients:
             else:
                 self._sums[i] = torch.mm(left, rows)
         self._started = True
+
+    def consume_all(self, kernels: WholeSequence, coming: Sequence[Coming]) -> None:
+        """Those of all weights in one kernel; each is a part of the result."""
+        left = join([grad.flatten(0, 1) for _, grad in self._active], 1).t()
+        made = left.new_empty(left.shape[0], coming[0].rows.shape[1])
+        if kernels.consume(self._call.tokens, coming, [Product("dgrad", left, made)], self.consume):
+            parts = made.split([grad.shape[-1] for _, grad in self._active])
+            self._sums = {i: part for (i, _), part in zip(self._active, parts, strict=True)}
+            self._done = True
 
     def from_whole(self, x: torch.Tensor) -> None:
         if self._done:

@@ -34,9 +34,10 @@ import torch.nn.functional as F
 
 from commfuse_dp.collectives.arguments import check_summable, even_sizes
 from commfuse_dp.collectives.bound import Owner
-from commfuse_dp.collectives.execution import Bindings
+from commfuse_dp.collectives.execution import Bindings, Coming, Leaving
 from commfuse_dp.collectives.sessions import begin, execute
 from commfuse_dp.collectives.summation import fold, wide_dtype
+from commfuse_dp.device.base import WordLike
 from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.pieces import Piece
@@ -59,6 +60,7 @@ from commfuse_dp.ops.sequence import (
 )
 from commfuse_dp.ops.sequence_calls import Row, row_of
 from commfuse_dp.ops.sequence_reference import replicated, scatter_sequence
+from commfuse_dp.ops.whole_sequence import Product, kernels_for
 from commfuse_dp.transport.base import Transport
 
 
@@ -87,8 +89,19 @@ def row_forward(
         else:
             product_from(whole, blocks, right, added, buffer)
 
-    sums = (Bindings(target=y.flatten(0, -2), produce=produce),)
-    execute(call.name, call.forward, sums, begin(*ranks, x.device, TENSOR_PARALLEL), x.device)
+    def produce_all(leaving: Sequence[Leaving], value: int) -> list[list[WordLike]]:
+        assert kernels is not None
+        apart = [item for item in leaving if bias is not None and not item.sent]  # to which the bias is added
+        made = [item for item in leaving if bias is None or item.sent]
+        words = kernels.produce(tokens, made, value, whole.flatten(0, 1).t(), right, produce)
+        for owner, out, _ in apart:
+            produce(owner, out)
+        return words + [[] for _ in apart]  # own last
+
+    session = begin(*ranks, x.device, TENSOR_PARALLEL)
+    kernels = kernels_for(session.transport, sharded)
+    sums = (Bindings(target=y.flatten(0, -2), produce=produce, produce_all=produce_all if kernels is not None else None),)
+    execute(call.name, call.forward, sums, session, x.device)
     if sharded is not None and not sharded.here:  # no tokens at all
         sharded.gather()
     return y
@@ -138,15 +151,34 @@ def row_backward(
         if want_bias:
             sums[int(owner), owner.index] = part.sum(0, dtype=wide_dtype(part.dtype))
 
+    def consume_all(coming: Sequence[Coming]) -> None:
+        nonlocal dw
+        assert kernels is not None
+        products, made = [], None
+        if dx_whole is not None:
+            products.append(Product("forward", weight.t(), dx_whole.flatten(0, 1).t()))
+        if want_weight:
+            made = torch.empty_like(weight)
+            products.append(Product("dgrad", whole.flatten(0, 1).t(), made.t()))
+        if not kernels.consume(tokens, coming, products, consume):
+            return
+        dw = made
+        if want_bias:
+            for owner, part, _ in coming:
+                sums[int(owner), owner.index] = part.sum(0, dtype=wide_dtype(part.dtype))
+
+    session = begin(*ranks, x.device, TENSOR_PARALLEL)
+    kernels = kernels_for(session.transport, sharded)
+    waiting = consume_all if kernels is not None and kernels.waits and (want_x or want_weight) else None
     rows = grad.contiguous().flatten(0, -2)
-    shard = (Bindings(rows, consume=consume),)
-    execute(call.name, call.backward, shard, begin(*ranks, x.device, TENSOR_PARALLEL), x.device)
+    shard = (Bindings(rows, consume=consume, consume_all=waiting),)
+    execute(call.name, call.backward, shard, session, x.device)
     db = fold([weight.new_zeros(width), *map(sums.__getitem__, sorted(sums))], bias_dtype) if want_bias else None
     if sharded is not None:
         own = (rows, tokens.blocks_of(rank).pick(whole)) if joined is None else (joined.flatten(0, -2), x.flatten(0, -2))
         _leave(sharded, own, dw, db)
         return dx, None, None
-    if joined is not None:
+    if joined is not None and dw is None:
         dw = torch.mm(joined.flatten(0, -2).t(), x.flatten(0, -2))
     if want_weight and dw is None:  # no tokens at all
         dw = torch.zeros_like(weight)

@@ -104,14 +104,15 @@ class Sending(NamedTuple):
     """A message, see `Transport.send`.
 
     buffer: from `reserve`; it must not be touched afterwards.
-    when: stream-ordered transports: it leaves as soon as this word is reached, not behind the current stream.
+    when: stream-ordered transports: it leaves as soon as these words are reached, not behind the current stream; empty: behind
+        what is in that.
     room: stream-ordered transports: bytes that both ends set aside for it, at least its own; 0: its own. Messages of one tag
     that have equal room are worked out together, however many peers they go to."""
 
     dst: int
     tag: Tag
     buffer: torch.Tensor
-    when: WordLike | None = None
+    when: Sequence[WordLike] = ()
     room: int = 0
 
 

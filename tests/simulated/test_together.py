@@ -91,7 +91,7 @@ class Program:
                     data = pattern(self.rank, peer, epoch, part, nbytes=sizes[peer])
                     self.launch(lambda b=buffer, d=data: b.copy_(d), writes=[buffer])
                 pairs = zip(self.peers, buffers, strict=True)
-                self.transport.send([Sending(peer, tag, buffer, None, max(sizes)) for peer, buffer in pairs])
+                self.transport.send([Sending(peer, tag, buffer, (), max(sizes)) for peer, buffer in pairs])
                 came = self.peers
             else:
                 to, source = (self.rank + 1) % RANKS, (self.rank - 1) % RANKS

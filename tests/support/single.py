@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def reserve(transport: Transport, dst: int, nbytes: int) -> torch.Tensor | None:
     return found[0] if found else None
 
 
-def send(transport: Transport, dst: int, tag: Tag, buffer: torch.Tensor, *, when: WordLike | None = None, **more: Any) -> None:
+def send(transport: Transport, dst: int, tag: Tag, buffer: torch.Tensor, *, when: Sequence[WordLike] = (), **more: Any) -> None:
     transport.send((Sending(dst, tag, buffer, when),), **more)
 
 

@@ -27,7 +27,7 @@ holds up what it can finish itself, or two ranks would wait for each other: `Gra
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -138,9 +138,9 @@ class Route:
                 return slot
         return self._pool.take(item.nbytes, most=2 * len(self._way.items) if self._hold_heads else 0)
 
-    def produced(self, item: UnitSlice, buffer: torch.Tensor, when: WordLike | None = None) -> bool:
+    def produced(self, item: UnitSlice, buffer: torch.Tensor, when: Sequence[WordLike] = ()) -> bool:
         """The partial of `item` has been computed into what `reserve` gave, or into the own part of the gradient; on a device
-        perhaps: will have been, once the word `when` is reached. True if messages were taken in and released."""
+        perhaps: will have been, once the words `when` are reached. True if messages were taken in and released."""
         key = item.owner, item.index
         del self._uncomputed[key]
         step = self._way.steps[key]

@@ -129,7 +129,7 @@ class Messages(GrowingRings):
         for dst, tag, buffer, when, _ in sendings:
             self._send(dst, tag, buffer, when)
 
-    def _send(self, dst: int, tag: Tag, buffer: torch.Tensor, when: WordLike | None) -> None:
+    def _send(self, dst: int, tag: Tag, buffer: torch.Tensor, when: Sequence[WordLike]) -> None:
         core = self._core
         stream = core.enter()
         core.check_peer(dst)
@@ -142,9 +142,9 @@ class Messages(GrowingRings):
             if reservation is None:
                 raise not_reserved(dst, tag)
             buffer = staging.narrow(0, reservation.offset, nbytes)
-            if when is not None:
-                device.wait_value(scatter, *when)
-            else:
+            for word in when:
+                device.wait_value(scatter, *word)
+            if not when:
                 device.wait_event(scatter, device.record(stream))
         src = core.mirror(dst)
         coming = self._expected.pop((src, tag), None)

@@ -182,8 +182,8 @@ class Messages(GrowingRings, WordTransport):
                 fan.at = at
             fan.apart = fan.apart or at != fan.at
             fan.sizes[dst], fan.offsets[dst] = nbytes, at
-            if when is not None:
-                fan.words.append(when)
+            if when:
+                fan.words += when
             else:
                 fan.plain = True
         rings = self._staging.rings
@@ -231,7 +231,7 @@ class Messages(GrowingRings, WordTransport):
         found, conditions, place = self._find(srcs, tag)
         if not conditions:
             return found, []
-        self._standing[*srcs, tag] = wait = Wait(conditions, (place,), "to send", tag)
+        self._standing[(*srcs, tag)] = wait = Wait(conditions, (place,), "to send", tag)
         core.watch.note(stream, wait)
         words = {condition[0]: condition[1:4] for condition in conditions}
         return found, [words[src] for src in srcs]
