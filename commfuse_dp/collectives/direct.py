@@ -28,7 +28,9 @@ from commfuse_dp.collectives.execution import (
     sending_of,
     tag_of,
 )
+from commfuse_dp.collectives.groups import Arriving
 from commfuse_dp.device.base import WordLike, as_int32
+from commfuse_dp.errors import Where
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE
 from commfuse_dp.transport.streams.words import WordTransport
 
@@ -186,8 +188,8 @@ class DirectExecution(Execution):
         group = self._groups.arriving[self._groups.arrives_in[until]]
         if group.summed:
             self._inside.update(group.pieces)
-            tag = tag_of((CHANNEL_COLLECTIVE, self._call, group.number, 0))
-            for piece, message in zip(group.pieces, transport.receive(group.sources, tag), strict=True):
+            tag, where = tag_of((CHANNEL_COLLECTIVE, self._call, group.number, 0)), self._place(group)
+            for piece, message in zip(group.pieces, transport.receive(group.sources, tag, where), strict=True):
                 tensors[piece] = transport.shaped(message, bound.dtypes[piece], bound.shapes[piece])
         else:
             message, (pad, place, value) = self._message_of(until)
@@ -207,10 +209,14 @@ class DirectExecution(Execution):
     def _message_of(self, piece: int) -> tuple[torch.Tensor, WordLike]:
         """And the word that says that it is here. The whole group is received with the first of its pieces."""
         if piece not in self._arriving:
-            sources, number, pieces, _ = self._groups.arriving[self._groups.arrives_in[piece]]
-            messages, words = self._transport.arriving(sources, tag_of((CHANNEL_COLLECTIVE, self._call, number, 0)))
-            self._arriving.update(zip(pieces, zip(messages, words, strict=True), strict=True))
+            group = self._groups.arriving[self._groups.arrives_in[piece]]
+            tag = tag_of((CHANNEL_COLLECTIVE, self._call, group.number, 0))
+            messages, words = self._transport.arriving(group.sources, tag, self._place(group))
+            self._arriving.update(zip(group.pieces, zip(messages, words, strict=True), strict=True))
         return self._arriving.pop(piece)
+
+    def _place(self, group: Arriving) -> Where:
+        return tuple.__new__(Where, (self._name, self._call, group.told, group.nbytes))  # a frame less
 
     def _used(self, pieces: tuple[int, ...]) -> None:
         uses, free = self._uses, []

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 
 class Arriving(NamedTuple):
-    """summed: only sums use the pieces."""
+    """summed: only sums use the pieces. told: what they are, and `nbytes` of one, for errors."""
 
     sources: tuple[int, ...]
     number: int
     pieces: tuple[int, ...]
     summed: bool
+    told: str
+    nbytes: int
 
 
 class Leaving(NamedTuple):
@@ -47,9 +49,11 @@ def groups_of(bound: BoundProgram, summed: Set[int]) -> Groups | None:
     summed: pieces that only sums use."""
     lanes = {(lane.peer, passage.number): passage.piece for lane in bound.incoming for passage in lane.passages}
     arriving = []
-    for sources, number, *_ in bound.expected:
+    for sources, number, _, nbytes in bound.expected:
         pieces = tuple(lanes[src, number] for src in sources)
-        arriving.append(Arriving(sources, number, pieces, summed >= set(pieces)))
+        part = bound.pieces[pieces[0]].slice
+        told = f"{part.index} of {part.tensor.name}" if part.tensor.name else str(part.index)
+        arriving.append(Arriving(sources, number, pieces, summed >= set(pieces), told, nbytes))
     by_number: dict[int, list[tuple[int, int]]] = {}
     for exchange, piece in zip(bound.exchanges, bound.leaving, strict=True):
         if piece >= 0:

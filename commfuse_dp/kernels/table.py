@@ -191,6 +191,8 @@ class SliceTable:
             if words is not None and not moved:
                 moved = host[at * FIELDS + WORD : at * FIELDS + VALUE + 1].tolist() != list(_word_fields(words[number]))
         if not moved:
+            for number, entry in zip(self._kept, self.entries, strict=True):  # they may have been forgotten
+                entry.data = data[number]
             return
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(

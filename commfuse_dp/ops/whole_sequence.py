@@ -236,14 +236,16 @@ def join(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 _known: weakref.WeakKeyDictionary[Transport, WholeSequence | None] = weakref.WeakKeyDictionary()
 
 
-def use_kernels(transport: Transport, asked: Asked) -> None:
-    """Who computes the products of layers over this transport, as `CommFuseConfig.kernels` says. Not called: 'auto'."""
+def use_kernels(transport: Transport, asked: Asked) -> Callable[[], Sequence[Row]]:
+    """Choose who computes the products of layers over this transport, as `CommFuseConfig.kernels` says; else it is 'auto'.
+    Returns what tells the choices made so far."""
     found = None
     if isinstance(transport, WordTransport) and asked != "blas":
         assert transport.device is not None
         if asked == "triton" or choice.unavailable(transport.device.torch_device, ()) is None:
             found = WholeSequence(transport, asked)
     _known[transport] = found
+    return tuple if found is None else found.explain
 
 
 def kernels_for(transport: Transport | None, sharded: object) -> WholeSequence | None:

@@ -25,8 +25,10 @@ from commfuse_dp.engine.plan import Unit
 from commfuse_dp.engine.replicas import ReplicaGroup, open_replicas
 from commfuse_dp.engine.room import least_ring, most_bytes, published_bytes
 from commfuse_dp.errors import ConfigError
+from commfuse_dp.kernels.choice import Row
 from commfuse_dp.ops.gathered import gather_parameters
 from commfuse_dp.ops.linear import fused_linear, register_operand
+from commfuse_dp.ops.whole_sequence import use_kernels
 from commfuse_dp.transport.backends import check_replicas
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.compat import default_store
@@ -106,6 +108,7 @@ class Attachment:
             )
 
         self.engine = take(engine, lambda made: made.close())
+        self._explain: Callable[[], Sequence[Row]] = self.engine.kernel_explainer()
         self._close_with_holder(self.engine)
         return self.engine
 
@@ -118,6 +121,7 @@ class Attachment:
             )
         )
         self._close_with_holder(self.transport)
+        self._explain = use_kernels(self.transport, config.kernels)
         return self.transport
 
     def _close_with_holder(self, what: Engine | Transport) -> None:
@@ -151,7 +155,7 @@ class Attachment:
     ) -> Report:
         """The report; from now on `attachment_of(holder)` finds this attachment. names: of the parameters, in order."""
         place = {name: number for number, name in enumerate(names)}
-        transport, engine = self.transport, getattr(self, "engine", None)
+        transport = self.transport
         self.report = Report(
             sorted(rows, key=lambda row: place.get(row.name, len(place))),
             transport=transport.name,
@@ -160,7 +164,7 @@ class Attachment:
             probe=transport.probe,
             world_size=transport.world_size,
             minimum_bytes_per_step=minimum_bytes_per_step,
-            kernels=engine.kernel_explainer() if engine is not None else tuple,
+            kernels=self._explain,
             reads=self._reads.gathers,
             memory=transport.footprint,
         )

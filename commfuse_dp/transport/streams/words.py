@@ -8,14 +8,15 @@ from collections.abc import Sequence
 import torch
 
 from commfuse_dp.device.base import WordLike
-from commfuse_dp.transport.base import Tag, Transport
+from commfuse_dp.errors import Where
+from commfuse_dp.transport.base import NOWHERE, Tag, Transport
 
 
 class WordTransport(Transport):
     """A stream-ordered transport, not in lockstep."""
 
     @abstractmethod
-    def arriving(self, srcs: Sequence[int], tag: Tag) -> tuple[list[torch.Tensor], list[WordLike]]:
+    def arriving(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE) -> tuple[list[torch.Tensor], list[WordLike]]:
         """As `receive`, but the current stream does not wait: what is enqueued in it reads a message behind its word, which
         must then *equal* the value. One word for each of `srcs`.
 

@@ -225,13 +225,13 @@ class Messages(GrowingRings, WordTransport):
             core.wait_for(stream, conditions, (where if where is not NOWHERE else place,), "to send", about=tag)
         return found
 
-    def arriving(self, srcs: Sequence[int], tag: Tag) -> tuple[list[torch.Tensor], list[WordLike]]:
+    def arriving(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE) -> tuple[list[torch.Tensor], list[WordLike]]:
         core = self._core
         stream = core.enter()
         found, conditions, place = self._find(srcs, tag)
         if not conditions:
             return found, []
-        self._standing[(*srcs, tag)] = wait = Wait(conditions, (place,), "to send", tag)
+        self._standing[(*srcs, tag)] = wait = Wait(conditions, (where if where is not NOWHERE else place,), "to send", tag)
         core.watch.note(stream, wait)
         words = {condition[0]: condition[1:4] for condition in conditions}
         return found, [words[src] for src in srcs]

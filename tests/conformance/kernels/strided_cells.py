@@ -184,6 +184,78 @@ def check_layers(
     close(dv, wide["dy"].t() @ wide["h"], 32)
 
 
+# ---- all slices of a sequence, as ops/whole_sequence.py gives them to the kernels --------------------------------------
+class OwnWords:
+    """A transport alone: words of its own, and ranks that are all there are."""
+
+    def __init__(self) -> None:
+        from benchmarks.one_rank import NullDevice
+        from commfuse_dp.transport.membership import Membership
+
+        self.device, self.membership = NullDevice(), Membership(3)
+        self.words: dict[int, torch.Tensor] = {}
+
+    def own_words(self, count: int) -> torch.Tensor:
+        return self.words.setdefault(count, torch.zeros(count, dtype=torch.int32))
+
+
+def whole_sequences(dtype: torch.dtype) -> None:
+    """Three batch entries, three ranks, of which one has nothing; a slice is up to three blocks. Twice, with other memory."""
+    from commfuse_dp.collectives.bound import Owner
+    from commfuse_dp.collectives.execution import Coming, Leaving
+    from commfuse_dp.ops.sequence import tokens_of
+    from commfuse_dp.ops.whole_sequence import Product, WholeSequence
+    from commfuse_dp.program.layout import Slice
+
+    tokens, width, features, rows = tokens_of(3, 1, (2, 0, 4)), 24, 20, 18
+    transport: Any = OwnWords()
+    whole, generator = WholeSequence(transport, "triton"), torch.Generator().manual_seed(3)
+    cuts = ((0, 4), (4, 6), (6, 11), (11, 18))  # of rank 0, and of rank 2
+    owners = [Owner(rank, Slice(rank, at, *cut), 0) for rank, at, cut in zip((0, 0, 2, 2), (0, 1, 0, 1), cuts, strict=True)]
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    def never(owner: Any, part: torch.Tensor) -> None:
+        raise AssertionError("by slices")
+
+    for turn in range(2):
+        x, dy, weight, bias = random(rows, width), random(rows, features), random(features, width), random(features)
+        y, dw = torch.full((rows, features), torch.nan, dtype=dtype), torch.full((features, width), torch.nan, dtype=dtype)
+        blocks = [tokens.blocks[cut] for cut in cuts]
+        pad = torch.full((4,), 5 + turn, dtype=torch.int32)
+        coming = []
+        for at in (1, 0, 3, 2):
+            part = block_of(blocks[at], x.view(3, 6, width)).clone()
+            coming.append(Coming(owners[at], part, None if at < 2 else (pad, at, 5 + turn)))
+        products = [Product("forward", weight, y.t(), bias), Product("dgrad", dy.t(), dw)]
+        assert whole.consume(tokens, coming, products, never)
+        close(y, x.double() @ weight.double().t() + bias.double(), width)
+        close(dw, dy.double().t() @ x.double(), rows)
+
+        leaving = [
+            Leaving(owners[at], torch.full((len(block_of(blocks[at], x.view(3, 6, width))), width), torch.nan), at > 1)
+            for at in (3, 2, 1, 0)
+        ]
+        leaving = [item._replace(out=item.out.to(dtype)) for item in leaving]
+        words = whole.produce(tokens, leaving, 7 + turn, dy.t(), weight, never)
+        for at, item, when in zip((3, 2, 1, 0), leaving, words, strict=True):
+            exact = block_of(blocks[at], (dy.double() @ weight.double()).view(3, 6, width))
+            close(item.out, exact, features)
+            if item.sent:
+                assert len(when) == len(blocks[at].regions) and {int(pad[place]) for pad, place, _ in when} == {7 + turn}
+
+
+def block_of(blocks: Any, whole: torch.Tensor) -> torch.Tensor:
+    picked: torch.Tensor = blocks.pick(whole)
+    return picked
+
+
+def cell_whole_sequences() -> None:
+    for dtype in (FP32, BF16):
+        whole_sequences(dtype)
+
+
 # ---- the cells above can fail ----------------------------------------------------------------------------------------
 def fails(cell: Callable[[], object], module: Any, name: str, wrong: Any) -> None:
     """By its own comparison: an error in what was planted is none of that."""
