@@ -89,8 +89,8 @@ class CommFuseConfig(BaseModel):
     )
     kernels: Literal["auto", "triton", "blas"] = Field(
         "auto",
-        description="On GPUs, what computes fused linears: 'triton' kernels that wait for slices by themselves, 'blas' slice "
-        "by slice (cuBLAS), 'auto' the faster one, measured once per shape.",
+        description="On GPUs, what computes fused linears and layers of tensor parallelism: 'triton' kernels for all slices at "
+        "once, 'blas' slice by slice (cuBLAS), 'auto' the faster one, measured once per shape.",
     )
     replay: bool = Field(
         True,

@@ -114,19 +114,24 @@ class DirectExecution(Execution):
                 awaited.append(word)
                 self._inside.add(piece)
             coming.append(Coming(owner, tensor, word))
-        timing, stream = transport.probe.timing, device.current_stream()
+        timing = transport.probe.timing
         if timing is None:
-            consume_all(coming)
+            consume_all(coming, self._wait_for)
         else:  # see [Note: Kernels that wait inside themselves] in device/timing.py
             start, arrivals = timing.mark(), device.side_stream("arrivals")
             for pad, place, value in awaited:
                 device.wait_value(arrivals, pad, place, value, exact=True)
             landed = timing.mark(arrivals)
-            consume_all(coming)
-            timing.kernel((self._name, bound), self._name, start, (landed,))
-            device.wait_event(stream, landed)  # words are used again
+            if consume_all(coming, self._wait_for):
+                timing.kernel((self._name, bound), self._name, start, (landed,))
+            device.wait_event(device.current_stream(), landed)  # words are used again
         for step in steps:
             self._used(step.terms)
+
+    def _wait_for(self, word: WordLike) -> None:
+        start = self._transport.probe.mark()
+        self._on.wait_value(self._on.current_stream(), *word, exact=True)
+        self._transport.probe.waited(self._name, start)
 
     # ---- sending -----------------------------------------------------------------------------------------------------
     def _give_out(self) -> None:

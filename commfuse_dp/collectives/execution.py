@@ -75,8 +75,9 @@ class Leaving(NamedTuple):
     sent: bool
 
 
-# Waits for the words, in the current stream, and uses all of them.
-ConsumeAll = Callable[[Sequence[Coming]], object]
+# Uses all of them, behind their words: waits by itself, in kernels, and returns True; or by the function that it is given,
+# which has the current stream wait.
+ConsumeAll = Callable[[Sequence[Coming], Callable[[WordLike], None]], bool]
 # Makes all of them in their order; those that are sent each with words, which are to hold `value` (at least: cyclic) behind it.
 # Returns the words of each piece; () stands for what is in the current stream.
 ProduceAll = Callable[[Sequence[Leaving], int], Sequence[Sequence[WordLike]]]

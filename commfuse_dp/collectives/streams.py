@@ -27,7 +27,8 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class StreamExecution(Execution):
-    """`transport` has a device, and the program is bound for streams."""
+    """`transport` has a device, and the program is bound for streams. Where groups.py finds groups, and the transport has
+    words, direct.py has fewer calls."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -51,61 +52,38 @@ class StreamExecution(Execution):
         """Enqueue exchanges for as long as what they send is made, and there is room. upto: the first so many at any rate."""
         bound, transport, tensors = self._bound, self._transport, self._tensors
         assert transport is not None
-        ready: list[tuple[Exchange, int]] = []
         while self._next < len(bound.exchanges):
             exchange, piece = bound.exchanges[self._next], bound.leaving[self._next]
             needed = self._next < upto
             if piece >= 0 and tensors[piece] is None:
                 if not needed:
                     break
-                self._send(ready)
                 self._take(bound.lane_of.get(piece), piece)  # it is passed on
                 continue
             if not self._fits(exchange):
                 if not needed:
                     break
-                self._send(ready)
                 self._empty(exchange)
             self._pass(exchange)
             if piece >= 0 or transport.lockstep:
-                ready.append((exchange, piece))
-        self._send(ready)
+                self._send(exchange, piece)
 
-    def _send(self, ready: list[tuple[Exchange, int]]) -> None:
-        """Copy pieces into the stagings, each for all peers at once that get it now, and send them. Empties the list."""
-        if not ready:
-            return
+    def _send(self, exchange: Exchange, piece: int) -> None:
         bound, transport = self._bound, self._transport
         assert transport is not None
-        together: dict[tuple[int, int], list[int]] = {}  # (piece, part) -> destinations
-        for exchange, piece in ready:
-            if piece >= 0:
-                together.setdefault((piece, exchange.part), []).append(exchange.dst)
-        messages: dict[tuple[int, int, int], torch.Tensor] = {}
-        for (piece, part), dsts in together.items():
+        dst, _, number, part, *_ = exchange
+        message = _NOTHING
+        if piece >= 0:
             tensor, (cuts, sizes) = self._tensors[piece], bound.messages[piece]
             assert tensor is not None
-            shape = bound.shapes[piece]
             if cuts is not None:
                 tensor = tensor.reshape(-1)[slice(*cuts[part])]
-                shape = tensor.shape
-            for dst, message in zip(dsts, transport.reserve(dsts, (sizes[part],) * len(dsts)), strict=True):
-                transport.shaped(message, tensor.dtype, shape).copy_(tensor)
-                messages[piece, part, dst] = message
-        sendings = []
-        for exchange, piece in ready:
-            dst, _, number, part, *_ = exchange
-            tag = tag_of((CHANNEL_COLLECTIVE, self._call, number, part))
-            sendings.append(sending_of((dst, tag, messages.get((piece, part, dst), _NOTHING), (), 0)))
-        transport.send(sendings)
-        for exchange, piece in ready:
-            if exchange.out is not None and exchange.part + 1 == len(bound.messages[piece][1]):
-                self._sent[exchange.out[0]] += 1
-                if self._uses[piece] > 1:
-                    self._uses[piece] -= 1
-                else:
-                    self._used((piece,))
-        ready.clear()
+            (message,) = transport.reserve((dst,), (sizes[part],))
+            transport.shaped(message, tensor.dtype, tensor.shape).copy_(tensor)
+        transport.send((sending_of((dst, tag_of((CHANNEL_COLLECTIVE, self._call, number, part)), message, (), 0)),))
+        if exchange.out is not None and part + 1 == len(bound.messages[piece][1]):
+            self._sent[exchange.out[0]] += 1
+            self._used((piece,))
 
     def _pass(self, exchange: Exchange) -> None:
         """It is enqueued."""

@@ -98,11 +98,14 @@ def column_forward(
         if kept_rows is not None:
             place(part, kept_rows, blocks)
 
-    def consume_all(coming: Sequence[Coming]) -> None:
+    def consume_all(coming: Sequence[Coming], wait: Callable[[WordLike], None]) -> bool:
+        assert kernels is not None
         products = [Product("forward", right.t(), y.flatten(0, 1).t(), bias) for right, bias, y in terms]
-        if kernels is not None and kernels.consume(tokens, coming, products, consume) and kept_rows is not None:
+        whole = kernels.consume(tokens, coming, wait, products, consume)
+        if whole and kept_rows is not None:
             for owner, part, _ in coming:
                 place(part, kept_rows, tokens.blocks[owner.start, owner.stop])
+        return whole
 
     session = begin(*ranks, x.device, TENSOR_PARALLEL)
     kernels = kernels_for(session.transport, sharded)
@@ -270,14 +273,16 @@ class _WeightGradients:
                 self._sums[i] = torch.mm(left, rows)
         self._started = True
 
-    def consume_all(self, kernels: WholeSequence, coming: Sequence[Coming]) -> None:
+    def consume_all(self, kernels: WholeSequence, coming: Sequence[Coming], wait: Callable[[WordLike], None]) -> bool:
         """Those of all weights in one kernel; each is a part of the result."""
         left = join([grad.flatten(0, 1) for _, grad in self._active], 1).t()
         made = left.new_empty(left.shape[0], coming[0].rows.shape[1])
-        if kernels.consume(self._call.tokens, coming, [Product("dgrad", left, made)], self.consume):
+        whole = kernels.consume(self._call.tokens, coming, wait, [Product("dgrad", left, made)], self.consume)
+        if whole:
             parts = made.split([grad.shape[-1] for _, grad in self._active])
             self._sums = {i: part for (i, _), part in zip(self._active, parts, strict=True)}
             self._done = True
+        return whole
 
     def from_whole(self, x: torch.Tensor) -> None:
         if self._done:

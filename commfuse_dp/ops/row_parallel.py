@@ -25,7 +25,7 @@ rows_o].T @ x[:, S_r], and leaves for o as it is computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -151,7 +151,7 @@ def row_backward(
         if want_bias:
             sums[int(owner), owner.index] = part.sum(0, dtype=wide_dtype(part.dtype))
 
-    def consume_all(coming: Sequence[Coming]) -> None:
+    def consume_all(coming: Sequence[Coming], wait: Callable[[WordLike], None]) -> bool:
         nonlocal dw
         assert kernels is not None
         products, made = [], None
@@ -160,12 +160,12 @@ def row_backward(
         if want_weight:
             made = torch.empty_like(weight)
             products.append(Product("dgrad", whole.flatten(0, 1).t(), made.t()))
-        if not kernels.consume(tokens, coming, products, consume):
-            return
+        if not kernels.consume(tokens, coming, wait, products, consume):
+            return False
         dw = made
-        if want_bias:
-            for owner, part, _ in coming:
-                sums[int(owner), owner.index] = part.sum(0, dtype=wide_dtype(part.dtype))
+        for owner, part, _ in coming if want_bias else ():
+            sums[int(owner), owner.index] = part.sum(0, dtype=wide_dtype(part.dtype))
+        return True
 
     session = begin(*ranks, x.device, TENSOR_PARALLEL)
     kernels = kernels_for(session.transport, sharded)

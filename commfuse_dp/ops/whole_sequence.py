@@ -29,6 +29,7 @@ begins.) Kernels that signal wait for nobody.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
@@ -48,6 +49,7 @@ from commfuse_dp.ops.sequence import Blocks, Tokens
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.streams.words import WordTransport
 
+_log = logging.getLogger("commfuse_dp")
 _MOST = 1024  # products and tables that are remembered
 
 
@@ -94,10 +96,11 @@ class WholeSequence:
         self,
         tokens: Tokens,
         coming: Sequence[Coming],
+        wait: Callable[[WordLike], None],
         products: Sequence[Product],
         by_slices: Callable[[Owner, torch.Tensor], object],
     ) -> bool:
-        """All products with slices that come, each in one kernel; or `by_slices` for each slice: False.
+        """All products with slices that come, each in one kernel: True. Or by `wait` and `by_slices` for each slice: False.
 
         Raises ConfigError or KernelError where 'triton' was asked for and the kernels cannot run."""
         rows = coming[0].rows
@@ -116,7 +119,7 @@ class WholeSequence:
             self._remember(name)
         for owner, part, word in coming:
             if word is not None:
-                self._device.wait_value(self._device.current_stream(), *word, exact=True)
+                wait(word)
             by_slices(owner, part)
         return False
 
@@ -239,11 +242,14 @@ _known: weakref.WeakKeyDictionary[Transport, WholeSequence | None] = weakref.Wea
 def use_kernels(transport: Transport, asked: Asked) -> Callable[[], Sequence[Row]]:
     """Choose who computes the products of layers over this transport, as `CommFuseConfig.kernels` says; else it is 'auto'.
     Returns what tells the choices made so far."""
-    found = None
-    if isinstance(transport, WordTransport) and asked != "blas":
-        assert transport.device is not None
-        if asked == "triton" or choice.unavailable(transport.device.torch_device, ()) is None:
-            found = WholeSequence(transport, asked)
+    found, reason = None, "its messages are not told by words"
+    if transport.device is not None and asked != "blas":
+        if isinstance(transport, WordTransport):
+            reason = choice.unavailable(transport.device.torch_device, ()) or ""
+            found = WholeSequence(transport, asked) if not reason or asked == "triton" else None
+        if found is None:
+            level = logging.WARNING if asked == "triton" else logging.INFO
+            _log.log(level, "layers over transport %s: GEMMs by BLAS, slice by slice: %s", transport.name, reason)
     _known[transport] = found
     return tuple if found is None else found.explain
 

@@ -216,7 +216,7 @@ def whole_sequences(dtype: torch.dtype) -> None:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    def never(owner: Any, part: torch.Tensor) -> None:
+    def never(*arguments: Any) -> None:
         raise AssertionError("by slices")
 
     for turn in range(2):
@@ -229,7 +229,7 @@ def whole_sequences(dtype: torch.dtype) -> None:
             part = block_of(blocks[at], x.view(3, 6, width)).clone()
             coming.append(Coming(owners[at], part, None if at < 2 else (pad, at, 5 + turn)))
         products = [Product("forward", weight, y.t(), bias), Product("dgrad", dy.t(), dw)]
-        assert whole.consume(tokens, coming, products, never)
+        assert whole.consume(tokens, coming, never, products, never)
         close(y, x.double() @ weight.double().t() + bias.double(), width)
         close(dw, dy.double().t() @ x.double(), rows)
 
