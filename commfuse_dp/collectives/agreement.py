@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from commfuse_dp.collectives.functions import all_gather
+from commfuse_dp.collectives.functions import gather_lines
 from commfuse_dp.collectives.sessions import failed
 from commfuse_dp.collectives.steps import when_recovered
 from commfuse_dp.errors import CommFuseError, MismatchError
@@ -109,7 +109,7 @@ def _exchange(transport: Transport, what: str, description: Mapping[str, object]
     """What every rank gives, cut or filled up to `width` bytes, which are as many on all ranks."""
     line = torch.frombuffer(bytearray(own[:width].ljust(width, b"\0")), dtype=torch.uint8)
     try:
-        found = all_gather(line[None], sizes=(1,) * transport.world_size, transport=transport)
+        found = gather_lines(transport, line, what)
     except CommFuseError as error:
         if MismatchError.__name__ not in f"{type(error).__name__}: {error}":  # found here, or by a peer that says so
             raise
@@ -118,7 +118,6 @@ def _exchange(transport: Transport, what: str, description: Mapping[str, object]
             f"({_listed(description)}), while a peer went on with one that all ranks had agreed on before. All ranks must make "
             f"the same call. ({error})"
         ) from None
-    assert found is not None
     return [bytes(row) for row in found.tolist()]
 
 

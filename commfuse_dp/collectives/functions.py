@@ -244,16 +244,31 @@ def _run(
     execute(name if name is not None else collective, bound, (bindings,), session, device)
 
 
+def gather_lines(transport: Transport, line: torch.Tensor, name: str) -> torch.Tensor:
+    """Every rank's line, in rank order: [ranks, ...]. name: in errors and measurements."""
+    session = begin(None, transport, line.device)
+    out = line.new_empty(session.world_size, *line.shape)
+    out[session.rank] = line
+    how = (1,) * session.world_size, "pairwise", 1
+    _run(
+        "all_gather",
+        how,
+        session,
+        line.device,
+        Rows(ONLY, tuple(line.shape), Types.moved(line.dtype)),
+        Bindings(line[None], out),
+        name,
+    )
+    return out
+
+
 def gather_integers(session: Session, row: list[int]) -> list[list[int]]:
     """Every rank's list (all of one length), in rank order."""
-    inner = session if session.transport is None else begin(None, session.transport, torch.device("cpu"))
-    line = torch.tensor([row], dtype=torch.int64, device="cpu")
-    out = torch.empty(session.world_size, len(row), dtype=torch.int64, device="cpu")
-    out[session.rank] = line[0]
-    how = (1,) * session.world_size, "pairwise", 1
-    rows = Rows(ONLY, tuple(line.shape[1:]), Types.moved(line.dtype))
-    _run("all_gather", how, inner, torch.device("cpu"), rows, Bindings(line, out), name="exchange of sizes")
-    return out.tolist()
+    if session.transport is None:
+        return [row]
+    line = torch.tensor(row, dtype=torch.int64, device="cpu")
+    found: list[list[int]] = gather_lines(session.transport, line, "exchange of sizes").tolist()
+    return found
 
 
 def _exchange_sizes(session: Session, shard: torch.Tensor | None) -> tuple[int, ...]:

@@ -31,6 +31,7 @@ from commfuse_dp.ops.linear import fused_linear, register_operand
 from commfuse_dp.ops.whole_sequence import use_kernels
 from commfuse_dp.transport.backends import check_replicas
 from commfuse_dp.transport.base import Transport
+from commfuse_dp.transport.budget import Footprint
 from commfuse_dp.transport.compat import default_store
 from commfuse_dp.transport.select import open_for
 
@@ -166,7 +167,7 @@ class Attachment:
             minimum_bytes_per_step=minimum_bytes_per_step,
             kernels=self._explain,
             reads=self._reads.gathers,
-            memory=transport.footprint,
+            footprint=_footprint_of(transport),
         )
         self.transaction.set(vars(self._holder()), self._key, self)
         return self.report
@@ -198,6 +199,17 @@ def attachment_of(holder: Any, key: str = ATTACHMENT) -> Attachment | None:
     """What CommFuse has on a model (or another object that it was switched on for); None for copies of it."""
     found = vars(holder).get(key)
     return found if found is not None and found._holder() is holder else None
+
+
+def _footprint_of(transport: Transport) -> Callable[[], Footprint | None]:
+    """As it is now. Does not keep the transport alive."""
+    first, known = transport.footprint, weakref.ref(transport)
+
+    def footprint() -> Footprint | None:
+        now = known()
+        return first if now is None else now.footprint
+
+    return footprint
 
 
 def engine_of(holder: Any) -> Engine | None:

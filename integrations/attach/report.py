@@ -52,8 +52,8 @@ class Report:
     """On a GPU: what computes each product of the fused layers so far, and why; rows of kernels/choice.py."""
     reads: Mapping[str, int] = field(default_factory=dict)
     """Layer -> how often so far it was gathered whole because a forward read its parameters beside the layer's own call."""
-    memory: Footprint | None = None
-    """Bytes that CommFuse takes on this rank, as they were announced before; None: nothing."""
+    footprint: Callable[[], Footprint | None] = lambda: None
+    """See `memory`."""
     deferred_gather: Footprint | None = None
     """ZeRO-1/2 with defer_gather: bytes for it, beside `memory`."""
     gathered_inputs: Mapping[str, int] = field(default_factory=dict)
@@ -74,6 +74,12 @@ class Report:
             world_size=world_size,
             minimum_bytes_per_step=0,
         )
+
+    @property
+    def memory(self) -> Footprint | None:
+        """Bytes that CommFuse takes on this rank, as they were announced before; None: nothing. Rings of tensor parallelism on
+        GPUs grow with the first calls."""
+        return self.footprint()
 
     def numel_by_path(self) -> dict[str, int]:
         total: Counter[str] = Counter()

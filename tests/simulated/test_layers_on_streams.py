@@ -121,7 +121,8 @@ def one_dimension(rank: int, world_size: int, kind: str, n: int, seed: int, sett
         with applied(model, **settings) as report:
             assert report.numel_by_path().keys() == {"column", "row", "stock"} and "simulated" in str(report)
             alike(run(model, 2, (0,)), exact, 1e-12)
-            assert attachment_of(model, TENSOR_ATTACHMENT).transport.message_limit > 256  # it has grown
+            limit = attachment_of(model, TENSOR_ATTACHMENT).transport.message_limit
+            assert limit > 256 and report.memory.share.ring == limit  # it has grown, and says so
 
     on_streams(kind, n, body, seed=seed)
 

@@ -244,11 +244,13 @@ def test_groups_leave_in_their_order() -> None:
         assert torch.equal(total, torch.full((sizes[rank], 2), 6.0))
 
 
-def test_a_peer_that_never_sends_is_named_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a kernel waits for it."""
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_peer_that_never_sends_is_named_at_the_deadline(calls: int) -> None:
+    """While ranks compare what they call for the first time, or while a kernel waits."""
 
     def body(rank: int, transport: Any) -> str:
-        column_parallel(torch.ones(1, 4, 8), [torch.ones(6, 8)], sizes=(4, 4), transport=transport)
+        for _ in range(calls):
+            column_parallel(torch.ones(1, 4, 8), [torch.ones(6, 8)], sizes=(4, 4), transport=transport)
         if rank:
             return ""
         transport._watch.deadline_s = 0.5

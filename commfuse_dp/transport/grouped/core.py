@@ -12,7 +12,7 @@ import torch
 from commfuse_dp.device.base import Device, Event, Stream, Word, as_int32
 from commfuse_dp.errors import TransportError, Where
 from commfuse_dp.probe import RECEIVE, SEND, Probe
-from commfuse_dp.transport.base import GRAD_LANE, PARAM_LANE
+from commfuse_dp.transport.base import CHANNEL_GRAD, CHANNEL_PARAM, GRAD_LANE, PARAM_LANE
 from commfuse_dp.transport.closing import CLOSE_S, done_within
 from commfuse_dp.transport.grouped.exchange import GroupedExchange, Labels, Part
 from commfuse_dp.transport.grouped.watch import ExchangeWatch, Label, Step
@@ -20,6 +20,7 @@ from commfuse_dp.transport.membership import Membership
 from commfuse_dp.transport.streams.core import StreamCore
 
 NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+_KINDS = 5  # of what is exchanged, one more than there are channels
 LABEL_WORDS = 16  # int32: a checksum, and what was exchanged last
 _IDENTITY = struct.Struct("<I6q")
 
@@ -34,9 +35,9 @@ class Account:
         self.latest: deque[int] = deque([0] * (LABEL_WORDS - 1), maxlen=LABEL_WORDS - 1)
 
     def add(self, lane: int, identity: Sequence[int]) -> None:
-        """identity: up to five integers, of which the first is a layer's key."""
+        """identity: up to five integers: the key, of a layer or a call, and of a message its channel, come first."""
         self.checksum = zlib.crc32(_IDENTITY.pack(self.checksum, lane, *identity, *(0,) * (5 - len(identity))))
-        word = 2 * identity[0] + lane + 1
+        word = _KINDS * identity[0] + (identity[1] if lane == GRAD_LANE else CHANNEL_PARAM)
         if self.latest[-1] != word:
             self.latest.append(word)
 
@@ -161,6 +162,11 @@ class Core(StreamCore):
         return out, into
 
     def _say(self, words: Sequence[int]) -> str:
-        kinds = {PARAM_LANE: "parameters", GRAD_LANE: "gradient"}
-        found = [divmod(word - 1, 2) for word in words if word > 0]
-        return ", ".join(f"{kinds[lane]} of layer {self.layer(key, f'(key {key})')!r}" for key, lane in found) or "nothing"
+        told = []
+        for key, channel in (divmod(word, _KINDS) for word in words if word > 0):
+            if channel in (CHANNEL_PARAM, CHANNEL_GRAD):
+                kind = "parameters" if channel == CHANNEL_PARAM else "gradient"
+                told.append(f"{kind} of layer {self.layer(key, f'(key {key})')!r}")
+            else:
+                told.append(f"a message of call {key}")
+        return ", ".join(told) or "nothing"

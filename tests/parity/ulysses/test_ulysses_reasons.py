@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -125,6 +126,7 @@ def test_settings_that_leave_attention_alone(monkeypatch):
     settings.configure(CommFuseConfig(fuse="never"))
     assert serve._distributed(stock)(attention, X, X, X, 0) == "stock"
     assert "fuse='never'" in said_of(attention)
+    gc.collect()  # of what tests before this one have left
     before = len(report().rows)
     for config, variable in ((CommFuseConfig(enabled=False), "1"), (None, "0"), (None, "")):
         settings.configure(config)
