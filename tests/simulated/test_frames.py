@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 import torch
 
 from benchmarks.micro import device_overhead as overhead
+from benchmarks.micro.device_layers import Pairs
 from benchmarks.micro.overhead import KINDS, frames, frames_of_a_layer
-from benchmarks.one_rank import NullDevice, OneRank, lone_transport
-from commfuse_dp.ops import column_parallel, row_parallel
-from commfuse_dp.transport.base import Transport
+from benchmarks.one_rank import NullDevice, OneRank
 
 
 def per_layer(count: Callable[[int], tuple[int, ...]]) -> tuple[float, ...]:
@@ -78,32 +76,17 @@ def test_driver_calls_of_a_layer_at_any_number_of_ranks(counted, world_size):
 
 
 # ---- tensor parallelism on a device ----------------------------------------------------------------------------------
-def tensor_parallel_on_a_device(world_size: int, pairs: int) -> tuple[int, ...]:
-    """As `on_a_device`, of a column-parallel and a row-parallel layer, `pairs` times."""
+def tensor_parallel_on_a_device(world_size: int, count: int) -> tuple[int, ...]:
+    """As `on_a_device`, of a column-parallel and a row-parallel layer, so many times."""
     device = NullDevice()
-    transport = lone_transport(device, world_size, 1 << 20)
-    weights = [(torch.zeros(8, 16, requires_grad=True), torch.zeros(16, 8, requires_grad=True)) for _ in range(pairs)]
-    x, how = torch.zeros(1, 4, 16, requires_grad=True), {"dim": 1, "sizes": (4,) * world_size, "transport": transport}
-    made: list[torch.Tensor] = []
-
-    def forward() -> None:
-        h = x
-        for first, second in weights:
-            (h,) = column_parallel(h, [first], **how)
-            h = row_parallel(h, second, **how)
-        made[:] = [h]
-
-    def all_say_the_same(transport: Transport, what: str, description: object, own: bytes, width: int) -> list[bytes]:
-        return [own[:width].ljust(width, b"\0")] * world_size
-
-    with mock.patch("commfuse_dp.collectives.agreement._exchange", all_say_the_same):
-        for _ in range(4):
-            before = device.counts.total()
-            there = frames(forward, tuples=True)
-            middle = device.counts.total()
-            back = frames(lambda: made[0].backward(torch.ones_like(made[0])), tuples=True)
-            calls = middle - before, device.counts.total() - middle
-    transport.close()
+    pairs = Pairs(device, world_size, count)
+    for _ in range(4):
+        before = device.counts.total()
+        there = frames(pairs.forward, tuples=True)
+        middle = device.counts.total()
+        back = frames(pairs.backward, tuples=True)
+        calls = middle - before, device.counts.total() - middle
+    pairs.transport.close()
     return there, back, *calls
 
 
@@ -114,7 +97,7 @@ TENSOR_PARALLEL = {2: (148, 189, 16, 24), 8: (238, 315, 28, 42)}
 
 @pytest.mark.parametrize("world_size", TENSOR_PARALLEL)
 def test_frames_and_calls_of_tensor_parallel_layers_on_a_device(world_size):
-    found = per_layer(lambda pairs: tensor_parallel_on_a_device(world_size, pairs))
+    found = per_layer(lambda count: tensor_parallel_on_a_device(world_size, count))
     assert all(count <= most for count, most in zip(found, TENSOR_PARALLEL[world_size], strict=True)), found
 
 
