@@ -22,6 +22,7 @@ import torch
 from benchmarks.one_rank import NullDevice, lone_transport, unwaiting_device
 from commfuse_dp.ops import column_parallel, row_parallel
 from commfuse_dp.transport.base import Transport
+from commfuse_dp.transport.budget import LEAST_RING
 
 SHALLOW, DEEP, WARM_UP = 4, 12, 5  # pairs, steps
 TOKENS, WIDTH, FEATURES = 4, 16, 8  # positions of each rank, features of the input, features between the two layers of a rank
@@ -31,7 +32,7 @@ class Pairs:
     """So many pairs of layers, one after the other, of rank 0 of `world_size`. device: counts its calls, or is CUDA's."""
 
     def __init__(self, device: Any, world_size: int, pairs: int) -> None:
-        self.transport = lone_transport(device, world_size, 1 << 20)
+        self.transport = lone_transport(device, world_size, LEAST_RING)  # a few slices, as rings that grow have room for
         self._n, where = world_size, device.torch_device
         self._weights = []
         for _ in range(pairs):

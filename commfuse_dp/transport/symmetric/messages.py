@@ -27,7 +27,7 @@ from commfuse_dp.transport.streams.words import WordTransport
 from commfuse_dp.transport.symmetric.core import CHANNELS, Core, Layout, pair_of
 from commfuse_dp.transport.symmetric.ring import ARRIVAL_WORDS, Inbox, Outbox
 from commfuse_dp.transport.symmetric.watch import Awaited, Wait
-from commfuse_dp.transport.views import MOST_VIEWS
+from commfuse_dp.transport.views import MOST_VIEWS, Shaped
 
 _FIELD_LIMIT = 1 << 31
 TOGETHER = 4 << 20  # bytes of messages that leave together: below, time is in calls, not in bytes
@@ -67,6 +67,7 @@ class Messages(GrowingRings, WordTransport):
         ranks = (*core.peers, core.rank)
         self._pairs = {channel: {peer: pair_of(peer, channel) for peer in ranks} for channel in CHANNELS}
         self._views: dict[Hashable, list[torch.Tensor]] = {}  # of messages that lie alike: places come again
+        self.shaped = self._numbers = Shaped()
         self._words: dict[int, torch.Tensor] = {}  # of `own_words`
         self._standing: dict[Hashable, Wait] = {}  # from `arriving` to `release`
 
@@ -321,6 +322,7 @@ class Messages(GrowingRings, WordTransport):
         """Let go of all memory."""
         self._staging.clear()
         self._views.clear()
+        self._numbers.clear()
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
     def _refuse_tag(self, tag: Tag) -> NoReturn:
