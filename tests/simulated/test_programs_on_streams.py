@@ -344,3 +344,4 @@ def test_ranks_that_make_different_calls_are_told_so(kind: str) -> None:
         on_streams(kind, 2, body)
     told = [str(error.value), *getattr(error.value, "__notes__", ())]
     assert any("different orders" in text or "another message" in text for text in told), told
+    assert kind != "nccl" or any("a message of call" in text for text in told), told

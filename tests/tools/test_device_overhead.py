@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.micro import device_layers
 from benchmarks.micro import device_overhead as overhead
 from benchmarks.one_rank import NullDevice, OneRank
 from commfuse_dp.kernels.table import SliceTable
@@ -70,3 +71,9 @@ def test_tables_are_written_once(monkeypatch):
             overhead.step(rank, x)
     rank.close()
     assert not written
+
+
+def test_layers_of_tensor_parallelism_are_timed(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["device_layers", "--ranks", "2,3", "--steps", "1"])
+    device_layers.main()
+    assert [line.split()[:3] for line in capsys.readouterr().out.splitlines()] == [["N", "=", "2"], ["N", "=", "3"]]
