@@ -22,7 +22,8 @@ products of one shape, for it takes a table; from then on those that BLAS comput
 A kernel that waits keeps the multiprocessors that it has. What it waits for, activations, depends on how far its peers are,
 and these may wait, in their own streams, for ranks of another group (data parallelism), whose collectives need multiprocessors
 of this device: a circle. So kernels wait for slices only where the ranks of a layer are all ranks there are: then
-all that anybody waits for was enqueued in one order on all of them. Else the stream waits, slice by slice, which takes no
+all that anybody waits for was enqueued in one order on all of them; and where no two of them share a GPU, as for pulls
+([Note: Kernels that wait] in transport `symmetric`). Else the stream waits, slice by slice, which takes no
 multiprocessor. (Weights of data parallelism, engine/whole.py, do not depend on that: all of them are published as a step
 begins.) Kernels that signal wait for nobody.
 """
@@ -84,7 +85,8 @@ class WholeSequence:
         self._chooser = Chooser(asked)
         self._gemms = Gemms(self._chooser, device)
         numbers = transport.membership.numbers
-        self.waits = numbers is None or not dist.is_initialized() or len(numbers) == dist.get_world_size()
+        alone = numbers is None or not dist.is_initialized() or len(numbers) == dist.get_world_size()
+        self.waits = transport.kernels_may_wait and alone
         self._by_slices: set[Hashable] = set()  # products that BLAS computes
         self._tables: dict[Hashable, tuple[SliceTable, list[_Line]]] = {}
 

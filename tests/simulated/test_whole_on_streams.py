@@ -93,14 +93,19 @@ def test_what_blas_computes_faster_goes_by_slices(monkeypatch: pytest.MonkeyPatc
     assert asked == {"forward": 4, "wgrad": 4, "dgrad": 2} and len(tables) == 2 * 3  # of one width: shared
 
 
-def test_kernels_wait_only_where_the_ranks_are_all_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """See [Note: Kernels that wait need the whole device]: those that signal wait for nobody."""
+@pytest.mark.parametrize("share", [False, True])
+def test_kernels_wait_only_where_the_ranks_are_all_there_are(share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """See [Note: Kernels that wait need the whole device]: those that signal wait for nobody. share: a GPU, or a part of the
+    program."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 6)
     made = WholeSequence.__init__
 
     def of_some(self: WholeSequence, transport: Any, asked: Any) -> None:
-        transport.membership.numbers = (0, 2, 4)
+        if share:
+            transport.kernels_may_wait = False
+        else:
+            transport.membership.numbers = (0, 2, 4)
         made(self, transport, asked)
 
     monkeypatch.setattr(WholeSequence, "__init__", of_some)

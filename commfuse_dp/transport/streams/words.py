@@ -13,7 +13,12 @@ from commfuse_dp.transport.base import NOWHERE, Tag, Transport
 
 
 class WordTransport(Transport):
-    """A stream-ordered transport, not in lockstep."""
+    """A stream-ordered transport, not in lockstep.
+
+    Attributes:
+        kernels_may_wait: for words, inside themselves; False: the stream waits before the kernel."""
+
+    kernels_may_wait: bool
 
     @abstractmethod
     def arriving(self, srcs: Sequence[int], tag: Tag, where: Where = NOWHERE) -> tuple[list[torch.Tensor], list[WordLike]]:

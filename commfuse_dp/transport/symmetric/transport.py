@@ -132,7 +132,8 @@ class SymmetricTransport(Windows, Messages):
             watch=self._watch,
             probe=self.probe,
         )
-        self._open_windows(kernels_may_wait=kernels_may_wait)
+        self.kernels_may_wait = kernels_may_wait
+        self._open_windows()
         self._open_messages(layout, inbox_bytes)
         self._watch.own_memory = lambda: (*self._memory_of(rank), *self._message_memory())
         self._watch.memory_of = self._memory_of

@@ -69,10 +69,10 @@ class _Source:
 class Windows(Transport):
     """Segments of all ranks, and this rank's pulls from them."""
 
+    kernels_may_wait: bool  # see [Note: Kernels that wait] in transport.py
     _core: Core
 
-    def _open_windows(self, *, kernels_may_wait: bool) -> None:
-        self._kernels_may_wait = kernels_may_wait
+    def _open_windows(self) -> None:
         self._gather = self._core.device.side_stream("gather")
         self._pulling = self._core.device.batch(self._gather)
         self._segments: list[list[torch.Tensor]] = []  # [owner][key]
@@ -159,7 +159,7 @@ class Windows(Transport):
                     device.wait_event(gather, after)
                     self._behind = after
                 arrival: Word | None = None
-                if self._kernels_may_wait:
+                if self.kernels_may_wait:
                     source.pulls += 1
                     arrival = tuple.__new__(Word, (source.pad, source.place, source.pulls))
                 out = request.out
@@ -288,7 +288,7 @@ class Windows(Transport):
         source = self._sources[first[:4]] = _Source(parts, segments, others, self._core.rank)
         if before is not None:
             source.pad, source.place, source.pulls = before.pad, before.place, before.pulls
-        elif self._kernels_may_wait:
+        elif self.kernels_may_wait:
             source.pad, source.place = self._signal(len(self._sources) - 1)
         return source
 

@@ -194,6 +194,7 @@ class OwnWords:
 
         self.device, self.membership = NullDevice(), Membership(3)
         self.words: dict[int, torch.Tensor] = {}
+        self.kernels_may_wait = True
 
     def own_words(self, count: int) -> torch.Tensor:
         return self.words.setdefault(count, torch.zeros(count, dtype=torch.int32))
