@@ -236,6 +236,24 @@ def test_what_is_given_back_too_early_is_found(kernel: bool, monkeypatch: pytest
         on_streams("symmetric", 2, body, ring=512)
 
 
+def test_words_of_one_stream_do_not_speak_for_another() -> None:
+    """Calls in turn on two streams that nothing orders: each has words of its own."""
+
+    def body(rank: int, transport: Any) -> None:
+        device = transport.device
+        streams = [device.current_stream(), device.side_stream("another")]
+        device.wait_event(streams[1], device.record(streams[0]))
+        words = []
+        for call in range(8):
+            with device.on(streams[call % 2]):
+                out = reduce_scatter(lambda owner, out: out.fill_(1), sizes=(4, 4), shape=(8, 8), transport=transport)
+                assert torch.equal(out, torch.full((4, 8), 2.0))
+                words.append(transport.own_words(1).data_ptr())
+        assert words == words[:2] * 4 and words[0] != words[1]
+
+    on_streams("symmetric", 2, body)
+
+
 def test_groups_leave_in_their_order() -> None:
     """Rank 1 owns one slice, the others three: what all get first is complete after what goes to rank 0 and 2 alone."""
     sizes = (3, 1, 3)

@@ -30,4 +30,5 @@ class WordTransport(Transport):
 
     @abstractmethod
     def own_words(self, count: int) -> torch.Tensor:
-        """int32 words of this rank's memory, for `Sending.when`; always the same for the same count. Zero at first."""
+        """int32 words of this rank's memory, for `Sending.when`; always the same for one count and current stream, as work of
+        another stream must not speak for this one's. Zero at first."""

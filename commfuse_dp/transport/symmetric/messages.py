@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import torch
 
-from commfuse_dp.device.base import Event, Span, WordLike
+from commfuse_dp.device.base import Event, Span, Stream, WordLike
 from commfuse_dp.errors import Where
 from commfuse_dp.probe import SEND
 from commfuse_dp.transport.base import NOWHERE, Sending, Tag
@@ -68,7 +68,7 @@ class Messages(GrowingRings, WordTransport):
         self._pairs = {channel: {peer: pair_of(peer, channel) for peer in ranks} for channel in CHANNELS}
         self._views: dict[Hashable, list[torch.Tensor]] = {}  # of messages that lie alike: places come again
         self.shaped = self._numbers = Shaped()
-        self._words: dict[int, torch.Tensor] = {}  # of `own_words`
+        self._words: dict[tuple[Stream, int], torch.Tensor] = {}  # of `own_words`
         self._standing: dict[Hashable, Wait] = {}  # from `arriving` to `release`
 
     # ---- sending -----------------------------------------------------------------------------------------------------
@@ -304,11 +304,12 @@ class Messages(GrowingRings, WordTransport):
             core.hold(stream, words, more=more)
 
     def own_words(self, count: int) -> torch.Tensor:
-        found = self._words.get(count)
+        device = self._core.device
+        name = device.current_stream(), count
+        found = self._words.get(name)
         if found is None:
-            device = self._core.device
             with torch.inference_mode(False):
-                found = self._words[count] = torch.zeros(count, dtype=torch.int32, device=device.torch_device)
+                found = self._words[name] = torch.zeros(count, dtype=torch.int32, device=device.torch_device)
             device.wait_event(self._scatter, device.record(device.current_stream()))  # it must see the zeros
         return found
 
