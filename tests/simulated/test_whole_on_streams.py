@@ -254,6 +254,22 @@ def test_words_of_one_stream_do_not_speak_for_another() -> None:
     on_streams("symmetric", 2, body)
 
 
+def test_kernels_go_on_when_rings_have_grown() -> None:
+    """What was launched before, once more behind a call that needs larger rings: its words are those of before."""
+
+    def body(rank: int, transport: Any) -> None:
+        transport.growing, limits = True, []
+        for length in (1, 16, 1):
+            x, last = torch.ones(1, 2 * length, 6), torch.ones(8, 6)
+            y = row_parallel(x, last, sizes=(length, length), transport=transport)
+            assert torch.equal(y, torch.full((1, length, 8), 12.0))
+            limits.append(transport.message_limit)
+        assert limits[0] < limits[1] == limits[2]
+
+    on_streams("symmetric", 2, body, ring=256)
+    assert USED["wgrad"] == 6
+
+
 def test_groups_leave_in_their_order() -> None:
     """Rank 1 owns one slice, the others three: what all get first is complete after what goes to rank 0 and 2 alone."""
     sizes = (3, 1, 3)

@@ -54,6 +54,7 @@ class Messages(GrowingRings, WordTransport):
     """What this rank sends and receives."""
 
     _core: Core
+    _words: dict[tuple[Stream, int], torch.Tensor]  # of `own_words`: tables of kernels know them, whatever becomes of the rings
 
     def _open_messages(self, layout: Layout, limit: int) -> None:
         core, device = self._core, self._core.device
@@ -68,7 +69,6 @@ class Messages(GrowingRings, WordTransport):
         self._pairs = {channel: {peer: pair_of(peer, channel) for peer in ranks} for channel in CHANNELS}
         self._views: dict[Hashable, list[torch.Tensor]] = {}  # of messages that lie alike: places come again
         self.shaped = self._numbers = Shaped()
-        self._words: dict[tuple[Stream, int], torch.Tensor] = {}  # of `own_words`
         self._standing: dict[Hashable, Wait] = {}  # from `arriving` to `release`
 
     # ---- sending -----------------------------------------------------------------------------------------------------

@@ -133,6 +133,7 @@ class SymmetricTransport(Windows, Messages):
             probe=self.probe,
         )
         self.kernels_may_wait = kernels_may_wait
+        self._words = {}
         self._open_windows()
         self._open_messages(layout, inbox_bytes)
         self._watch.own_memory = lambda: (*self._memory_of(rank), *self._message_memory())
