@@ -124,12 +124,12 @@ def row_backward(
     whole, width, narrow = x.view(block), weight.shape[0], call.narrow
     dx = torch.empty_like(x) if want_x else None
     dx_whole = dx.view(block) if dx is not None else None
-    joined = grad.new_empty(tokens.outer, tokens.width, width) if want_weight and narrow else None
+    joined: torch.Tensor | None = None  # in a narrow type: all of dy
     dw: torch.Tensor | None = None
     sums: dict[tuple[int, int], torch.Tensor] = {}
 
     def consume(owner: Owner, part: torch.Tensor) -> None:
-        nonlocal dw
+        nonlocal dw, joined
         blocks = tokens.blocks[owner.start, owner.stop]
         if dx_whole is not None and sharded is not None and not sharded.here and not narrow:
             made = part.new_empty(part.shape[0], x.shape[-1])
@@ -139,7 +139,9 @@ def row_backward(
             if sharded is not None and not sharded.here:
                 sharded.gather()
             product_to(part, weight, None, dx_whole, blocks)
-        if joined is not None:
+        if want_weight and narrow:
+            if joined is None:
+                joined = part.new_empty(tokens.outer, tokens.width, width)
             place(part, joined, blocks)
         elif sharded is not None and owner == rank:
             pass  # the last term: see below
@@ -178,7 +180,7 @@ def row_backward(
         own = (rows, tokens.blocks_of(rank).pick(whole)) if joined is None else (joined.flatten(0, -2), x.flatten(0, -2))
         _leave(sharded, own, dw, db)
         return dx, None, None
-    if joined is not None and dw is None:
+    if joined is not None:
         dw = torch.mm(joined.flatten(0, -2).t(), x.flatten(0, -2))
     if want_weight and dw is None:  # no tokens at all
         dw = torch.zeros_like(weight)
