@@ -19,6 +19,7 @@ import torch
 
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.device.base import Batch, Device, Event, Span, Stream, Word, WordLike
+from commfuse_dp.device.cuda import CudaBatch, CudaDevice, CudaStream
 from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.plan import Unit
@@ -149,36 +150,41 @@ def conditions(device: str, kernels: str) -> str:
     return f"driver calls are real; {products}. One process as rank 0, peers that do nothing, all memory in one GPU."
 
 
-def unwaiting_device() -> Device:
-    """CUDA's driver, counted; what is waited for is there already. Not yet run on a GPU."""
-    from commfuse_dp.device.cuda import CudaBatch, CudaDevice, CudaStream
+class UnwaitingBatch(CudaBatch):
+    __slots__ = ()
 
-    class UnwaitingBatch(CudaBatch):
-        def wait(self, pad: torch.Tensor, place: int, value: int, *, exact: bool = False) -> None:
-            super().wait(pad, place, 0, exact=exact)  # words of peers stay 0
+    def wait(self, pad: torch.Tensor, place: int, value: int, *, exact: bool = False) -> None:
+        super().wait(pad, place, 0, exact=exact)
 
-    class UnwaitingDevice(CudaDevice):
-        def __init__(self) -> None:
-            super().__init__(torch.device("cuda", torch.cuda.current_device()))
-            self.counts: Counter[str] = Counter()
+    def wait_all(self, words: Sequence[WordLike], *, exact: bool = False) -> None:
+        super().wait_all([(pad, place, 0) for pad, place, _ in words], exact=exact)
 
-        def record(self, stream: Stream, *, timing: bool = False) -> Any:
-            self.counts["record"] += 1
-            return super().record(stream, timing=timing)
 
-        def wait_event(self, stream: Stream, event: Event) -> None:
-            self.counts["wait_event"] += 1
-            super().wait_event(stream, event)
+class UnwaitingDevice(CudaDevice):
+    """CUDA's driver, counted. Words of peers stay 0, and all waits of streams are for that. Not yet run on a GPU."""
 
-        def _do(self, result: tuple[Any, ...], call: str) -> None:
-            self.counts[_KINDS.get(call, call)] += 1
-            super()._do(result, call)
+    def __init__(self) -> None:
+        super().__init__(torch.device("cuda", torch.cuda.current_device()))
+        self.counts: Counter[str] = Counter()
 
-        def batch(self, stream: Stream) -> CudaBatch:
-            assert isinstance(stream, CudaStream)
-            return UnwaitingBatch(self, stream)
+    def record(self, stream: Stream, *, timing: bool = False) -> Any:
+        self.counts["record"] += 1
+        return super().record(stream, timing=timing)
 
-    return UnwaitingDevice()
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        self.counts["wait_event"] += 1
+        super().wait_event(stream, event)
+
+    def wait_value(self, stream: Stream, pad: torch.Tensor, index: int, value: int, *, exact: bool = False) -> None:
+        super().wait_value(stream, pad, index, 0, exact=exact)
+
+    def _do(self, result: tuple[Any, ...], call: str) -> None:
+        self.counts[_KINDS.get(call, call)] += 1
+        super()._do(result, call)
+
+    def batch(self, stream: Stream) -> CudaBatch:
+        assert isinstance(stream, CudaStream)
+        return UnwaitingBatch(self, stream)
 
 
 class NobodyThere(Channel):

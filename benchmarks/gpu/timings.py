@@ -298,10 +298,10 @@ def host_time(report: Reporter, device: torch.device) -> None:
 def layer_time(report: Reporter) -> None:
     """The host's time for one fused linear of a training step, communication and launches included, and its driver calls."""
     from benchmarks.micro.device_overhead import measure
-    from benchmarks.one_rank import unwaiting_device
+    from benchmarks.one_rank import UnwaitingDevice
 
     for ranks in (2, 4, 8):
-        row = measure(ranks, HOST_STEPS, unwaiting_device, config={"kernels": "triton"})
+        row = measure(ranks, HOST_STEPS, UnwaitingDevice, config={"kernels": "triton"})
         report.row(kind="host_layer", **row)
         for name, limit in (("forward", TARGET_HOST_FORWARD_US), ("backward", TARGET_HOST_BACKWARD_US)):
             text = f"host time of a fused linear, {name}, N = {ranks}"

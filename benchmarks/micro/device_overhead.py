@@ -29,7 +29,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.one_rank import NullDevice, OneRank, conditions, unwaiting_device
+from benchmarks.one_rank import NullDevice, OneRank, UnwaitingDevice, conditions
 from commfuse_dp.kernels import by_slices
 
 PASSES = ("publish", "forward", "backward")
@@ -125,7 +125,7 @@ def main() -> None:
     make: Any = NullDevice
     settings: dict[str, Any] = {}
     if arguments.device == "cuda":
-        make = unwaiting_device
+        make = UnwaitingDevice
         settings = {"config": {"kernels": "auto" if arguments.kernels == "none" else arguments.kernels}}
     with contextlib.ExitStack() as stack:
         if arguments.kernels == "none":

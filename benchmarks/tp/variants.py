@@ -28,6 +28,7 @@ import torch.nn.functional as F
 
 from commfuse_dp.collectives import all_gather, reduce_scatter
 from commfuse_dp.ops import column_parallel, row_parallel, row_parallel_attention
+from commfuse_dp.ops.adjoint import adjoint
 from commfuse_dp.transport.base import Transport
 
 
@@ -76,12 +77,16 @@ class Compute(_Whole):
         self._rows: dict[tuple[int, ...], torch.Tensor] = {}
 
     def column(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        whole = _Here.apply(x, self._buffer(x, "x"), self.rank)
+        rows, size = self._buffer(x, "x"), x.shape[0]
+        at = self.rank * size
+        whole = adjoint(x, lambda _: rows.view_as(rows), lambda grad: grad.narrow(0, at, size))
         return [F.linear(whole, weight) for weight in weights]
 
     def row(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = F.linear(x, weight)
-        return _Own.apply(y, self._buffer(y[: y.shape[0] // self.ranks], "dy"), self.rank, self.ranks)
+        size = y.shape[0] // self.ranks
+        dy = self._buffer(y[:size], "dy")
+        return adjoint(y, lambda whole: whole.narrow(0, self.rank * size, size), lambda _: dy)
 
     def _buffer(self, shard: torch.Tensor, what: str) -> torch.Tensor:
         key = (len(what), *shard.shape)
@@ -98,11 +103,11 @@ class Vanilla(_Whole):
         self._spent = 0
 
     def column(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        whole = _Gather.apply(x, self)
+        whole = adjoint(x, self.gather, self.scatter)
         return [F.linear(whole, weight) for weight in weights]
 
     def row(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return _Scatter.apply(F.linear(x, weight), self)
+        return adjoint(F.linear(x, weight), self.scatter, lambda grad: self.gather(grad.contiguous()))
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         start = time.monotonic_ns()
@@ -229,52 +234,3 @@ class Gathered(CommFuse):
 
 
 OURS = {"commfuse": CommFuse, "commfuse-row": RowOnly, "commfuse-gathered": Gathered}
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seams: Vanilla) -> torch.Tensor:
-        ctx.seams = seams
-        return seams.gather(x)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.seams.scatter(grad), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, seams: Vanilla) -> torch.Tensor:
-        ctx.seams = seams
-        return seams.scatter(y)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.seams.gather(grad.contiguous()), None
-
-
-class _Here(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        ctx.rank, ctx.rows = rank, x.shape[0]
-        return whole.view_as(whole)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad.narrow(0, ctx.rank * ctx.rows, ctx.rows), None, None
-
-
-class _Own(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-        ctx.whole = whole
-        rows = y.shape[0] // ranks
-        return y.narrow(0, rank * rows, rows)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return ctx.whole, None, None, None

@@ -171,8 +171,7 @@ class CudaDevice(Device):
         self._eq = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
         self._threads = threading.local()
         self._known: dict[int, CudaStream] = {}
-        self.writes: dict[int, Any] = {}  # address -> CUstreamBatchMemOpParams, made once: addresses come again
-        self.waits: dict[tuple[int, int], Any] = {}  # the same of (address, flags)
+        self.operations: dict[tuple[int, int | None], tuple[Any, Any]] = {}  # see `operation`
         self._copy_attributes: Any = None  # of cuMemcpyBatchAsync; made with the first batch
         self._copies_in_batches = hasattr(driver, "cuMemcpyBatchAsync")
         self._own_words: dict[int, torch.Tensor] = {}  # stream -> word for "copy"
@@ -254,15 +253,14 @@ class CudaDevice(Device):
 
     def write_values(self, stream: Stream, words: Sequence[WordLike]) -> None:
         assert isinstance(stream, CudaStream)
-        targets = [(pad.data_ptr() + 4 * place, value) for pad, place, value in words]
         if self.peer_writes == "copy":
-            self._write_by_copy(stream, targets)
-            return
-        if len(targets) == 1:
-            self._write_own(stream, *targets[0])
-            return
-        for first in range(0, len(targets), _BATCH):
-            self.operate(stream, [self.write_operation(*target) for target in targets[first : first + _BATCH]])
+            self._write_by_copy(stream, [(pad.data_ptr() + 4 * place, value) for pad, place, value in words])
+        elif len(words) == 1:
+            self.write_value(stream, *words[0])
+        else:
+            batch = self.batch(stream)
+            batch.write_all(words)
+            batch.submit()
 
     def _write_own(self, stream: CudaStream, address: int, value: int) -> None:
         self._do(self._driver.cuStreamWriteValue32(stream.handle, address, value & 0xFFFFFFFF, 0), "cuStreamWriteValue32")
@@ -284,32 +282,20 @@ class CudaDevice(Device):
         assert isinstance(stream, CudaStream)
         return CudaBatch(self, stream)
 
-    def write_operation(self, address: int, value: int) -> Any:
-        """For `operate`, before the next one of this address."""
-        operation = self.writes.get(address)
-        if operation is None:
-            kind = self._driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
-            operation = self.writes[address] = self._driver.CUstreamBatchMemOpParams()
-            operation.operation = kind
-            operation.writeValue.operation = kind
-            operation.writeValue.address = self._driver.CUdeviceptr(address)
-            operation.writeValue.flags = 0
-        operation.writeValue.value = value & 0xFFFFFFFF
-        return operation
-
-    def wait_operation(self, address: int, value: int, exact: bool) -> Any:
-        """For `operate`, before the next one of this address."""
-        flags = self._eq if exact else self._geq
-        operation = self.waits.get((address, flags))
-        if operation is None:
-            kind = self._driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
-            operation = self.waits[address, flags] = self._driver.CUstreamBatchMemOpParams()
-            operation.operation = kind
-            operation.waitValue.operation = kind
-            operation.waitValue.address = self._driver.CUdeviceptr(address)
-            operation.waitValue.flags = flags
-        operation.waitValue.value = value & 0xFFFFFFFF
-        return operation
+    def operation(self, address: int, flags: int | None) -> tuple[Any, Any]:
+        """CUstreamBatchMemOpParams of a wait with these flags (None: of a write), and the part of it that has the value: to be
+        set anew for each call. Made once for a word, as words come again."""
+        found = self.operations.get((address, flags))
+        if found is None:
+            driver = self._driver
+            made, kinds = driver.CUstreamBatchMemOpParams(), driver.CUstreamBatchMemOpType
+            if flags is None:
+                made.operation, part = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32, made.writeValue
+            else:
+                made.operation, part = kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32, made.waitValue
+            part.operation, part.address, part.flags = made.operation, driver.CUdeviceptr(address), flags or 0
+            found = self.operations[address, flags] = made, part
+        return found
 
     def flags(self, exact: bool) -> int:
         """Of a wait."""
@@ -409,51 +395,34 @@ class CudaBatch(Batch):
         self._cuda.copy_many(self._cuda_stream, to, at, [span[4] for span in spans])
 
     def wait(self, pad: torch.Tensor, place: int, value: int, *, exact: bool = False) -> None:
-        address = pad.data_ptr() + 4 * place
-        self._make_room(address)
-        self._held.append(self._cuda.wait_operation(address, value, exact))
+        self._hold(((pad, place, value),), self._cuda.flags(exact))
 
     def write(self, pad: torch.Tensor, place: int, value: int) -> None:
-        if self._cuda.peer_writes == "copy":
-            self.submit()
-            self._cuda.write_value(self._cuda_stream, pad, place, value)
-            return
-        address = pad.data_ptr() + 4 * place
-        self._make_room(address)
-        self._held.append(self._cuda.write_operation(address, value))
+        self.write_all(((pad, place, value),))
 
     def wait_all(self, words: Sequence[WordLike], *, exact: bool = False) -> None:
-        cuda, held, addresses = self._cuda, self._held, self._words
-        known, flags = cuda.waits, cuda.flags(exact)
-        for pad, place, value in words:
-            address = pad.data_ptr() + 4 * place
-            operation = known.get((address, flags))
-            if operation is None or address in addresses or len(held) == _BATCH:
-                self.wait(pad, place, value, exact=exact)
-                held = self._held
-                continue
-            operation.waitValue.value = value & 0xFFFFFFFF  # as `wait`, without a frame for each
-            addresses.add(address)
-            held.append(operation)
+        self._hold(words, self._cuda.flags(exact))
 
     def write_all(self, words: Sequence[WordLike]) -> None:
-        cuda, held, addresses = self._cuda, self._held, self._words
-        known = cuda.writes if cuda.peer_writes == "value" else {}
+        if self._cuda.peer_writes == "value":
+            self._hold(words, None)
+            return
+        self.submit()
+        for word in words:
+            self._cuda.write_value(self._cuda_stream, *word)
+
+    def _hold(self, words: Sequence[WordLike], flags: int | None) -> None:
+        """Until `submit`, which comes by itself where a word is held already, or too many are."""
+        operations, addresses, held = self._cuda.operations, self._words, self._held
         for pad, place, value in words:
             address = pad.data_ptr() + 4 * place
-            operation = known.get(address)
-            if operation is None or address in addresses or len(held) == _BATCH:
-                self.write(pad, place, value)
+            if address in addresses or len(held) == _BATCH:
+                self.submit()
                 held = self._held
-                continue
-            operation.writeValue.value = value & 0xFFFFFFFF
+            operation, part = operations.get((address, flags)) or self._cuda.operation(address, flags)
+            part.value = value & 0xFFFFFFFF
             addresses.add(address)
             held.append(operation)
-
-    def _make_room(self, address: int) -> None:
-        if address in self._words or len(self._held) == _BATCH:
-            self.submit()
-        self._words.add(address)
 
     def submit(self) -> None:
         if self._held:

@@ -28,7 +28,7 @@ import torch
 
 from commfuse_dp.errors import ConfigError
 from commfuse_dp.ops.pieces import Piece
-from commfuse_dp.program.layout import FlatLayout, RowLayout, rectangles
+from commfuse_dp.program.layout import FlatLayout, chunk_bounds, cut, rectangles
 from commfuse_dp.transport.one_sided.ring import ALIGNMENT, align
 
 
@@ -135,7 +135,8 @@ def absent_slice(owner: int, index: int) -> UnitSlice:
 
 @dataclass(frozen=True)
 class _Part:
-    layout: RowLayout
+    bounds: tuple[tuple[int, int], ...]  # rows of every owner
+    slices_per_rank: int
     row_shape: tuple[int, ...]
     row_numel: int
 
@@ -171,14 +172,14 @@ class RowGeometry(Geometry):
     def _cut(parts: Sequence[_Part], owner: int, itemsize: int, include: Sequence[bool]) -> tuple[tuple[UnitSlice, ...], int]:
         heads, offset = [], 0
         for number, part in enumerate(parts[1:], start=1):
-            start, stop = part.layout.bounds(owner)
+            start, stop = part.bounds[owner]
             if include[number] and stop > start:
                 heads.append((number, offset, start, stop - start))
                 offset = align(offset + (stop - start) * part.row_numel * itemsize)
         main = parts[0]
-        rows = main.layout.slices(owner) if include[0] else ()
+        low, high = main.bounds[owner]
+        rows = cut(owner, low, high, main.slices_per_rank) if include[0] else ()
         if not rows:
-            low = main.layout.bounds(owner)[0]
             return ((UnitSlice(owner, 0, low, low, 0, offset, tuple(heads), -1),) if heads else ()), offset
         row_bytes = main.row_numel * itemsize
         out, at = [], 0
@@ -298,10 +299,10 @@ class Unit:
         if self._flat_bounds is not None:
             self._flat = FlatLayout(self._flat_bounds, prod(self.slots[0].shape[1:]), self.slices_per_rank)
         self._parts = []
-        for number, slot in enumerate(self.slots):
-            rows, row_shape = slot.shape[0], tuple(slot.shape[1:])
-            layout = RowLayout(rows, world_size, self.slices_per_rank if number == 0 else 1)
-            self._parts.append(_Part(layout, row_shape, prod(row_shape)))
+        for slot in self.slots:
+            row_shape = tuple(slot.shape[1:])
+            bounds = chunk_bounds(slot.shape[0], world_size)
+            self._parts.append(_Part(bounds, self.slices_per_rank, row_shape, prod(row_shape)))
         self._world_size = world_size
         dtypes = {self.policy.compute_dtype or slot.local().dtype for slot in self.slots}
         if len(dtypes) != 1:

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from commfuse_dp.collectives import Owner, all_gather, reduce_scatter, reference
 from commfuse_dp.collectives.arguments import Op, check_op, check_sizes, even_sizes
 from commfuse_dp.collectives.sessions import rank_and_size
+from commfuse_dp.ops.adjoint import adjoint
 from commfuse_dp.ops.operands import Visit, WholeProducts
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.ops.products import linear_backward, linear_forward
@@ -165,23 +166,16 @@ def fused_linear(
     return _FusedShardLinear.apply(x, weight_shard, bias_shard, options)
 
 
-class _GatherWhole(torch.autograd.Function):
+def _gather_whole(shard: torch.Tensor, options: _Options) -> torch.Tensor:
     """Whole tensor from shards; backward: reduce-scatter of its gradient. Stock collectives."""
+    dtype = shard.dtype
+    partial_dtype = options.reduce_dtype if options.reduce_dtype is not None else dtype
 
-    @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, options: _Options) -> torch.Tensor:
-        ctx.options, ctx.dtype = options, shard.dtype
-        whole = reference.all_gather(shard, sizes=options.sizes, **options.calls)
-        assert whole is not None  # it is only without a consume callback that there is a result
-        return whole
+    def scatter(grad: torch.Tensor) -> torch.Tensor:
+        partial = grad.to(partial_dtype)
+        return reference.reduce_scatter(partial, op=options.op, sizes=options.sizes, dtype=dtype, **options.calls)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        options: _Options = ctx.options
-        partial = grad.to(options.reduce_dtype if options.reduce_dtype is not None else ctx.dtype)
-        own = reference.reduce_scatter(partial, op=options.op, sizes=options.sizes, dtype=ctx.dtype, **options.calls)
-        return own, None
+    return adjoint(shard, lambda own: reference.all_gather(own, sizes=options.sizes, **options.calls), scatter)
 
 
 def fused_linear_reference(
@@ -202,8 +196,8 @@ def fused_linear_reference(
     x, weight_shard, bias_shard, options = _prepare(
         x, weight_shard, bias_shard, out_features, op, reduce_dtype, sizes, group, order, slices_per_rank, transport
     )
-    weight = _GatherWhole.apply(weight_shard, options)
-    bias = None if bias_shard is None else _GatherWhole.apply(bias_shard, options)
+    weight = _gather_whole(weight_shard, options)
+    bias = None if bias_shard is None else _gather_whole(bias_shard, options)
     return F.linear(x, weight, bias)
 
 

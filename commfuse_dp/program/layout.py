@@ -2,7 +2,7 @@
 
 Two rules exist in the frameworks served here:
 
-* rows (`RowLayout`): FSDP2 cuts dim 0 as `torch.chunk` does, in chunks of ceil(rows / N); the last ones are short or empty;
+* rows (`row_slices`): FSDP2 cuts dim 0 as `torch.chunk` does, in chunks of ceil(rows / N); the last ones are short or empty;
 * flat (`FlatLayout`): DeepSpeed cuts flattened tensors in contiguous ranges of elements, ZeRO-3 in ceil(numel / N) of each
   tensor, ZeRO-1/2 in equal parts of many tensors laid end to end, so that a range may start and end in the middle of a row.
 """
@@ -46,7 +46,7 @@ def _check(name: str, value: int, least: int) -> None:
 
 
 def chunk_bounds(size: int, world_size: int) -> tuple[tuple[int, int], ...]:
-    """(start, stop) of every rank under the rule of `torch.chunk`, as FSDP2 shards dim 0.
+    """(start, stop) of every rank under the rule of `torch.chunk`, as FSDP2 shards dim 0 and ZeRO-3 flat elements.
 
     All chunks have ceil(size / world_size) rows, except that the last ones are short or empty: 37 rows on 4 ranks are
     10, 10, 10, 7; 5 rows on 4 ranks are 2, 2, 1, 0.
@@ -80,58 +80,9 @@ def slices_of_sizes(sizes: tuple[int, ...], slices_per_rank: int = 1, tensor: Te
     return tuple(out)
 
 
-class RowLayout:
-    """Dim 0 of a tensor of `rows` rows, sharded by FSDP2's rule on `world_size` ranks, each shard cut in `slices_per_rank`."""
-
-    __slots__ = ("_bounds", "_slices", "rows", "slices_per_rank", "world_size")
-
-    def __init__(self, rows: int, world_size: int, slices_per_rank: int = 1) -> None:
-        self.rows = rows
-        self.world_size = world_size
-        self.slices_per_rank = slices_per_rank
-        self._bounds = chunk_bounds(rows, world_size)
-        self._slices = tuple(cut(owner, start, stop, slices_per_rank) for owner, (start, stop) in enumerate(self._bounds))
-
-    def bounds(self, owner: int) -> tuple[int, int]:
-        """(start, stop) of the rows that `owner` keeps; start == stop for an empty shard."""
-        return self._bounds[owner]
-
-    def slices(self, owner: int) -> tuple[Slice, ...]:
-        """The owner's slices in row order: at most slices_per_rank, none for an empty shard."""
-        return self._slices[owner]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Rows per rank."""
-        return tuple(stop - start for start, stop in self._bounds)
-
-    @property
-    def max_rows(self) -> int:
-        """Rows of the largest shard: what FSDP2 pads all shards to."""
-        return self._bounds[0][1] - self._bounds[0][0]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, RowLayout):
-            return NotImplemented
-        return self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __repr__(self) -> str:
-        return f"RowLayout(rows={self.rows}, world_size={self.world_size}, slices_per_rank={self.slices_per_rank})"
-
-    @property
-    def _key(self) -> tuple[int, int, int]:
-        return (self.rows, self.world_size, self.slices_per_rank)
-
-
-def flat_bounds(numel: int, world_size: int) -> tuple[tuple[int, int], ...]:
-    """(start, stop) of every rank's real elements under the rule of DeepSpeed ZeRO-3.
-
-    All partitions have ceil(numel / world_size) elements; what lies beyond numel is padding and not counted here.
-    """
-    return chunk_bounds(numel, world_size)  # the same rule as for rows, applied to elements
+def row_slices(rows: int, world_size: int, slices_per_rank: int = 1) -> tuple[tuple[Slice, ...], ...]:
+    """Slices per owner of a dimension of `rows`, sharded by FSDP2's rule: at most slices_per_rank, none of an empty shard."""
+    return tuple(cut(owner, *own, slices_per_rank) for owner, own in enumerate(chunk_bounds(rows, world_size)))
 
 
 class Rectangle(NamedTuple):
@@ -168,7 +119,7 @@ def rectangles(start: int, stop: int, row_elems: int) -> tuple[Rectangle, ...]:
 class FlatLayout:
     """A tensor in rows of `row_elems`, of which every rank keeps one contiguous range of flat elements: `bounds` (start, stop).
 
-    Ranges follow one another and cover the tensor; they may be empty. Under ZeRO-3 they are `flat_bounds(numel, N)`; under
+    Ranges follow one another and cover the tensor; they may be empty. Under ZeRO-3 they are `chunk_bounds(numel, N)`; under
     ZeRO-1/2 a rank keeps what its partition of a whole bucket of parameters has of this one.
     """
 

@@ -39,7 +39,7 @@ from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.plan import Unit
 from commfuse_dp.errors import ConfigError
 from commfuse_dp.ops.linear import replicated_linear
-from commfuse_dp.program.layout import flat_bounds
+from commfuse_dp.program.layout import chunk_bounds
 from commfuse_dp.transport.select import open_transport
 
 log = logging.getLogger("commfuse_dp")
@@ -207,7 +207,7 @@ def _unit(number: int, layer: Layer, zero: Any, stage: int, config: CommFuseConf
     name, rank, optimizer = full_name(layer.name, "weight"), dist.get_rank(group), zero.optimizer
     slot: PartitionedWeight | ReplicatedWeight
     if layer.place is None:
-        bounds = flat_bounds(compat.numel(layer.param), group.size())
+        bounds = chunk_bounds(compat.numel(layer.param), group.size())
         slot = PartitionedWeight(name, layer.module, layer.param, optimizer, bounds, rank)
     else:
         bounds = layer.place.bounds

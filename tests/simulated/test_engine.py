@@ -25,7 +25,7 @@ from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.plan import Unit
 from commfuse_dp.errors import ConfigError
 from commfuse_dp.ops.linear import fused_linear, replicated_linear
-from commfuse_dp.program.layout import chunk_bounds, flat_bounds
+from commfuse_dp.program.layout import chunk_bounds
 from commfuse_dp.transport.base import ExchangeFn, Sending, Transport
 from tests.support.copying import CopyingTransport
 from tests.support.inproc import Faults, InprocTransport, InprocWorld
@@ -141,7 +141,7 @@ def bounds_of(case: dict[str, Any]) -> list[tuple[int, int]] | None:
     if case["layout"] in ("rows", "transposed"):
         return None
     if case["layout"] == "zero3":
-        return list(flat_bounds(numel, n))
+        return list(chunk_bounds(numel, n))
     choose = random.Random(case["seed"])
     step = WIDTH if case["seed"] % 2 else 1
     edges = [0, *sorted(step * choose.randint(0, numel // step) for _ in range(n - 1)), numel]

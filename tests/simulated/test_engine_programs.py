@@ -16,7 +16,7 @@ from commfuse_dp.engine.operand import UnitOperand
 from commfuse_dp.engine.plan import Geometry, Unit
 from commfuse_dp.ops.linear import fused_linear, replicated_linear
 from commfuse_dp.program import layer
-from commfuse_dp.program.layout import Slice, flat_bounds
+from commfuse_dp.program.layout import Slice, chunk_bounds
 from commfuse_dp.program.operations import Consume, Problem, Produce, Program
 from commfuse_dp.program.verify import VerificationError, verify
 from commfuse_dp.transport.base import CHANNEL_GRAD, ExchangeFn, Transport
@@ -71,7 +71,7 @@ def engine_of(case: Case, transport: Transport) -> tuple[Engine, list[torch.Tens
     config = CommFuseConfig(slices_per_rank=case.slices, order=case.order, inbox_bytes=1 << 14)
     units = []
     for number, weight in enumerate(whole):
-        flat = list(flat_bounds(weight.numel(), n)) if case.layout != "rows" else None
+        flat = list(chunk_bounds(weight.numel(), n)) if case.layout != "rows" else None
         slot = Slot(f"{number}.weight", weight, rank, n, flat=flat)
         replicated = case.layout == "replicated"
         units.append(Unit(number, f"layer{number}", [slot], Policy(), case.slices, flat_bounds=flat, replicated=replicated))

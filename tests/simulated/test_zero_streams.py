@@ -33,7 +33,7 @@ from commfuse_dp.engine.plan import Unit
 from commfuse_dp.engine.room import least_ring
 from commfuse_dp.kernels.gemms import Gemms
 from commfuse_dp.ops.linear import fused_linear, replicated_linear
-from commfuse_dp.program.layout import flat_bounds
+from commfuse_dp.program.layout import chunk_bounds
 from commfuse_dp.transport.base import ExchangeFn, Transport
 from tests.support.cells import slow
 from tests.support.fake_device import FakeDevice, FakeStream, FakeWorld, Race, Watched
@@ -194,7 +194,7 @@ def expected(micro: int, windows: int, n: int) -> list[torch.Tensor]:
 def stage3_rank(transport: Transport, config: CommFuseConfig, *, micro: int, windows: int, uneven: bool) -> list[torch.Tensor]:
     rank, n, device = transport.rank, transport.world_size, HERE.device
     wholes = weights()
-    bounds = flat_bounds(WIDTH * WIDTH, n)
+    bounds = chunk_bounds(WIDTH * WIDTH, n)
     if uneven:  # parts of rows
         bounds = tuple(itertools.pairwise([0, *(min(WIDTH * WIDTH, 7 * (at + 1)) for at in range(n - 1)), WIDTH * WIDTH]))
     low, high = bounds[rank]
@@ -472,7 +472,7 @@ def test_room_is_what_the_layers_need():
     """Never too little for `check_room`, whatever the layout."""
     slots = [SimpleNamespace(name="w", shape=(40, 30), local=lambda: torch.zeros(1), requires_grad=True)]
     policy: Any = SimpleNamespace(compute_dtype=None, reduce_dtype=None)
-    for n, slices, flat in itertools.product((2, 3, 7), (None, 1, 9, 200), (None, flat_bounds(1200, 7))):
+    for n, slices, flat in itertools.product((2, 3, 7), (None, 1, 9, 200), (None, chunk_bounds(1200, 7))):
         n = 7 if flat is not None else n
         unit = Unit(0, "w", slots, policy, slices, flat_bounds=flat)  # type: ignore[arg-type]
         room = least_ring([unit], n, streams=True)
@@ -480,5 +480,5 @@ def test_room_is_what_the_layers_need():
         owed = max(unit.geometry(torch.float32, (True,)).owed)
         assert 2 * owed <= room <= 2 * owed + 64 * 2 * 300
         assert least_ring([unit], 1, streams=True) == 0
-    chained = Unit(0, "w", slots, policy, 1, flat_bounds=flat_bounds(1200, 7), replicated=True)  # type: ignore[arg-type]
+    chained = Unit(0, "w", slots, policy, 1, flat_bounds=chunk_bounds(1200, 7), replicated=True)  # type: ignore[arg-type]
     assert least_ring([chained], 7, streams=True) == 0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
 from benchmarks.micro import device_layers
 from benchmarks.micro import device_overhead as overhead
-from benchmarks.one_rank import NullDevice, OneRank
+from benchmarks.one_rank import NullDevice, NullEvent, OneRank, UnwaitingDevice
+from commfuse_dp.device.base import as_int32, reached
 from commfuse_dp.kernels.table import SliceTable
 
 LAYERS = 12
@@ -77,3 +80,61 @@ def test_layers_of_tensor_parallelism_are_timed(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["device_layers", "--ranks", "2,3", "--steps", "1"])
     device_layers.main()
     assert [line.split()[:3] for line in capsys.readouterr().out.splitlines()] == [["N", "=", "2"], ["N", "=", "3"]]
+
+
+def on_cuda(found):
+    """Makes UnwaitingDevices over the recorded driver, which looks at what streams wait for; the values go to `found`."""
+    cuda = pytest.importorskip("tests.support.recorded_cuda")
+    words = {}
+
+    class Answering(cuda.Recorder):
+        def __getattr__(self, name):
+            call = super().__getattr__(name)
+            return (
+                call if not name.startswith("cuStream") else lambda *arguments: self._words(name, arguments) or call(*arguments)
+            )
+
+        def _words(self, name, arguments):
+            if name == "cuStreamBatchMemOp":
+                operations = [cuda.operation(op) for op in arguments[2]]
+            else:
+                _, address, value, flags = arguments
+                operations = [("wait",) * name.startswith("cuStreamWait") + (address, value, flags)]
+            for *waits, address, value, flags in operations:
+                if waits:
+                    found.append(value)
+                    assert reached(as_int32(words.get(address, 0)), as_int32(value), exact=bool(flags)), "it waits for ever"
+                else:
+                    words[address] = value
+
+    class Streams(UnwaitingDevice):
+        """Those of a GPU are torch's."""
+
+        current_stream, side_stream, on = NullDevice.current_stream, NullDevice.side_stream, NullDevice.on
+
+        def record(self, stream, *, timing=False):
+            return NullEvent()
+
+        def wait_event(self, stream, event):
+            return
+
+    def make():
+        device = cuda.recorded(Streams)
+        device._driver, device.counts = Answering(), Counter()
+        device._current = cuda.stream(1)
+        device._streams = {name: cuda.stream(n) for n, name in enumerate(("gather", "scatter", "reduce", "arrivals"), start=2)}
+        return device
+
+    return make
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_no_stream_waits_for_peers_that_do_nothing(world_size):
+    """With CUDA's own calls: on a GPU such a wait would never end."""
+    found = []
+    with overhead.nothing_computed():
+        overhead.run(world_size, LAYERS, 2, on_cuda(found))
+    assert found
+    found.clear()
+    device_layers.measure(world_size, 2, on_cuda(found))
+    assert found

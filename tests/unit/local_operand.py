@@ -9,7 +9,7 @@ import torch
 
 from commfuse_dp.ops.operands import Visit
 from commfuse_dp.ops.pieces import Piece
-from commfuse_dp.program.layout import FlatLayout, RowLayout, rectangles
+from commfuse_dp.program.layout import FlatLayout, chunk_bounds, rectangles, row_slices
 
 
 class Rows(NamedTuple):
@@ -53,7 +53,8 @@ class LocalOperand:
         self.trainable = trainable if trainable is not None else (True,) * len(params)
         self.compute_dtype = params[0].dtype
         self.partial_dtype = partial_dtype if partial_dtype is not None else params[0].dtype
-        self.layouts = [RowLayout(shape[0], world_size, slices if i == 0 else 1) for i, shape in enumerate(self.shapes)]
+        self.bounds = [chunk_bounds(shape[0], world_size) for shape in self.shapes]
+        self.main = row_slices(self.shapes[0][0], world_size, slices)
         self.partials = [torch.full(p.shape, float("nan"), dtype=self.partial_dtype) for p in params]
         self.expected = 0
         self.visits: list[tuple[str, int]] = []
@@ -80,10 +81,10 @@ class LocalOperand:
             return
         heads = []
         for part in range(1, len(tensors)):
-            low, high = self.layouts[part].bounds(owner)
+            low, high = self.bounds[part][owner]
             if include[part] and high > low:
                 heads.append(Piece(part, low, tensors[part][low:high]))
-        pieces = [Piece(0, cut.start, tensors[0][cut.start : cut.stop]) for cut in self.layouts[0].slices(owner)]
+        pieces = [Piece(0, cut.start, tensors[0][cut.start : cut.stop]) for cut in self.main[owner]]
         if not include[0] or not pieces:
             if heads:
                 visit(Rows(owner, 0, 0), heads)

@@ -12,7 +12,7 @@ import torch
 from commfuse_dp.engine.plan import Unit
 from commfuse_dp.engine.room import least_ring
 from commfuse_dp.program.hosts import Hosts
-from commfuse_dp.program.layout import flat_bounds
+from commfuse_dp.program.layout import chunk_bounds
 from commfuse_dp.transport.budget import LEAST_RING, Room, divide, rings_of
 from commfuse_dp.transport.symmetric.core import Layout
 from tests.support.transports import CLUSTERS
@@ -94,7 +94,7 @@ def test_the_least_ring_holds_a_slice_of_every_layer(slices, flat):
     shapes = [(40, 30)] if flat else [(40, 30), (40,)]
     slots: Any = [SimpleNamespace(name="w", shape=shape, local=lambda: torch.zeros(1), requires_grad=True) for shape in shapes]
     policy: Any = SimpleNamespace(compute_dtype=torch.bfloat16, reduce_dtype=None)
-    unit = Unit(0, "w", slots, policy, slices, flat_bounds=flat_bounds(1200, n) if flat else None)
+    unit = Unit(0, "w", slots, policy, slices, flat_bounds=chunk_bounds(1200, n) if flat else None)
     least = least_ring([unit], n, streams=False)
     unit.bind(n, comfortable=1)  # cut as finely as it may be
     assert unit.largest_slice(torch.float32) <= least <= unit.largest_slice(torch.float32) + 3 * 120

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,68 +11,18 @@ import torch
 
 from commfuse_dp.device import cuda
 from commfuse_dp.device.base import Word, as_int32, reached
-from commfuse_dp.device.cuda import Card, CudaDevice, CudaStream
+from commfuse_dp.device.cuda import Card, CudaDevice
 from commfuse_dp.errors import TransportError
 from commfuse_dp.transport.symmetric.memory import TorchSymmetricMemory
+from tests.support.recorded_cuda import driver, recorded, stream
 from tests.support.threads import ExchangeFn, run_ranks
-
-driver = pytest.importorskip("cuda.bindings.driver")
-
 
 STREAM_ORDER = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 
 
-def operation(op: Any) -> tuple[Any, ...]:
-    """(address, value, flags) of a write; of a wait the same behind its name."""
-    if op.operation == driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32:
-        assert op.waitValue.operation == op.operation
-        return "wait", int(op.waitValue.address), int(op.waitValue.value), op.waitValue.flags
-    assert op.writeValue.operation == op.operation == driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
-    return int(op.writeValue.address), int(op.writeValue.value), op.writeValue.flags
-
-
-class Recorder:
-    """Calls as (name, arguments); everything else is the real module's. `fails`: name of the call that does not succeed."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.fails = ""
-        self.missing = False
-
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("cu"):
-            return getattr(driver, name)
-
-        def call(*arguments: Any) -> tuple[Any, ...]:
-            if name == "cuStreamBatchMemOp":
-                arguments = (arguments[0], arguments[1], [operation(op) for op in arguments[2]], arguments[3])
-            if name == "cuMemcpyBatchAsync":
-                (attributes,) = arguments[4]
-                order, overlap = attributes.srcAccessOrder, attributes.flags
-                arguments = (*([int(n) for n in a] for a in arguments[:3]), arguments[3], (order, overlap), *arguments[5:])
-                if self.missing:
-                    raise RuntimeError('Function "cuMemcpyBatchAsync_v2" not found')
-            self.calls.append((name, *arguments))
-            ok = driver.CUresult.CUDA_SUCCESS
-            return (driver.CUresult.CUDA_ERROR_NOT_SUPPORTED if name == self.fails else ok, 0)
-
-        return call
-
-
 @pytest.fixture
 def device() -> Any:
-    made = CudaDevice.__new__(CudaDevice)
-    made.torch_device = torch.device("cpu")
-    made.peer_writes = "value"
-    made._driver, made._geq, made._eq = Recorder(), 0, 1
-    made._threads = threading.local()
-    made._known, made._own_words, made.writes, made.waits = {}, {}, {}, {}
-    made._copy_attributes, made._copies_in_batches = None, True
-    return made
-
-
-def stream(handle: int = 7) -> CudaStream:
-    return CudaStream("s", SimpleNamespace(cuda_stream=handle))  # type: ignore[arg-type]
+    return recorded()
 
 
 PAD = torch.zeros(8, dtype=torch.int32)
@@ -127,7 +76,7 @@ def _without_a_driver() -> bool:
         lambda device: device.write_values(stream(), [Word(PAD, 0, -1), Word(PAD, 1, 2)]),
         lambda device: device.copy(BYTES, BYTES, stream()),
         lambda device: device.copy_many(stream(), [AT], [AT + 4], [4]),
-        lambda device: device.operate(stream(), [device.wait_operation(AT, -1, True), device.write_operation(AT, -1)]),
+        lambda device: device.operate(stream(), [device.operation(AT, 1)[0], device.operation(AT, None)[0]]),
         lambda device: device._do(driver.cuMemcpyDtoHAsync(AT, AT, 4, 7), ""),
         lambda device: device._make_stream(),
     ],
@@ -142,9 +91,10 @@ def test_the_real_bindings_take_the_arguments(device: Any, call: Any) -> None:
 
 
 def test_many_words_go_in_batches_below_256(device: Any) -> None:
+    pad = torch.zeros(600, dtype=torch.int32)
     for epoch in (1, -1):  # the second time with operations made before
         device._driver.calls.clear()
-        device.write_values(stream(), [Word(PAD, n % 8, epoch * (n + 1)) for n in range(600)])
+        device.write_values(stream(), [Word(pad, n, epoch * (n + 1)) for n in range(600)])
         calls = device._driver.calls
         assert [call[0] for call in calls] == ["cuStreamBatchMemOp"] * 3 and [call[2] for call in calls] == [255, 255, 90]
         assert all(call[2] == len(call[3]) < 256 for call in calls)

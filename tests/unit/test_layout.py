@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commfuse_dp.program.layout import FlatLayout, RowLayout, chunk_bounds, flat_bounds, rectangles, slices_of_sizes
+from commfuse_dp.program.layout import FlatLayout, chunk_bounds, rectangles, row_slices, slices_of_sizes
 
 
 @given(rows=st.integers(0, 300), world_size=st.integers(1, 64))
@@ -22,26 +22,21 @@ def test_chunk_bounds_is_torch_chunk(rows: int, world_size: int) -> None:
 
 @given(rows=st.integers(0, 300), world_size=st.integers(1, 64), m=st.integers(1, 9))
 def test_row_slices_cover_each_shard_once_in_order(rows: int, world_size: int, m: int) -> None:
-    layout = RowLayout(rows, world_size, m)
-    for owner in range(world_size):
-        start, stop = layout.bounds(owner)
-        slices = layout.slices(owner)
+    bounds = chunk_bounds(rows, world_size)
+    for owner, slices in enumerate(row_slices(rows, world_size, m)):
+        start, stop = bounds[owner]
         assert [row for s in slices for row in range(s.start, s.stop)] == list(range(start, stop))
         assert all(s.owner == owner and s.size > 0 and 0 <= s.index < m for s in slices)
         assert [s.index for s in slices] == sorted({s.index for s in slices})
         if slices:
             assert max(s.size for s in slices) - min(s.size for s in slices) <= 1
-            assert max(s.size for s in slices) <= -(-layout.max_rows // m)
+            assert max(s.size for s in slices) <= -(-bounds[0][1] // m)
             assert len(slices) == min(m, stop - start)
-    assert sum(layout.sizes) == rows and max(layout.sizes) == layout.max_rows
 
 
 def test_known_shards() -> None:
-    assert RowLayout(37, 4).sizes == (10, 10, 10, 7)
-    assert RowLayout(5, 4).sizes == (2, 2, 1, 0)
-    assert RowLayout(5, 4).slices(3) == ()
-    assert RowLayout(8, 2, 2) == RowLayout(8, 2, 2) != RowLayout(8, 2, 1)
-    assert hash(RowLayout(8, 2, 2)) == hash(RowLayout(8, 2, 2))
+    assert [[s.size for s in shard] for shard in row_slices(37, 4)] == [[10], [10], [10], [7]]
+    assert [[s.size for s in shard] for shard in row_slices(5, 4)] == [[2], [2], [1], []]
     assert [[s.size for s in shard] for shard in slices_of_sizes((3, 0, 5), 2)] == [[2, 1], [], [3, 2]]
 
 
@@ -70,7 +65,7 @@ def check_flat(layout: FlatLayout, slices_per_rank: int) -> None:
 
 @given(rows=st.integers(0, 40), width=st.integers(1, 17), world_size=st.integers(1, 12), m=st.integers(1, 4))
 def test_flat_layout_of_zero_3(rows: int, width: int, world_size: int, m: int) -> None:
-    bounds = flat_bounds(rows * width, world_size)
+    bounds = chunk_bounds(rows * width, world_size)
     partition = -(-rows * width // world_size)
     assert [stop - start for start, stop in bounds] == [
         len([e for e in range(owner * partition, (owner + 1) * partition) if e < rows * width]) for owner in range(world_size)
@@ -87,9 +82,9 @@ def test_flat_layout_of_any_ranges(rows: int, width: int, cuts: list[float], m: 
 
 def test_bad_layouts_are_refused() -> None:
     with pytest.raises(ValueError, match="slices_per_rank=0"):
-        RowLayout(4, 2, 0)
+        row_slices(4, 2, 0)
     with pytest.raises(ValueError, match="no multiple of row_elems=3"):
-        FlatLayout(flat_bounds(10, 2), 3)
+        FlatLayout(chunk_bounds(10, 2), 3)
     with pytest.raises(ValueError, match="follow one another"):
         FlatLayout([(0, 3), (4, 6)], 3)
     with pytest.raises(ValueError, match="world_size=0"):

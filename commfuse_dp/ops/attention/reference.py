@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from commfuse_dp.collectives import reference
+from commfuse_dp.ops.adjoint import adjoint
 from commfuse_dp.ops.attention import ring, row_parallel, ulysses
 from commfuse_dp.ops.attention.arguments import refuse
 from commfuse_dp.ops.attention.ulysses import laid_out, rows_first
@@ -50,26 +51,14 @@ def row_parallel_attention_reference(
     return y if dim == 0 else y.transpose(0, 1).contiguous()
 
 
-class _ExchangeBlocks(torch.autograd.Function):
+def _exchange_blocks(rows: torch.Tensor, table: tuple[tuple[int, ...], ...], group: dist.ProcessGroup | None) -> torch.Tensor:
     """Blocks of rows, one below the other, for every rank; backward: the same back. table[source][destination] in rows."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, table: tuple[tuple[int, ...], ...], group: dist.ProcessGroup | None
-    ) -> torch.Tensor:
-        ctx.table, ctx.group = table, group
-        return _exchanged(rows, table, group)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _exchanged(grad, tuple(zip(*ctx.table, strict=True)), ctx.group), None, None
-
-
-def _exchanged(rows: torch.Tensor, table: tuple[tuple[int, ...], ...], group: dist.ProcessGroup | None) -> torch.Tensor:
-    found = reference.all_to_all(rows, sizes=table, group=group)
-    assert found is not None  # it is only without a consume callback that there is a result
-    return found
+    turned = tuple(zip(*table, strict=True))
+    return adjoint(
+        rows,
+        lambda own: reference.all_to_all(own, sizes=table, group=group),
+        lambda grad: reference.all_to_all(grad, sizes=turned, group=group),
+    )
 
 
 def ulysses_attention_reference(
@@ -98,11 +87,11 @@ def ulysses_attention_reference(
     to_heads, to_positions = tuple((size,) * n for size in lines.sizes), (lines.sizes,) * n
 
     def own_heads(rows: torch.Tensor, of: Any) -> torch.Tensor:
-        return _ExchangeBlocks.apply(torch.cat([rows[:, :, of(rank)] for rank in range(n)]), to_heads, group)
+        return _exchange_blocks(torch.cat([rows[:, :, of(rank)] for rank in range(n)]), to_heads, group)
 
     parts = own_heads(q_rows, heads.queries_of), own_heads(k_rows, heads.keys_of), own_heads(v_rows, heads.keys_of)
     o = _attention(*parts, causal, scale)
-    mine = _ExchangeBlocks.apply(o, to_positions, group)
+    mine = _exchange_blocks(o, to_positions, group)
     return laid_out(torch.cat(mine.split([lines.own] * n), dim=2), layout)
 
 
