@@ -158,6 +158,7 @@ def _backends(
         return
     from commfuse_dp.device.cuda import CudaDevice
 
+    product.by_slices()(0)  # loads its kernels: see [Note: The host may stand] in device/base.py; slices come behind the calls
     yield "slices", product.by_slices(by_slices.words_of(CudaDevice(product.device))), slices_allowed
     if cell.all_tiles:
         for config in candidates(product, torch.cuda.get_device_capability()):

@@ -11,6 +11,15 @@
     stream B                    wait_value(pad, 7) | read x               also in another process, also on another device
 A write is ordered behind everything before it in its stream, a wait before everything after it in its stream, and nothing
 else is ordered: neither by the time at which the host made a call nor by the order of calls for different streams.
+
+[Note: The host may stand]
+We never make the host wait for the device, but the driver may, in any call: a kernel that is launched for the first time is
+loaded, memory is allocated or freed, a queue of work is full. The call then returns when the device has done what was enqueued
+before it (CUDA programming guide, Lazy Loading, Potential Hazards; meta-pytorch/torchcomms #2334). If that waits for a peer
+whose host stands likewise, in front of the call by which it would answer, both stand for ever. So a rank enqueues what peers
+wait for before it enqueues its own wait for the same thing of theirs: published parameters before pulls, partials before sums,
+what is read before credit for it. Then the rank that stands furthest behind waits only for what the others have enqueued, and
+goes on. The simulated device makes hosts stand at random.
 """
 
 from __future__ import annotations

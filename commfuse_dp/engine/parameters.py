@@ -236,15 +236,16 @@ class ParameterStream:
         """Publish this rank's parameters as version `epoch`, and begin to fetch the others' along a recording."""
         self._epoch = epoch
         self.memory.settle()
-        if self._window is not None and not self._transport.lockstep:
+        early = self._transport.device is None  # else see [Note: The host may stand] in device/base.py
+        if self._window is not None and early:
             self._window.start(epoch, sequence)  # asked for now, served as soon as the owners have published
         with torch.no_grad():
             batches = list(self._batches(sequence))
             for batch in batches:
                 self._pack(batch)
                 self._transport.publish([unit.index for unit in batch], epoch, last=batch is batches[-1])
-        if self._window is not None and self._transport.lockstep:
-            self._window.start(epoch, sequence)  # each pull gives a slice of ours, too
+        if self._window is not None and not early:
+            self._window.start(epoch, sequence)
 
     def stop(self, where: Where, outcome: Outcome) -> list[Key]:
         """This rank reads no more of the epoch; returns the order in which it fetched slices. May be called again.

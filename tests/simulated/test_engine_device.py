@@ -20,19 +20,21 @@ from commfuse_dp.device.base import Event
 from commfuse_dp.engine.gradients import GradientStream
 from commfuse_dp.engine.memory.buffers import BufferPool
 from commfuse_dp.engine.ordering import StreamOrdering
+from commfuse_dp.engine.parameters import ParameterStream
 from commfuse_dp.engine.whole import _ReadTable
 from commfuse_dp.engine.window import Held
 from commfuse_dp.errors import ConfigError
 from commfuse_dp.kernels.table import SliceTable
 from commfuse_dp.transport.base import ExchangeFn, Transport
 from tests.simulated.test_engine import Step, base_case, cases, run_program
-from tests.support.fake_device import FakeWorld, Race, Watched
+from tests.support.fake_device import STANDS, FakeWorld, Race, Stuck, Watched
 from tests.support.fake_symmetric import open_fake
 
 
-def run_on_device(case: dict[str, Any], **settings: Any) -> None:
+def run_on_device(case: dict[str, Any], *, simulated: dict[str, Any] | None = None, **settings: Any) -> None:
+    """simulated: how the world is; settings: of the transport."""
     n = case["world_size"]
-    world = FakeWorld(n, seed=case["seed"], deferred=False)
+    world = FakeWorld(n, seed=case["seed"], deferred=False, **(simulated or {"stands": STANDS}))
 
     def open_transport(rank: int, exchange: ExchangeFn) -> Transport:
         return open_fake(world, rank, exchange, inbox_bytes=case["bytes"], deadline_s=20.0, **settings)
@@ -185,6 +187,30 @@ def test_a_mistake_is_a_race(monkeypatch, mistake, kernels):
     # What a kernel reads before it has come is a race when the copy runs, but before that it may be a wrong number.
     with pytest.raises(AssertionError if mistake is _old_words else Race):
         run_on_device(case)
+
+
+@pytest.mark.parametrize("mistake", [False, True])
+def test_hosts_that_stand_do_not_wait_for_each_other(monkeypatch, mistake):
+    """See [Note: The host may stand] in device/base.py. Mistake: slices are asked for before own parameters are published."""
+    start = ParameterStream.start
+
+    def hasty(self: ParameterStream, epoch: int, sequence: list[Any]) -> None:
+        self._epoch, window = epoch, self._window
+        if window is not None:
+            window.start(epoch, sequence)
+        self._window = None
+        start(self, epoch, sequence)
+        self._window = window
+
+    if mistake:
+        monkeypatch.setattr(ParameterStream, "start", hasty)
+    for seed in range(3):
+        case = base_case(bytes=1 << 16, seed=seed)
+        if mistake:
+            with pytest.raises(Stuck):
+                run_on_device(case, simulated={"stands": 0.5, "patience_s": 2.0})
+        else:
+            run_on_device(case, simulated={"stands": 0.5})
 
 
 def test_an_old_table_is_wrong(monkeypatch):

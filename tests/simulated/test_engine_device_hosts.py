@@ -18,14 +18,14 @@ from tests.simulated.test_engine import Policy, base_case, cases, run_program
 from tests.simulated.test_engine_hierarchical import run_steps
 from tests.support import fake_device
 from tests.support.cells import slow
-from tests.support.fake_device import FakeDevice, FakeWorld, Race, Watched
+from tests.support.fake_device import STANDS, FakeDevice, FakeWorld, Race, Watched
 from tests.support.hosts import DeviceHosts, shuffled_hosts
 from tests.support.threads import run_ranks
 
 
 def run_on_hosts(case: dict[str, Any]) -> None:
     n, per_host = case["world_size"], case["per_host"]
-    world = FakeWorld(n, seed=case["seed"], deferred=False)
+    world = FakeWorld(n, seed=case["seed"], deferred=False, stands=STANDS)
     hosts = DeviceHosts(world, shuffled_hosts(n, per_host, case["seed"]))
 
     def open_transport(rank: int, exchange: ExchangeFn) -> Transport:

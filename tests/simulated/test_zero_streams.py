@@ -36,7 +36,7 @@ from commfuse_dp.ops.linear import fused_linear, replicated_linear
 from commfuse_dp.program.layout import chunk_bounds
 from commfuse_dp.transport.base import ExchangeFn, Transport
 from tests.support.cells import slow
-from tests.support.fake_device import FakeDevice, FakeStream, FakeWorld, Race, Watched
+from tests.support.fake_device import STANDS, FakeDevice, FakeStream, FakeWorld, Race, Watched
 from tests.support.fake_symmetric import dying, open_fake
 from tests.support.threads import run_ranks
 
@@ -265,7 +265,7 @@ def stage3_rank(transport: Transport, config: CommFuseConfig, *, micro: int, win
 
 
 def run_stage3(n: int, *, seed: int = 1, kernels: str = "auto", uneven: bool = False, slices: int | None = None) -> None:
-    world = FakeWorld(n, seed=seed, deferred=False)
+    world = FakeWorld(n, seed=seed, deferred=False, stands=STANDS)
 
     def body(rank: int, exchange: ExchangeFn) -> None:
         HERE.device = world.devices[rank]
@@ -352,7 +352,7 @@ def replicated_rank(transport: Transport, config: CommFuseConfig, *, windows: in
 
 
 def run_replicated(n: int) -> None:
-    world = FakeWorld(n, seed=n, deferred=False)
+    world = FakeWorld(n, seed=n, deferred=False, stands=STANDS)
 
     def body(rank: int, exchange: ExchangeFn) -> None:
         HERE.device = world.devices[rank]
@@ -433,7 +433,7 @@ def test_a_join_speaks_for_the_stream_that_calls_it():
 
 # ---- the deferred all-gather -------------------------------------------------------------------------------------------
 def run_deferred(n: int, forget: bool) -> None:
-    world = FakeWorld(n, seed=n, deferred=False)
+    world = FakeWorld(n, seed=n, deferred=False, stands=STANDS)
     sizes = [5, 3]
 
     def body(rank: int, exchange: ExchangeFn) -> None:

@@ -21,6 +21,9 @@ buffer that is written again while a reader may be at it. A word that nobody wil
 streams that stand and for what (`Stuck`). A thread of a rank that asks the device for words while `strict` is set, which on a
 GPU would wait for it, raises `HostBlocked`.
 
+Inline, some calls of a rank's own thread stand until all streams of its device are empty (`stands`), as the driver may make any
+call do: see [Note: The host may stand] in device/base.py. Ranks that then wait for each other are `Stuck`, too.
+
 [Note: Time]
 Every stream has a clock of simulated nanoseconds: an operation begins when the one before it in its stream, and what it waits
 for, are over, and lasts what `world.costs` says (nothing, if it is not given) or `delay` asks for. It does not depend on the
@@ -45,6 +48,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from commfuse_dp.device.base import Batch, Device, Event, Span, Stream, Word, as_int32, reached
 
+STANDS = 0.02  # of the calls, where programs are random
 PATIENCE_S = 20.0  # inline: longest time that a thread stands before the test is given up
 
 
@@ -131,6 +135,8 @@ class FakeWorld:
     slow: frozenset[tuple[int, str]] = frozenset()
     strict: bool = False
     costs: Callable[[FakeStream, str, int], int] | None = None  # (stream, "copy" or torch's operation, bytes) -> ns
+    stands: float = 0.0  # inline: share of a rank's calls in which its host stands until its device has nothing left to do
+    patience_s: float = PATIENCE_S
     executed: int = 0
     trace: list[str] = field(default_factory=list)
 
@@ -194,7 +200,7 @@ class FakeWorld:
 
     def drive(self, done: Callable[[], bool]) -> None:
         """Inline: run until `done`, with the calling thread standing."""
-        limit = time.monotonic() + PATIENCE_S
+        limit = time.monotonic() + self.patience_s
         with self.changed:
             while not done():
                 if not self.step():
@@ -436,15 +442,29 @@ class FakeDevice(Device):
         assert isinstance(stream, FakeStream) and stream.rank == self.rank
         kind = op.what.split()[0]
         with self.world.changed:
+            self.stand_at_times()
             self.counts[kind] = self.counts.get(kind, 0) + 1
             stream.queue.append(op)
             self.world.changed.notify_all()
             if not self.world.deferred and stream is self.current_stream():
                 self.world.drive(lambda: op.done)
 
+    def stand_at_times(self) -> None:
+        """See [Note: The host may stand] in device/base.py."""
+        world = self.world
+        with world.changed:
+            if not world.deferred and world.random.random() < world.stands and not _watchdog():
+                with _disable_current_modes():
+                    world.drive(lambda: not any(stream.queue for stream in world.streams if stream.rank == self.rank))
+
     def _host_waits(self, what: str) -> None:
-        if self.world.strict and not threading.current_thread().name.startswith("commfuse-"):
+        if self.world.strict and not _watchdog():
             raise HostBlocked(f"rank {self.rank}: {what}() in {threading.current_thread().name} waits for the device")
+
+
+def _watchdog() -> bool:
+    """It is no rank's own thread that calls."""
+    return threading.current_thread().name.startswith("commfuse-")
 
 
 def _merge(clock: dict[FakeStream, int], other: dict[FakeStream, int]) -> None:
@@ -478,6 +498,8 @@ class Watched(TorchDispatchMode):
             return func(*args, **kwargs)  # a view touches nothing
         world, stream = self._device.world, self._device.current_stream()
         with world.changed:
+            if func.namespace not in _COLLECTIVES:
+                self._device.stand_at_times()
             stream.clock[stream] = stream.clock.get(stream, 0) + 1
             stream.now += world.cost(stream, str(func), 0)
             named = {argument.name: argument for argument in schema.arguments}
