@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,11 +15,12 @@ from commfuse_dp.device.base import Word
 from commfuse_dp.errors import MismatchError, PeerLostError, TransportError
 from commfuse_dp.transport import closing
 from commfuse_dp.transport.base import CHANNEL_GRAD, Tag, Transport
+from commfuse_dp.transport.symmetric import watch as symmetric_watch
 from commfuse_dp.transport.symmetric.transport import SymmetricTransport
 from commfuse_dp.transport.waiting import wait_until
 from tests.simulated.test_symmetric import WHERE, quick, run
 from tests.support import single
-from tests.support.fake_device import FakeWorld
+from tests.support.fake_device import FakeDevice, FakeWorld
 from tests.support.fake_symmetric import die
 from tests.support.threads import ExchangeFn
 
@@ -157,5 +159,42 @@ def test_nothing_is_left_behind() -> None:
     run(FakeWorld(3, deferred=False), body, sizes=[[8, 8, 8]])
     assert [memory.closed for memory in memories] == [1] * 3
     names = [thread.name for thread in threading.enumerate() if thread.ident not in before]
-    assert not [name for name in names if name.startswith("commfuse-watchdog")]
+    assert not [name for name in names if name.startswith(("commfuse-watchdog", "commfuse-second"))]
     assert not closing.never_freed
+
+
+def test_a_driver_that_does_not_answer_is_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """See [Note: A driver that does not answer] in streams/watch.py: the watchdog stands with the host."""
+    world, answers, stood = FakeWorld(2, seed=2), threading.Event(), threading.Event()
+    peek = FakeDevice.peek
+
+    def standing(self: FakeDevice, pad: torch.Tensor) -> list[int]:
+        stood.set()
+        assert answers.wait(30.0)
+        return peek(self, pad)
+
+    def told() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelno == logging.CRITICAL]
+
+    def body(transport: SymmetricTransport, exchange: ExchangeFn) -> None:
+        if transport.rank == 0:
+            single.expect(transport, 1, Tag(CHANNEL_GRAD, 0, 1), 64)
+            single.receive(transport, 1, Tag(CHANNEL_GRAD, 0, 1), WHERE)
+            assert stood.wait(30.0)
+            while not told():
+                assert not answers.wait(0.01)
+            answers.set()
+        exchange("told")
+        if transport.rank == 1:
+            single.send(transport, 0, Tag(CHANNEL_GRAD, 0, 1), single.reserve(transport, 0, 64))
+        exchange("sent")
+        if transport.rank == 0:
+            world.run(patience_s=10)
+        exchange("end")
+
+    monkeypatch.setattr(FakeDevice, "peek", standing)
+    monkeypatch.setattr(symmetric_watch, "SUSPECT_S", 0.05)
+    run(world, body, deadline_s=1.0)
+    (text,) = told()
+    for part in ("rank 0", "has not answered for 1 s", "CUDA_MODULE_LOADING=EAGER"):
+        assert part in text

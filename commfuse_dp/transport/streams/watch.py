@@ -13,6 +13,11 @@ What was there before would pass for what never came, and the host may have enqu
 first stream is freed, the memory that released work reads is filled with NaN (`Device.spoil`). Sums, and products with own
 slices, are NaN from then on, and so are the parameters after that optimizer step: lost, but never plausible.
 
+[Note: A driver that does not answer]
+While a call of the user's thread stands in the driver ([Note: The host may stand] in device/base.py), the watchdog's own calls
+stand, too. If that call waits for a peer that never comes, there is neither an error nor a release. A second thread, which asks
+the driver nothing, says so in the log.
+
 [Note: Whose time is it]
 The host runs ahead of the device: a wait may lie in a queue for a long time because of the compute before it. Its time
 therefore counts from when its stream has come to it and the wait before it in its queue is over. If what it waits for is here
@@ -22,6 +27,7 @@ after all, the device is busy, nobody is late, and the time starts again.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -37,6 +43,8 @@ from commfuse_dp.transport.checks import too_late
 from commfuse_dp.transport.membership import Membership
 
 TICK_S = 0.25  # between two looks while nothing happens
+
+_log = logging.getLogger("commfuse_dp")
 
 
 class Failure(NamedTuple):
@@ -79,7 +87,10 @@ class Watchdog(ABC, Generic[Kind]):
         self._spoiled = False
         self._lock = threading.RLock()
         self._stopping = False
+        self._looks = 0  # that have begun
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name=f"commfuse-watchdog-{rank}", daemon=True)
+        self._second = threading.Thread(target=self._watch_the_watchdog, name=f"commfuse-second-{rank}", daemon=True)
 
     # ---- the transport's side ----------------------------------------------------------------------------------------
     def note(self, queue: Hashable, wait: Kind) -> None:
@@ -111,14 +122,34 @@ class Watchdog(ABC, Generic[Kind]):
     def stop(self) -> None:
         """End the thread."""
         self._stopping = True
+        self._over.set()
         self._thread.join(timeout=10.0)
+        self._second.join(timeout=10.0)
 
     # ---- the thread --------------------------------------------------------------------------------------------------
     def start(self) -> None:
         self._thread.start()
+        self._second.start()
+
+    def _watch_the_watchdog(self) -> None:
+        """See [Note: A driver that does not answer]. It counts rounds: a process that was stopped for a while has none."""
+        looks, rounds = 0, 0
+        while not self._over.wait(TICK_S):
+            looks, rounds = self._looks, rounds + 1 if looks == self._looks else 0
+            if rounds == 1 + int(self.deadline_s / TICK_S):
+                _log.critical(
+                    "rank %d, transport %s: the driver has not answered for %g s. A call of this process stands until the "
+                    "device is done (the first launch of a kernel, or an allocation), and the device waits, for a peer as it "
+                    "seems; no error can be raised meanwhile. Look at the logs of the other ranks, and end the job. "
+                    "CUDA_MODULE_LOADING=EAGER loads all kernels at the start.",
+                    self.called(self.rank),
+                    self._name,
+                    self.deadline_s,
+                )
 
     def _watch(self) -> None:
         while not self._stopping:
+            self._looks += 1
             try:
                 failed = self.failure is not None
                 self._rest(self.release_s if failed else min(TICK_S, self.deadline_s / 4))
