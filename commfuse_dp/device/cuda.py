@@ -22,7 +22,9 @@ orders behind it, which in a circle of ranks is a deadlock ("may deadlock the ap
 through this API is not visible to CUDA", same manual). Hence:
 * our streams have a priority of their own, and thereby other channels than torch's default and pool streams;
 * they are few: "gather", "scatter", "reduce" and "watch", below the 8 channels of the default CUDA_DEVICE_MAX_CONNECTIONS;
-* what one process orders by a value is also ordered by events wherever both ends are its own (the transport's business).
+* what one process orders by a value is also ordered by events wherever both ends are its own (the transport's business);
+* should all share one channel all the same (CUDA_DEVICE_MAX_CONNECTIONS=1), work runs in the order of the calls, which is safe:
+  see [Note: The host may stand] in base.py.
 
 [Note: Few calls]
 A call of the driver through cuda-bindings costs the host a microsecond or more, whatever it does. So:

@@ -8,7 +8,7 @@ which things happened to run. Side streams run in an order drawn from a seed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -27,14 +27,14 @@ from commfuse_dp.errors import ConfigError
 from commfuse_dp.kernels.table import SliceTable
 from commfuse_dp.transport.base import ExchangeFn, Transport
 from tests.simulated.test_engine import Step, base_case, cases, run_program
-from tests.support.fake_device import STANDS, FakeWorld, Race, Stuck, Watched
+from tests.support import fake_device
+from tests.support.fake_device import FakeWorld, Race, Stuck, Watched
 from tests.support.fake_symmetric import open_fake
 
 
-def run_on_device(case: dict[str, Any], *, simulated: dict[str, Any] | None = None, **settings: Any) -> None:
-    """simulated: how the world is; settings: of the transport."""
+def run_on_device(case: dict[str, Any], **settings: Any) -> None:
     n = case["world_size"]
-    world = FakeWorld(n, seed=case["seed"], deferred=False, **(simulated or {"stands": STANDS}))
+    world = FakeWorld(n, seed=case["seed"], deferred=False, stands=True)
 
     def open_transport(rank: int, exchange: ExchangeFn) -> Transport:
         return open_fake(world, rank, exchange, inbox_bytes=case["bytes"], deadline_s=20.0, **settings)
@@ -184,6 +184,7 @@ def test_a_mistake_is_a_race(monkeypatch, mistake, kernels):
         run_on_device(case)
         return
     mistake(monkeypatch)
+    monkeypatch.setattr(fake_device, "STANDS", 0.0)  # a host that stands may hide it
     # What a kernel reads before it has come is a race when the copy runs, but before that it may be a wrong number.
     with pytest.raises(AssertionError if mistake is _old_words else Race):
         run_on_device(case)
@@ -203,19 +204,18 @@ def test_hosts_that_stand_do_not_wait_for_each_other(monkeypatch, mistake):
         self._window = window
 
     if mistake:
+        monkeypatch.setattr(fake_device, "PATIENCE_S", 2.0)
         monkeypatch.setattr(ParameterStream, "start", hasty)
-    for seed in range(3):
-        case = base_case(bytes=1 << 16, seed=seed)
-        if mistake:
-            with pytest.raises(Stuck):
-                run_on_device(case, simulated={"stands": 0.5, "patience_s": 2.0})
-        else:
-            run_on_device(case, simulated={"stands": 0.5})
+    for seed in range(4):  # of the odd ones every call stands: work runs in the order of the calls
+        monkeypatch.setattr(fake_device, "STANDS", 1.0 if seed % 2 else 0.5)
+        with pytest.raises(Stuck) if mistake else nullcontext():
+            run_on_device(base_case(bytes=1 << 16, seed=seed))
 
 
 def test_an_old_table_is_wrong(monkeypatch):
     """Bytes that are long there, of another slice: no race, but numbers that differ."""
     _old_table(monkeypatch)
+    monkeypatch.setattr(fake_device, "STANDS", 0.0)
     with pytest.raises(AssertionError):
         run_on_device(base_case(bytes=1 << 12))
 

@@ -18,14 +18,14 @@ from tests.simulated.test_engine import Policy, base_case, cases, run_program
 from tests.simulated.test_engine_hierarchical import run_steps
 from tests.support import fake_device
 from tests.support.cells import slow
-from tests.support.fake_device import STANDS, FakeDevice, FakeWorld, Race, Watched
+from tests.support.fake_device import FakeDevice, FakeWorld, Race, Watched
 from tests.support.hosts import DeviceHosts, shuffled_hosts
 from tests.support.threads import run_ranks
 
 
 def run_on_hosts(case: dict[str, Any]) -> None:
     n, per_host = case["world_size"], case["per_host"]
-    world = FakeWorld(n, seed=case["seed"], deferred=False, stands=STANDS)
+    world = FakeWorld(n, seed=case["seed"], deferred=False, stands=True)
     hosts = DeviceHosts(world, shuffled_hosts(n, per_host, case["seed"]))
 
     def open_transport(rank: int, exchange: ExchangeFn) -> Transport:
@@ -135,6 +135,7 @@ def test_a_mistake_between_hosts_is_a_race(monkeypatch, mistake):
         run_on_hosts(case)
         return
     mistake(monkeypatch)
+    monkeypatch.setattr(fake_device, "STANDS", 0.0)  # a host that stands may hide it
     monkeypatch.setattr(fake_device, "PATIENCE_S", 1.0)  # the others wait for the rank that raised
     with pytest.raises(Race):
         run_on_hosts(case)

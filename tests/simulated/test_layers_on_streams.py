@@ -29,7 +29,7 @@ from tests.parity.tensor_parallel.block import batch, parallelize, whole
 from tests.parity.tensor_parallel.test_tensor_layers import alike
 from tests.parity.tensor_parallel.test_tensor_parallel import full
 from tests.support import fake_nccl, fake_symmetric
-from tests.support.fake_device import STANDS, FakeWorld, Race, Watched
+from tests.support.fake_device import FakeWorld, Race, Watched
 from tests.support.fake_grouped import FakeBoard
 from tests.support.fake_nccl import open_fake_nccl
 from tests.support.fake_symmetric import open_fake
@@ -79,7 +79,7 @@ class Streams:
 
 
 def on_streams(kind: str, n: int, body: Callable[[int], Any], *, seed: int) -> list[Any]:
-    world = FakeWorld(n, seed=seed, deferred=False, stands=STANDS)
+    world = FakeWorld(n, seed=seed, deferred=False, stands=True)
     streams = Streams(world, kind)
 
     def main(rank: int) -> Any:
@@ -129,6 +129,7 @@ def one_dimension(rank: int, world_size: int, kind: str, n: int, seed: int, sett
 
 def not_waited_for(rank: int, world_size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.support.fake_device.STANDS", 0.0)  # a host that stands may hide it
         patch.setattr(Core, "wait_for", lambda self, stream, conditions, places, doing, **more: None)
         with pytest.raises((Race, MismatchError)):  # whoever reads too early may find a wrong answer before the race is seen
             one_dimension(rank, world_size, "symmetric", 2, 0, {})

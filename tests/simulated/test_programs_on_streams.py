@@ -23,7 +23,7 @@ from commfuse_dp.transport.symmetric.core import Core
 from tests.conformance.collectives.worlds import left_fold, rows
 from tests.conformance.sequence import test_sequence_ops as sequence
 from tests.support import fake_nccl, fake_symmetric
-from tests.support.fake_device import STANDS, FakeWorld, Race, Watched
+from tests.support.fake_device import FakeWorld, Race, Watched
 from tests.support.fake_grouped import FakeBoard
 from tests.support.fake_nccl import open_fake_nccl
 from tests.support.fake_symmetric import open_fake
@@ -37,7 +37,7 @@ def on_streams(
     kind: str, n: int, body: Callable[[int, Any], Any], *, seed: int | None = None, ring: int = RING, costs: Any = None
 ) -> list[Any]:
     """seed: of the order of streams, and of the calls in which hosts stand; None: they do not."""
-    world = FakeWorld(n, seed=seed or 0, deferred=False, costs=costs, stands=0.0 if seed is None else STANDS)
+    world = FakeWorld(n, seed=seed or 0, deferred=False, costs=costs, stands=seed is not None)
     board = FakeBoard(world)
 
     def main(rank: int, exchange: ExchangeFn) -> Any:

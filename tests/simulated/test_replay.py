@@ -20,7 +20,7 @@ from commfuse_dp.probe import Counters
 from commfuse_dp.transport.base import ExchangeFn, Transport
 from tests.simulated.test_engine import Policy, Slot, data, plain_linear, weights
 from tests.support.copying import CopyingTransport
-from tests.support.fake_device import STANDS, FakeWorld, Watched
+from tests.support.fake_device import FakeWorld, Watched
 from tests.support.fake_symmetric import open_fake
 from tests.support.inproc import Faults, InprocTransport, InprocWorld
 from tests.support.threads import run_ranks
@@ -55,7 +55,7 @@ def changes(seed: int) -> list[dict[str, Any]]:
 
 def opener(kind: str, seed: int) -> Callable[[int, ExchangeFn], Transport]:
     if kind.startswith("device"):
-        devices = FakeWorld(RANKS, seed=seed, deferred=False, stands=STANDS)
+        devices = FakeWorld(RANKS, seed=seed, deferred=False, stands=True)
         return lambda rank, exchange: open_fake(devices, rank, exchange, inbox_bytes=1 << 16, deadline_s=20.0)
     world = InprocWorld(RANKS, inbox_bytes=4096, deadline_s=20.0, faults=Faults(seed=seed, max_delay=2))
     transport = InprocTransport if kind == "in place" else CopyingTransport

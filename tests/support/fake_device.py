@@ -48,7 +48,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from commfuse_dp.device.base import Batch, Device, Event, Span, Stream, Word, as_int32, reached
 
-STANDS = 0.02  # of the calls, where programs are random
+STANDS = 0.02  # share of the calls in which hosts stand
 PATIENCE_S = 20.0  # inline: longest time that a thread stands before the test is given up
 
 
@@ -135,8 +135,7 @@ class FakeWorld:
     slow: frozenset[tuple[int, str]] = frozenset()
     strict: bool = False
     costs: Callable[[FakeStream, str, int], int] | None = None  # (stream, "copy" or torch's operation, bytes) -> ns
-    stands: float = 0.0  # inline: share of a rank's calls in which its host stands until its device has nothing left to do
-    patience_s: float = PATIENCE_S
+    stands: bool = False  # inline: hosts stand at times until their device has nothing left to do
     executed: int = 0
     trace: list[str] = field(default_factory=list)
 
@@ -200,7 +199,7 @@ class FakeWorld:
 
     def drive(self, done: Callable[[], bool]) -> None:
         """Inline: run until `done`, with the calling thread standing."""
-        limit = time.monotonic() + self.patience_s
+        limit = time.monotonic() + PATIENCE_S
         with self.changed:
             while not done():
                 if not self.step():
@@ -453,7 +452,7 @@ class FakeDevice(Device):
         """See [Note: The host may stand] in device/base.py."""
         world = self.world
         with world.changed:
-            if not world.deferred and world.random.random() < world.stands and not _watchdog():
+            if world.stands and not world.deferred and not _watchdog() and world.random.random() < STANDS:
                 with _disable_current_modes():
                     world.drive(lambda: not any(stream.queue for stream in world.streams if stream.rank == self.rank))
 

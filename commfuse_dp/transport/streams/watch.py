@@ -134,7 +134,7 @@ class Watchdog(ABC, Generic[Kind]):
     def _watch_the_watchdog(self) -> None:
         """See [Note: A driver that does not answer]. It counts rounds: a process that was stopped for a while has none."""
         looks, rounds = 0, 0
-        while not self._over.wait(TICK_S):
+        while not self._over.wait(TICK_S) and self._thread.is_alive():
             looks, rounds = self._looks, rounds + 1 if looks == self._looks else 0
             if rounds == 1 + int(self.deadline_s / TICK_S):
                 _log.critical(
