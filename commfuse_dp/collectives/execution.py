@@ -122,7 +122,7 @@ class Execution:
         self._bound = bound
         self._bindings = bindings
         self._device = device
-        self._transport = transport
+        self._transport: Transport = transport  # type: ignore[assignment]  # of a world of one rank it is not asked
         self._call = call
         self._uses = bound.uses.copy()
         self._tensors: list[torch.Tensor | None] = [None] * bound.count
@@ -197,7 +197,6 @@ class Execution:
             elif piece in bound.only_to:
                 inbox = self._reserve_next(piece, patient=patient)
                 if inbox is not None:
-                    assert transport is not None
                     buffer = transport.shaped(inbox, bound.dtypes[piece], bound.shapes[piece])
             if buffer is None:
                 buffer = self._scratch(piece)
@@ -224,7 +223,6 @@ class Execution:
     def _deliver(self, piece: int, message: torch.Tensor) -> None:
         """Send a piece that is made in the peer's inbox."""
         transport, lane = self._transport, self._bound.only_to[piece]
-        assert transport is not None
         peer, passages = self._bound.outgoing[lane]
         tag = tag_of((CHANNEL_COLLECTIVE, self._call, passages[self._sent[lane]].number, 0))
         transport.send((sending_of((peer, tag, message, (), 0)),))
@@ -255,7 +253,6 @@ class Execution:
     def _reserve_next(self, piece: int, *, patient: bool) -> torch.Tensor | None:
         """Room in the peer's inbox if the piece is the next to be sent there; None: it is in the backlog now."""
         transport, lane, backlog = self._transport, self._bound.only_to[piece], self._backlog
-        assert transport is not None
         peer, passages = self._bound.outgoing[lane]
         while True:
             if passages[self._sent[lane]].piece != piece:
@@ -279,7 +276,6 @@ class Execution:
             self._tensors[piece] = None
             if piece in self._held:
                 source, tag = self._held.pop(piece)
-                assert self._transport is not None
                 self._transport.release((source,), tag, more=True)
             elif self._backlog:
                 self._backlog.discard(piece)
@@ -303,7 +299,6 @@ class Execution:
         bound, transport, received = self._bound, self._transport, self._received
         if lane is None:
             return self._await(until)
-        assert transport is not None
         (source, passages), count = bound.incoming[lane], bound.passages_in[lane]
         while (at := received[lane]) < count and most:
             most -= 1
@@ -350,7 +345,6 @@ class Execution:
         bound, transport, sent = self._bound, self._transport, self._sent
         self._stuck = False
         for lane, (peer, passages) in enumerate(bound.outgoing):
-            assert transport is not None
             while (at := sent[lane]) < bound.passages_out[lane]:
                 piece, number, cuts, sizes = passages[at]
                 tensor, part = self._tensors[piece], self._sent_parts[lane]
@@ -389,7 +383,6 @@ class Execution:
         for piece, (source, tag) in list(self._held.items()):
             tensor = self._tensors[piece]
             if source in sources and tensor is not None:
-                assert self._transport is not None
                 self._tensors[piece] = tensor.clone()
                 del self._held[piece]
                 self._transport.release((source,), tag)
@@ -429,7 +422,6 @@ class Execution:
     def _wait(self, ready: Callable[[], bool], peer: int, piece: int, doing: str = "") -> None:
         """doing: what the peer has to do; "": to send the piece."""
         transport, where = self._transport, self._where(piece)
-        assert transport is not None
         doing = doing or f"to send {where.slice}"
         others, steps = progress.callbacks(), steps_of(transport)
 
@@ -456,6 +448,5 @@ class Execution:
         transport.probe.exposed(self._name, start, now_ns())
 
     def _where(self, piece: int) -> Where:
-        assert self._transport is not None
         name = self._bound.pieces[piece].told(self._transport.membership.called)
         return Where(self._name, self._call, name, self._bound.nbytes[piece])

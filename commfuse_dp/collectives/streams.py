@@ -38,7 +38,6 @@ class StreamExecution(Execution):
 
     def run(self) -> None:
         bound, transport = self._bound, self._transport
-        assert transport is not None
         for srcs, number, part, nbytes in bound.expected:
             transport.expect(srcs, tag_of((CHANNEL_COLLECTIVE, self._call, number, part)), nbytes)
         super().run()
@@ -51,7 +50,6 @@ class StreamExecution(Execution):
     def _give_out(self, upto: int = 0) -> None:
         """Enqueue exchanges for as long as what they send is made, and there is room. upto: the first so many at any rate."""
         bound, transport, tensors = self._bound, self._transport, self._tensors
-        assert transport is not None
         while self._next < len(bound.exchanges):
             exchange, piece = bound.exchanges[self._next], bound.leaving[self._next]
             needed = self._next < upto
@@ -70,7 +68,6 @@ class StreamExecution(Execution):
 
     def _send(self, exchange: Exchange, piece: int) -> None:
         bound, transport = self._bound, self._transport
-        assert transport is not None
         dst, _, number, part, *_ = exchange
         message = _NOTHING
         if piece >= 0:
@@ -95,7 +92,6 @@ class StreamExecution(Execution):
 
     def _reserve_next(self, piece: int, *, patient: bool) -> torch.Tensor | None:
         bound, transport = self._bound, self._transport
-        assert transport is not None
         number = bound.leaves_at[piece]
         self._give_out(number)
         exchange = bound.exchanges[number]

@@ -71,28 +71,6 @@ class BoundBackward:
         inbox_views: likewise, what lies in a slot of this rank's inbox, in the dtype of the partials.
     """
 
-    __slots__ = (
-        "deliveries",
-        "divisor",
-        "entries",
-        "fans",
-        "geometry",
-        "in_place",
-        "inbox_views",
-        "kept",
-        "order",
-        "out_dtype",
-        "record",
-        "reduction",
-        "remote",
-        "replicate",
-        "rooms",
-        "slot_views",
-        "sources",
-        "unit",
-        "wide",
-    )
-
     def __init__(
         self,
         unit: Unit,

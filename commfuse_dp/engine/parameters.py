@@ -83,19 +83,6 @@ class Visit:
 class _Reading:
     """How this rank reads and publishes one unit."""
 
-    __slots__ = (
-        "_rank",
-        "by_owner",
-        "forward",
-        "groups",
-        "pulls",
-        "remote_bytes",
-        "remote_forward",
-        "seen",
-        "shards",
-        "viewed",
-    )
-
     def __init__(self, unit: Unit, rank: int, programs: Programs, together: int) -> None:
         """together: bytes of the window, if slices may come together; else 0."""
         self._rank = rank

@@ -8,14 +8,14 @@
 | `ulysses_attention`, `ring_attention` | the sequence, over ranks that have all weights |
 """
 
-from commfuse_dp.ops.attention import (
-    ring_attention,
+from commfuse_dp.ops.attention.reference import (
     ring_attention_reference,
-    row_parallel_attention,
     row_parallel_attention_reference,
-    ulysses_attention,
     ulysses_attention_reference,
 )
+from commfuse_dp.ops.attention.ring import ring_attention
+from commfuse_dp.ops.attention.row_parallel import row_parallel_attention
+from commfuse_dp.ops.attention.ulysses import ulysses_attention
 from commfuse_dp.ops.column_parallel import column_parallel, column_parallel_reference
 from commfuse_dp.ops.functional import fused_linear, fused_linear_reference
 from commfuse_dp.ops.row_parallel import row_parallel, row_parallel_reference

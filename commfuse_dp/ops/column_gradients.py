@@ -11,7 +11,7 @@ from commfuse_dp.collectives.execution import Coming, Leaving
 from commfuse_dp.device.base import WordLike
 from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.pieces import Piece
-from commfuse_dp.ops.sequence import Terms, add_product, place
+from commfuse_dp.ops.sequence import Terms, place, product
 from commfuse_dp.ops.sequence_calls import Column
 from commfuse_dp.ops.whole_sequence import Product, WholeSequence, join
 
@@ -151,7 +151,7 @@ class WeightGradients:
                 torch.sum(columns, dim=(0, 1), dtype=out.dtype, out=out)
                 return
             left = columns.flatten(0, -2) if blocks is None else blocks.pick(columns)
-            add_product(left.t(), right, piece.of(self._sums[i]) if i in self._sums else None, out)
+            product(left.t(), right, piece.of(self._sums[i]) if i in self._sums else None, out)
 
         sharded.scatter(produce)
 

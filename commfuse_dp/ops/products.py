@@ -28,6 +28,7 @@ Triton's kernel adds up in float32 registers and turns to slices as they arrive.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -139,8 +140,8 @@ def _check(weight: torch.Tensor, dtype: torch.dtype, convert: bool) -> None:
         raise RuntimeError(f"linear layer with parameters of dtype {weight.dtype} got an input of dtype {dtype}")
 
 
-class _Columns:
-    """out[:, rows of s] = given @ W_s.T (+ b_s), slice by slice. given: [tokens, columns], out: [tokens, rows]."""
+class _Product:
+    """Of `given` with the weight, slice by slice, to `out`."""
 
     __slots__ = (
         "_bias",
@@ -149,12 +150,15 @@ class _Columns:
         "_given",
         "_joined",
         "_most",
+        "_narrow",
         "_operand",
         "_out",
         "_split",
-        "_with_bias",
+        "_started",
+        "_whole",
         "pending",
     )
+    _sums: ClassVar[bool]  # slices are of what is summed over
 
     def __init__(
         self,
@@ -167,21 +171,31 @@ class _Columns:
         bias: torch.Tensor | None = None,
     ) -> None:
         """with_bias: it comes with the slices. bias: it is here."""
-        self._given, self._out, self._with_bias, self._convert = given, out, with_bias, convert
+        self._given, self._out, self._operand, self._convert = given, out, operand, convert
         self._bias = out.new_empty(out.shape[1]) if with_bias else bias  # an owner's comes with its first slice
-        self._operand = operand
         self._split: _SplitRows | None = None  # from the first piece of a row on
-        self._few, self._most = joining(out.shape[1], out.shape[0])
+        self._few, self._most = joining((given if self._sums else out).shape[1], given.shape[0])
         self._joined: JoinedRows | None = None  # from the first slice of few rows on
-        self.pending = False  # `finish` is still to come
+        self._whole: torch.Tensor | None = None  # sums in a narrow type: all rows
+        self._narrow, self._started = is_narrow(given.dtype), False
+        self.pending = self._sums and self._bias is not None  # `finish` is still to come
+        if self._sums and not given.shape[1]:
+            out.zero_()
+
+
+class _Columns(_Product):
+    """out[:, rows of s] = given @ W_s.T (+ b_s), slice by slice. given: [tokens, columns], out: [tokens, rows]."""
+
+    __slots__ = ()
+    _sums = False
 
     def consume(self, item: ByOwner | None, pieces: Sequence[Piece]) -> None:
         given, dtype = self._given, self._given.dtype
         for piece in pieces:
             part, row, weight, _ = piece
             if part == 1:
-                if self._with_bias:
-                    piece.of(self._bias).copy_(weight)  # type: ignore[arg-type]
+                if self._bias is not None:
+                    piece.of(self._bias).copy_(weight)
                 continue
             count, width = weight.shape
             if weight.dtype != dtype:
@@ -217,47 +231,11 @@ class _Columns:
             self.consume(None, [Piece(0, *self._joined.take())])
 
 
-class _Sum:
+class _Sum(_Product):
     """out = sum over s of given[:, rows of s] @ W_s (+ b). given: [tokens, rows], out: [tokens, columns]."""
 
-    __slots__ = (
-        "_bias",
-        "_convert",
-        "_few",
-        "_given",
-        "_joined",
-        "_most",
-        "_narrow",
-        "_operand",
-        "_out",
-        "_split",
-        "_started",
-        "_whole",
-        "pending",
-    )
-
-    def __init__(
-        self,
-        given: torch.Tensor,
-        out: torch.Tensor,
-        operand: ShardedOperand,
-        *,
-        with_bias: bool,
-        convert: bool,
-        bias: torch.Tensor | None = None,
-    ) -> None:
-        """with_bias: it comes with the slices. bias: it is here."""
-        self._given, self._out, self._convert, self._started = given, out, convert, False
-        self._narrow = is_narrow(given.dtype)
-        self._bias = out.new_empty(out.shape[1]) if with_bias else bias
-        self._whole: torch.Tensor | None = None  # in a narrow type: all rows
-        self._few, self._most = joining(given.shape[1], given.shape[0])
-        self._joined: JoinedRows | None = None  # from the first slice of few rows on
-        self._operand = operand
-        self._split: _SplitRows | None = None  # from the first piece of a row on
-        self.pending = self._bias is not None  # `finish` is still to come
-        if not given.shape[1]:
-            out.zero_()
+    __slots__ = ()
+    _sums = True
 
     def consume(self, item: ByOwner | None, pieces: Sequence[Piece]) -> None:
         given, out, dtype = self._given, self._out, self._given.dtype

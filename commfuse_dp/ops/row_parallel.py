@@ -46,7 +46,6 @@ from commfuse_dp.ops.sequence import (
     GraphPlace,
     Ranks,
     Terms,
-    add_product,
     agree_on,
     beside,
     check_dim,
@@ -54,6 +53,7 @@ from commfuse_dp.ops.sequence import (
     find_call,
     place,
     place_of,
+    product,
     product_from,
     product_to,
     remember,
@@ -200,7 +200,7 @@ def _leave(
             out.copy_(piece.of(db))
             return
         left = grads[:, piece.row_start : piece.row_start + out.shape[0]].t()
-        add_product(left, inputs, None if dw is None else piece.of(dw), out)
+        product(left, inputs, None if dw is None else piece.of(dw), out)
 
     sharded.scatter(produce)
 

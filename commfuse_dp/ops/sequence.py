@@ -157,24 +157,14 @@ def place(rows: torch.Tensor, whole: torch.Tensor, blocks: Blocks) -> None:
         block.copy_(region.rows_of(rows).view(block.shape))
 
 
-def product(rows: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    """out = rows @ right (+ bias); of another dtype than the operands: converted once, at the end."""
-    if out.dtype != rows.dtype:
-        out.copy_(rows @ right if bias is None else torch.addmm(bias, rows, right))
-    elif bias is None:
-        torch.mm(rows, right, out=out)
-    else:
-        torch.addmm(bias, rows, right, out=out)
-
-
-def add_product(left: torch.Tensor, right: torch.Tensor, added: torch.Tensor | None, out: torch.Tensor) -> None:
+def product(left: torch.Tensor, right: torch.Tensor, added: torch.Tensor | None, out: torch.Tensor) -> None:
     """out = left @ right (+ added); of another dtype than the operands: converted once, at the end."""
-    if added is None:
-        product(left, right, None, out)
-    elif out.dtype == left.dtype:
-        torch.addmm(added, left, right, out=out)
+    if out.dtype != left.dtype:
+        out.copy_(left @ right if added is None else torch.addmm(added, left, right))
+    elif added is None:
+        torch.mm(left, right, out=out)
     else:
-        out.copy_(torch.addmm(added, left, right))
+        torch.addmm(added, left, right, out=out)
 
 
 class Terms:

@@ -204,7 +204,7 @@ def test_hosts_that_stand_do_not_wait_for_each_other(monkeypatch, mistake):
         self._window = window
 
     if mistake:
-        monkeypatch.setattr(fake_device, "PATIENCE_S", 2.0)
+        monkeypatch.setattr(fake_device, "PATIENCE_S", 1.0)
         monkeypatch.setattr(ParameterStream, "start", hasty)
     for seed in range(4):  # of the odd ones every call stands: work runs in the order of the calls
         monkeypatch.setattr(fake_device, "STANDS", 1.0 if seed % 2 else 0.5)
