@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from commfuse_dp.device.base import as_int32
 from commfuse_dp.kernels import tiles
 from commfuse_dp.kernels.device_code import (
     FIELDS,
@@ -39,7 +40,7 @@ from commfuse_dp.kernels.device_code import (
     slice_pointer,
     store_tile,
 )
-from commfuse_dp.kernels.launching import check_operand, check_output, dense, epoch_argument, launch, plan_of, strides
+from commfuse_dp.kernels.launching import check_operand, check_output, dense, launch, plan_of, strides
 from commfuse_dp.kernels.table import SliceTable
 from commfuse_dp.kernels.tiles import Problem, TileConfig
 
@@ -167,6 +168,6 @@ def gemm_dgrad(
     plan = plan_of(problem, config, table.alignments, table.has_exact, dy.device)
     arguments = (
         *(dy, dx, table.lines, dy.shape[0], table.columns, plan.tiles, plan.steps),
-        *(*strides(problem, dy, dx), dy.shape[1], epoch_argument(epoch)),
+        *(*strides(problem, dy, dx), dy.shape[1], as_int32(epoch)),
     )
     launch(dgrad_kernel, arguments, plan, programs)

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from commfuse_dp.device.base import as_int32
 from commfuse_dp.kernels import tiles
 from commfuse_dp.kernels.device_code import (
     BIAS,
@@ -43,7 +44,6 @@ from commfuse_dp.kernels.launching import (
     check_operand,
     check_output,
     dense,
-    epoch_argument,
     launch,
     plan_of,
     strides,
@@ -175,6 +175,6 @@ def gemm_forward(
     plan = plan_of(problem, config, table.alignments, table.has_exact, x.device)
     arguments = (
         *(x, y, table.lines, row_bias, x.shape[0], table.columns, plan.tiles),
-        *(*strides(problem, x, y), epoch_argument(epoch)),
+        *(*strides(problem, x, y), as_int32(epoch)),
     )
     launch(forward_kernel, arguments, plan, programs)

@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
+from commfuse_dp.device.base import as_int32
 from commfuse_dp.kernels import tiles
 from commfuse_dp.kernels.device_code import (
     FIELDS,
@@ -43,7 +44,7 @@ from commfuse_dp.kernels.device_code import (
     store_tile,
     write_word,
 )
-from commfuse_dp.kernels.launching import check_operand, dense, epoch_argument, launch, plan_of, strides
+from commfuse_dp.kernels.launching import check_operand, dense, launch, plan_of, strides
 from commfuse_dp.kernels.table import SliceTable
 from commfuse_dp.kernels.tiles import Problem, TileConfig
 
@@ -152,6 +153,6 @@ def gemm_wgrad(
     plan = plan_of(problem, config, table.alignments, False, dy.device)
     arguments = (
         *(dy, x, table.lines, table.counters, dy.shape[0], table.columns, plan.tiles),
-        *(*strides(problem, dy, x), dy.shape[1], epoch_argument(epoch)),
+        *(*strides(problem, dy, x), dy.shape[1], as_int32(epoch)),
     )
     launch(wgrad_kernel, arguments, plan, programs)

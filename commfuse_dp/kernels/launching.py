@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from commfuse_dp.device.base import as_int32
 from commfuse_dp.kernels import tiles
 from commfuse_dp.kernels.device_code import INTERPRETED, TYPES
 from commfuse_dp.kernels.table import Alignments, SliceTable
@@ -20,16 +19,6 @@ from commfuse_dp.kernels.tiles import Problem, TileConfig
 @lru_cache(maxsize=64)
 def _multiprocessors(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
-
-
-@lru_cache(maxsize=64)
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
-
-
-def capability_of(device: torch.device) -> tuple[int, int]:
-    """Compute capability; the interpreter can do what the newest can."""
-    return _capability(device.index or 0) if device.type == "cuda" else (9, 0)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,35 +32,32 @@ def strides(problem: Problem, first: torch.Tensor, second: torch.Tensor) -> tupl
     return first.stride(int(turned_first)), second.stride(int(turned_second))
 
 
-def refuse(problem: str) -> None:
-    raise ValueError(problem)
-
-
 def check_operand(name: str, tensor: torch.Tensor, table: SliceTable, columns: int | None, dtype: torch.dtype | None) -> None:
     """A matrix on the table's device, at least `columns` wide if given. Raises ValueError."""
     if tensor.dim() != 2 or (columns is not None and tensor.shape[1] < columns):
-        refuse(f"{name} of shape {tuple(tensor.shape)}: give a matrix of at least {columns} columns")
+        raise ValueError(f"{name} of shape {tuple(tensor.shape)}: give a matrix of at least {columns} columns")
     if tensor.device != table.device:
-        refuse(f"{name} is on {tensor.device}, the slices are on {table.device}")
+        raise ValueError(f"{name} is on {tensor.device}, the slices are on {table.device}")
     if tensor.dtype not in tiles.DTYPES or (dtype is not None and tensor.dtype != dtype):
         allowed = [dtype] if dtype is not None else list(tiles.DTYPES)
-        refuse(f"{name} of {tensor.dtype}: allowed here: {', '.join(map(str, allowed))}")
+        raise ValueError(f"{name} of {tensor.dtype}: allowed here: {', '.join(map(str, allowed))}")
 
 
 def check_output(name: str, tensor: torch.Tensor, table: SliceTable, columns: int) -> None:
     """As check_operand; it is written where it lies, so columns or rows must be dense."""
     check_operand(name, tensor, table, columns, None)
     if not tiles.is_dense(tensor):
-        refuse(f"{name} with strides {tensor.stride()}: give dense columns or dense rows")
+        raise ValueError(f"{name} with strides {tensor.stride()}: give dense columns or dense rows")
 
 
 def settle(problem: Problem, config: TileConfig | None, device: torch.device) -> TileConfig:
     """The given configuration, if it can serve the problem, or the default one. Raises ValueError."""
-    capability = capability_of(device)
+    # The interpreter can do what the newest can.
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     if config is None:
         return tiles.default(problem, capability)
     if config.tma and not tiles.supports_tma(problem, config, capability):
-        refuse(
+        raise ValueError(
             f"{problem.op} with {config}: TMA needs sm_90 (this is sm_{capability[0]}{capability[1]}), operands at multiples "
             f"of 16 bytes, none of them empty, and in dgrad slices of multiples of {config.block_k} rows (these: "
             f"{problem.rows}); take a configuration without tma"
@@ -154,8 +140,3 @@ def common_constants(problem: Problem, config: TileConfig) -> dict[str, Any]:
             for name, value in zip(tiles.OPERANDS[problem.op], problem.transposed, strict=True)
         },
     }
-
-
-def epoch_argument(epoch: int) -> int:
-    """Epochs count on for ever; words are int32 and compared cyclically."""
-    return as_int32(epoch)

@@ -7,32 +7,19 @@ alike, stock or with CommFuse.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import TracebackType
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from commfuse_dp.device.base import Event
 from commfuse_dp.ops.on_demand import OnDemandTensor
 from commfuse_dp.probe import COMPUTE, Probe, now_ns
 
 
-class _Hooks:
-    """Hooks that live as long as the context."""
-
-    def __init__(self) -> None:
-        self._handles: list[RemovableHandle] = []
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-
-class ModuleSpans(_Hooks):
+class ModuleSpans(ExitStack):
     """Spans `NAME forward` and `NAME backward` on the compute lane, for the given modules (their waits lie within).
 
     On a GPU by events: the time in which the stream did it, not that in which the host enqueued it."""
@@ -46,12 +33,13 @@ class ModuleSpans(_Hooks):
     def __enter__(self) -> ModuleSpans:
         for name, module in self.modules:
             forward, backward = f"{name} forward", f"{name} backward"
-            self._handles += [
+            for handle in (
                 module.register_forward_pre_hook(self._start(forward)),
                 module.register_forward_hook(self._end(forward)),
                 module.register_full_backward_pre_hook(self._start(backward)),
                 module.register_full_backward_hook(self._end(backward)),
-            ]
+            ):
+                self.callback(handle.remove)
         return self
 
     def _start(self, name: str) -> Callable[..., None]:
@@ -69,7 +57,7 @@ class ModuleSpans(_Hooks):
         return hook
 
 
-class UnshardedPeak(_Hooks):
+class UnshardedPeak(ExitStack):
     """Most unsharded weight bytes held at one time, looked at whenever a leaf module starts its forward or ends its backward.
 
     Counts the parameters that FSDP2 has replaced by full tensors (a sharded one is a DTensor), each once, plus what `window`
@@ -86,10 +74,10 @@ class UnshardedPeak(_Hooks):
     def __enter__(self) -> UnshardedPeak:
         for module in self.model.modules():
             if not any(True for _ in module.children()):
-                self._handles.append(module.register_forward_pre_hook(self._look))
+                self.callback(module.register_forward_pre_hook(self._look).remove)
         for parameter in self.model.parameters():
             if parameter.requires_grad:
-                self._handles.append(parameter.register_hook(self._look))
+                self.callback(parameter.register_hook(self._look).remove)
         return self
 
     def _look(self, *_: Any) -> None:
