@@ -32,7 +32,7 @@ class FakeBallot(Ballot):
 def die(transport: NcclTransport) -> None:
     """End a rank without a word: its thread goes, its streams stop. Also for ranks whose test has failed on purpose."""
     transport._core.closed = True
-    transport._core.watch._stopping = True
+    transport._core.watch._stopping.set()
     forget(transport)
 
 

@@ -127,7 +127,7 @@ def dying(transport: Transport) -> Iterator[None]:
 def die(transport: Transport) -> None:
     """End a rank without a goodbye, as kill -9 does: its thread and its sockets go, its streams stop."""
     watch = transport._watch  # type: ignore[attr-defined]
-    watch._stopping = True
+    watch._stopping.set()
     if watch._thread is not threading.current_thread():
         watch._thread.join()
     transport._channel.close()  # type: ignore[attr-defined]

@@ -143,7 +143,7 @@ class ExchangeWatch(Watchdog[Step]):
         while self.failure is None and not self.all_compared and time.monotonic() < limit:
             self._wake.set()
             time.sleep(0.001)
-        self._stopping = True
+        self._stopping.set()
         self._wake.set()
         super().stop()
 
@@ -195,7 +195,7 @@ class ExchangeWatch(Watchdog[Step]):
             rows = poll()
         except RuntimeError as error:
             text = str(error).splitlines()[0][:300]
-            if not self._stopping:
+            if not self._stopping.is_set():
                 self.fail(PeerLostError, -1, f"rank {self.called(self.rank)} lost a peer (transport {self._name}): {text}")
             return
         if rows is None:

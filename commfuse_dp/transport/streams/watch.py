@@ -86,9 +86,8 @@ class Watchdog(ABC, Generic[Kind]):
         self._queues: dict[Hashable, deque[Kind]] = {}
         self._spoiled = False
         self._lock = threading.RLock()
-        self._stopping = False
-        self._looks = 0  # that have begun
-        self._over = threading.Event()
+        self._stopping = threading.Event()
+        self._asking: object | None = None  # one for each round in which the driver is asked; None: in between
         self._thread = threading.Thread(target=self._watch, name=f"commfuse-watchdog-{rank}", daemon=True)
         self._second = threading.Thread(target=self._watch_the_watchdog, name=f"commfuse-second-{rank}", daemon=True)
 
@@ -121,8 +120,7 @@ class Watchdog(ABC, Generic[Kind]):
 
     def stop(self) -> None:
         """End the thread."""
-        self._stopping = True
-        self._over.set()
+        self._stopping.set()
         self._thread.join(timeout=10.0)
         self._second.join(timeout=10.0)
 
@@ -133,9 +131,10 @@ class Watchdog(ABC, Generic[Kind]):
 
     def _watch_the_watchdog(self) -> None:
         """See [Note: A driver that does not answer]. It counts rounds: a process that was stopped for a while has none."""
-        looks, rounds = 0, 0
-        while not self._over.wait(TICK_S) and self._thread.is_alive():
-            looks, rounds = self._looks, rounds + 1 if looks == self._looks else 0
+        before, rounds = None, 0
+        while not self._stopping.wait(TICK_S):
+            asking = self._asking
+            before, rounds = asking, rounds + 1 if asking is not None and asking is before else 0
             if rounds == 1 + int(self.deadline_s / TICK_S):
                 _log.critical(
                     "rank %d, transport %s: the driver has not answered for %g s. A call of this process stands until the "
@@ -148,11 +147,11 @@ class Watchdog(ABC, Generic[Kind]):
                 )
 
     def _watch(self) -> None:
-        while not self._stopping:
-            self._looks += 1
+        while not self._stopping.is_set():
             try:
                 failed = self.failure is not None
                 self._rest(self.release_s if failed else min(TICK_S, self.deadline_s / 4))
+                self._asking = object()
                 if failed:  # a round later: a peer's end may be heard of from others first
                     self.release()
                 elif self.failure is None:
@@ -161,9 +160,11 @@ class Watchdog(ABC, Generic[Kind]):
                 text = f"rank {self.called(self.rank)}, transport {self._name}: {type(error).__name__}: {error}"
                 with contextlib.suppress(Exception):  # such a device cannot be spoiled, either
                     self.fail(TransportError, -1, text)
-                if self._stopping:
+                if self._stopping.is_set():
                     return
                 time.sleep(self.release_s)
+            finally:
+                self._asking = None
 
     @abstractmethod
     def _rest(self, seconds: float) -> None:

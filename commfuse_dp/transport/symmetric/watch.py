@@ -212,7 +212,7 @@ class WordWatch(Watchdog[Wait], Receiver):
 
     def lost(self, src: int, reason: str) -> None:
         self._gone.add(src)
-        if src not in self.departed and not self._stopping:
+        if src not in self.departed and not self._stopping.is_set():
             self._lost(src, reason)
 
     def _lost(self, culprit: int, reason: str) -> None:
