@@ -25,6 +25,7 @@ from benchmarks.gpu.shapes import Kind, Shape
 from commfuse_dp.kernels import by_slices
 from commfuse_dp.kernels.inbox_sum import inbox_sum, inbox_sum_reference
 from commfuse_dp.kernels.publish import publish
+from commfuse_dp.kernels.table import SliceEntry
 from commfuse_dp.kernels.tiles import Pass
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -158,13 +159,18 @@ def _backends(
         return
     from commfuse_dp.device.cuda import CudaDevice
 
-    product.by_slices()(0)  # loads its kernels: see [Note: The host may stand] in device/base.py; slices come behind the calls
+    # Slices come behind the calls, so no call may stand ([Note: The host may stand] in device/base.py): kernels are loaded.
+    product.by_slices(by_slices.Words(_nothing, _nothing))(0)
     yield "slices", product.by_slices(by_slices.words_of(CudaDevice(product.device))), slices_allowed
     if cell.all_tiles:
         for config in candidates(product, torch.cuda.get_device_capability()):
             yield f"kernel {config}", product.by_kernel(config), allowed
     else:
         yield "kernel", product.by_kernel(None), allowed
+
+
+def _nothing(entry: SliceEntry, epoch: int) -> None:
+    return
 
 
 def _run(product: Product, call: Any) -> torch.Tensor:

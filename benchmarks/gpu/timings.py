@@ -36,6 +36,7 @@ ROUNDS = 15
 TRIAL_ROUNDS = 3  # of each tile configuration
 MOST_CANDIDATES = 6  # the likeliest; each costs seconds of compilation the first time
 SPREAD = 0.9  # the last slice comes at this part of the GEMM's time
+SUMMED = 4096 * 14336  # elements of a gradient
 HOST_CALLS = 150
 HOST_STEPS = 20  # of a model of up to 64 layers
 STANDING_S = 2.0  # the device stands that long at most while the host's calls are timed
@@ -213,10 +214,9 @@ def product_targets(rows: Iterable[Row]) -> list[tuple[str, float, float, bool]]
 
 # ---- memory-bound kernels ------------------------------------------------------------------------------------------------
 def sums(report: Reporter, clock: GpuClock, bandwidth: float) -> None:
-    """A gradient of 4096 x 14336 elements, its partials in bfloat16."""
-    shares = []
+    """A gradient, its partials in bfloat16."""
+    shares, numel = [], SUMMED
     for ranks, accumulate in ((2, False), (4, False), (8, False), (8, True)):
-        numel = 4096 * 14336
         partials = [torch.randn(numel, device=clock.device).bfloat16() for _ in range(ranks)]
         out = torch.zeros(numel, device=clock.device)
         nbytes = ranks * numel * 2 + numel * 4 * (2 if accumulate else 1)

@@ -190,6 +190,7 @@ def test_a_mistake_is_a_race(monkeypatch, mistake, kernels):
         run_on_device(case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", [False, True])
 def test_hosts_that_stand_do_not_wait_for_each_other(monkeypatch, mistake):
     """See [Note: The host may stand] in device/base.py. Mistake: slices are asked for before own parameters are published."""
