@@ -22,20 +22,21 @@ def calls(world_size, **settings):
         return tuple(map(dict, overhead.run(world_size, LAYERS, 1, NullDevice, **settings)[1]))
 
 
-# All is published before slices are asked for, so one wait for an owner's last word serves; the window is filled then.
+# The beginning fills the window. Its slices are awaited one by one, as they may be there before their owner's last; behind them
+# one wait for an owner's last word serves.
 # Slices that come together: one batch of copies and one call for words, however many. A product: the mark behind it, and the
 # wait for the window's buffers that came back with another mark than the last ones. Backward: dgrad's slices that the window
 # did not keep over the turn, as in forward; partials, a batch of copies and one call for their words; one more call for the
 # first, one for all that are received and one for credit; marks and waits between the streams of compute, sends and sums.
 EXPECTED = {
     2: (
-        {"record": 3, "wait_event": 9, "words": 12, "copy": 8},
-        {"record": 12, "wait_event": 4, "words": 4, "copy": 4},
+        {"record": 3, "wait_event": 9, "words": 19, "copy": 8},
+        {"record": 13, "wait_event": 4, "words": 5, "copy": 4},
         {"record": 61, "wait_event": 37, "words": 52, "copy": 16},
     ),
     8: (
-        {"record": 3, "wait_event": 5, "words": 8, "copies": 4},
-        {"record": 12, "wait_event": 8, "words": 8, "copies": 8},
+        {"record": 3, "wait_event": 5, "words": 11, "copies": 4},
+        {"record": 13, "wait_event": 8, "words": 9, "copies": 8},
         {"record": 61, "wait_event": 45, "words": 56, "copies": 20},
     ),
 }
@@ -51,7 +52,7 @@ def test_calls_of_twelve_layers(world_size, expected):
 
 def test_ranks_on_one_gpu_have_no_words_between_copies():
     _, forward, backward = calls(8, kernels_may_wait=False)
-    assert forward == {"record": 20, "wait_event": 17, "copies": 8}
+    assert forward == {"record": 20, "wait_event": 17, "words": 1, "copies": 8}
     assert backward == {"record": 69, "wait_event": 56, "words": 48, "copies": 20}
 
 

@@ -84,7 +84,8 @@ class Windows(Transport):
         self._awaited: dict[tuple[int, int], int] = {}  # (owner, key), -1 for all -> epoch that "gather" waits for
         self._complete_awaited = 0, 0  # epoch, and of how many peers "gather" waits for all that they publish in it
         self._all_awaited = 0  # the latest epoch of which that is so for all peers
-        self._complete = 0  # this rank has published all of this epoch
+        self._all_published = 0  # epoch of which this rank has published all
+        self._complete = 0  # the same once it has pulled: the first slices may be there before their owners' last
         self._sources: dict[tuple[int, int, int, int], _Source] = {}  # (owner, key, start, nbytes)
         self._signals: list[torch.Tensor] = []
         self._behind: Event | None = None  # the event that "gather" was made to wait for last
@@ -116,7 +117,7 @@ class Windows(Transport):
         check_publications(self, keys, epoch, self._published, readers)
         self._published.update(dict.fromkeys(keys, epoch))
         if last:
-            self._complete = epoch
+            self._all_published = epoch
         places = [self._place(core.rank, key) for key in (*keys, *((-1,) if last else ()))]
         core.hold(stream, [(pad, place, epoch) for place in places for pad in self._pads], more=False)
 
@@ -203,6 +204,7 @@ class Windows(Transport):
                 batch.copy_all(spans)
         finally:
             batch.submit()
+        self._complete = self._all_published
         core.probe.counters.param_bytes_received += received
         if wait is not None or spans:
             landed = core.behind(gather, wait)
