@@ -153,9 +153,6 @@ def conditions(device: str, kernels: str) -> str:
 class UnwaitingBatch(CudaBatch):
     __slots__ = ()
 
-    def wait(self, pad: torch.Tensor, place: int, value: int, *, exact: bool = False) -> None:
-        super().wait(pad, place, 0, exact=exact)
-
     def wait_all(self, words: Sequence[WordLike], *, exact: bool = False) -> None:
         super().wait_all([(pad, place, 0) for pad, place, _ in words], exact=exact)
 

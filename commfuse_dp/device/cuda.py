@@ -397,7 +397,7 @@ class CudaBatch(Batch):
         self._cuda.copy_many(self._cuda_stream, to, at, [span[4] for span in spans])
 
     def wait(self, pad: torch.Tensor, place: int, value: int, *, exact: bool = False) -> None:
-        self._hold(((pad, place, value),), self._cuda.flags(exact))
+        self.wait_all(((pad, place, value),), exact=exact)
 
     def write(self, pad: torch.Tensor, place: int, value: int) -> None:
         self.write_all(((pad, place, value),))

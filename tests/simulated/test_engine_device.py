@@ -28,8 +28,9 @@ from commfuse_dp.kernels.table import SliceTable
 from commfuse_dp.transport.base import ExchangeFn, Transport
 from tests.simulated.test_engine import Step, base_case, cases, run_program
 from tests.support import fake_device
-from tests.support.fake_device import FakeWorld, Race, Stuck, Watched
+from tests.support.fake_device import FakeWorld, Race, Stuck
 from tests.support.fake_symmetric import open_fake
+from tests.support.watched import Watched
 
 
 def run_on_device(case: dict[str, Any], **settings: Any) -> None:

@@ -18,9 +18,10 @@ from tests.simulated.test_engine import Policy, base_case, cases, run_program
 from tests.simulated.test_engine_hierarchical import run_steps
 from tests.support import fake_device
 from tests.support.cells import slow
-from tests.support.fake_device import FakeDevice, FakeWorld, Race, Watched
+from tests.support.fake_device import FakeDevice, FakeWorld, Race
 from tests.support.hosts import DeviceHosts, shuffled_hosts
 from tests.support.threads import run_ranks
+from tests.support.watched import Watched
 
 
 def run_on_hosts(case: dict[str, Any]) -> None:

@@ -29,10 +29,11 @@ from commfuse_dp.transport.grouped.transport import Brought, NcclTransport
 from commfuse_dp.transport.streams.staging import StagingRing
 from tests.simulated.test_engine import Policy, Slot, Step, base_case, cases, data, expected, run_program, weights
 from tests.support.cells import slow
-from tests.support.fake_device import FakeWorld, Race, Stuck, Watched
+from tests.support.fake_device import FakeWorld, Race, Stuck
 from tests.support.fake_grouped import FakeBoard, Unmatched
 from tests.support.fake_nccl import die, open_fake_nccl
 from tests.support.threads import run_ranks
+from tests.support.watched import Watched
 
 
 def run_lockstep(case: dict[str, Any], **settings: Any) -> FakeBoard:

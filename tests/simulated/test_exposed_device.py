@@ -23,9 +23,10 @@ from commfuse_dp.observe import SpanRecorder, StepMeter
 from commfuse_dp.ops.linear import fused_linear
 from commfuse_dp.probe import COMPUTE, RECEIVE, SEND, WAIT
 from tests.simulated.test_engine import Policy, Slot, data, weights
-from tests.support.fake_device import FakeStream, FakeWorld, Watched
+from tests.support.fake_device import FakeStream, FakeWorld
 from tests.support.fake_symmetric import open_fake
 from tests.support.threads import ExchangeFn, run_ranks
+from tests.support.watched import Watched
 
 C, T, S = 1000, 5000, 3000
 

@@ -29,7 +29,7 @@ from tests.parity.tensor_parallel.block import batch, parallelize, whole
 from tests.parity.tensor_parallel.test_tensor_layers import alike
 from tests.parity.tensor_parallel.test_tensor_parallel import full
 from tests.support import fake_nccl, fake_symmetric
-from tests.support.fake_device import FakeWorld, Race, Watched
+from tests.support.fake_device import FakeWorld, Race
 from tests.support.fake_grouped import FakeBoard
 from tests.support.fake_nccl import open_fake_nccl
 from tests.support.fake_symmetric import open_fake
@@ -37,6 +37,7 @@ from tests.support.serving import applied
 from tests.support.threaded_groups import as_threads
 from tests.support.threads import Gathering
 from tests.support.versions import NEEDS_THREADS
+from tests.support.watched import Watched
 
 pytestmark = NEEDS_THREADS
 RING = 1 << 14

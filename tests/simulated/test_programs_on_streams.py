@@ -23,11 +23,12 @@ from commfuse_dp.transport.symmetric.core import Core
 from tests.conformance.collectives.worlds import left_fold, rows
 from tests.conformance.sequence import test_sequence_ops as sequence
 from tests.support import fake_nccl, fake_symmetric
-from tests.support.fake_device import FakeWorld, Race, Watched
+from tests.support.fake_device import FakeWorld, Race
 from tests.support.fake_grouped import FakeBoard
 from tests.support.fake_nccl import open_fake_nccl
 from tests.support.fake_symmetric import open_fake
 from tests.support.threads import ExchangeFn, run_ranks
+from tests.support.watched import Watched
 
 KINDS = ("symmetric", "nccl")
 RING = 1 << 12

@@ -20,10 +20,11 @@ from commfuse_dp.probe import Counters
 from commfuse_dp.transport.base import ExchangeFn, Transport
 from tests.simulated.test_engine import Policy, Slot, data, plain_linear, weights
 from tests.support.copying import CopyingTransport
-from tests.support.fake_device import FakeWorld, Watched
+from tests.support.fake_device import FakeWorld
 from tests.support.fake_symmetric import open_fake
 from tests.support.inproc import Faults, InprocTransport, InprocWorld
 from tests.support.threads import run_ranks
+from tests.support.watched import Watched
 
 RANKS, LAYERS, STEPS = 3, 3, 12
 KINDS = ("in place", "copying", "device", "device, small window")

@@ -36,9 +36,10 @@ from commfuse_dp.ops.linear import fused_linear, replicated_linear
 from commfuse_dp.program.layout import chunk_bounds
 from commfuse_dp.transport.base import ExchangeFn, Transport
 from tests.support.cells import slow
-from tests.support.fake_device import FakeDevice, FakeStream, FakeWorld, Race, Watched
+from tests.support.fake_device import FakeDevice, FakeStream, FakeWorld, Race
 from tests.support.fake_symmetric import dying, open_fake
 from tests.support.threads import run_ranks
+from tests.support.watched import Watched
 
 LAYERS, SHARED, SCALE, RATE = 4, 1, 8.0, 0.01  # layer SHARED's weight is read by other code, too
 HERE = threading.local()  # .device: of the rank whose thread it is

@@ -93,9 +93,9 @@ def on_cuda(found):
     class Answering(cuda.Recorder):
         def __getattr__(self, name):
             call = super().__getattr__(name)
-            return (
-                call if not name.startswith("cuStream") else lambda *arguments: self._words(name, arguments) or call(*arguments)
-            )
+            if not name.startswith("cuStream"):
+                return call
+            return lambda *arguments: self._words(name, arguments) or call(*arguments)
 
         def _words(self, name, arguments):
             if name == "cuStreamBatchMemOp":

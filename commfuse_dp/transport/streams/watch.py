@@ -119,7 +119,7 @@ class Watchdog(ABC, Generic[Kind]):
             self.news.set()
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the threads."""
         self._stopping.set()
         self._thread.join(timeout=10.0)
         self._second.join(timeout=10.0)
