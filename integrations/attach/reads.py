@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -154,26 +154,12 @@ class _Whole(dict):  # type: ignore[type-arg]
         del self._held[name]
         super().__delitem__(name)
 
-    def pop(self, name: str, *default: Any) -> Any:
-        self._held.pop(name, *default)
-        return super().pop(name, *default)
-
     def popitem(self) -> tuple[str, Any]:
         name = next(reversed(self))
         return name, self.pop(name)
 
-    def clear(self) -> None:
-        self._held.clear()
-        super().clear()
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            self[name] = default
-        return self[name]
-
-    def update(self, *others: Any, **named: Any) -> None:
-        for name, value in dict(*others, **named).items():
-            self[name] = value
+    # dict's own ways do not go through the two above
+    pop, clear, setdefault, update = MutableMapping.pop, MutableMapping.clear, MutableMapping.setdefault, MutableMapping.update
 
     def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
         self.update(other)

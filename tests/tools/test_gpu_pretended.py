@@ -5,7 +5,6 @@ Numbers mean nothing here. What is seen is that every line runs, what is asked o
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Any
 
@@ -23,44 +22,7 @@ from commfuse_dp.kernels import by_slices, tiles
 from commfuse_dp.kernels.inbox_sum import inbox_sum
 from commfuse_dp.kernels.publish import PublishPlan
 from commfuse_dp.kernels.tiles import TileConfig
-
-HOST = torch.device("cpu")
-
-
-class PretendedEvent:
-    def __init__(self, enable_timing: bool) -> None:
-        self.at = 0.0
-
-    def record(self) -> None:
-        self.at = time.perf_counter()
-
-    def elapsed_time(self, end: PretendedEvent) -> float:
-        return 1e3 * max(end.at - self.at, 1e-6)
-
-
-class PretendedCuda:
-    Event = PretendedEvent
-
-    @staticmethod
-    def synchronize(device: object = None) -> None:
-        return
-
-    @staticmethod
-    def get_device_capability(device: object = None) -> tuple[int, int]:
-        return 9, 0
-
-
-class PretendedTorch:
-    cuda = PretendedCuda
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def device(self, *names: object) -> torch.device:
-        return HOST
-
-    def empty(self, *shape: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
-        return torch.empty(*shape, **more)
+from tests.support.pretended_cuda import HOST, PretendedTorch
 
 
 class AtOnce(NullDevice):
