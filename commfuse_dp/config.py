@@ -110,7 +110,8 @@ class CommFuseConfig(BaseModel):
             lines = []
             for item in error.errors():
                 key = ".".join(str(part) for part in item["loc"]) or "?"
-                lines.append(f"{key}={item.get('input')!r}: {item['msg']}")
+                wanted = 'a list of names is wanted: ["lm_head"]' if item["type"] == "tuple_type" else item["msg"]
+                lines.append(f"{key}={item.get('input')!r}: {wanted}")
             raise ConfigError("bad CommFuse setting: " + "; ".join(lines)) from None
 
     @classmethod

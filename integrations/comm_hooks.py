@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.attach.fingerprint import check_equal
 from commfuse_dp.integrations.attach.ranks import Ranks
-from commfuse_dp.integrations.attach.report import ParameterRow
+from commfuse_dp.integrations.attach.report import FROZEN, ParameterRow
 from commfuse_dp.integrations.attach.transaction import Transaction
 from torch import nn
 
@@ -151,9 +151,6 @@ class CollectiveThread:
                     # Nothing can follow on it. Of what the transport itself raised the peers know.
                     self.transport.close("" if isinstance(job.error, TransportError) else str(job.error))
             del item, job, then  # do not hold tensors while waiting for the next job
-
-
-FROZEN = "frozen: it has no gradient"
 
 
 @dataclass(eq=False, repr=False)
@@ -366,7 +363,6 @@ def _default_group() -> dist.ProcessGroup:
 
 
 __all__ = [
-    "FROZEN",
     "SUMMABLE",
     "CollectiveThread",
     "HookReport",

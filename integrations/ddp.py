@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from commfuse_dp.integrations.attach.report import ParameterRow
+from commfuse_dp.integrations.attach.report import FROZEN, ParameterRow
 from commfuse_dp.integrations.comm_hooks import (
-    FROZEN,
     SUMMABLE,
     HookReport,
     HookState,

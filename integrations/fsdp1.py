@@ -28,9 +28,8 @@ from typing import Any
 
 import torch
 from commfuse_dp.integrations import fsdp1_compat as compat
-from commfuse_dp.integrations.attach.report import ParameterRow
+from commfuse_dp.integrations.attach.report import FROZEN, ParameterRow
 from commfuse_dp.integrations.comm_hooks import (
-    FROZEN,
     SUMMABLE,
     HookReport,
     HookState,

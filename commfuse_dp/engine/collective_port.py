@@ -124,8 +124,10 @@ class PendingAllGather(dist.distributed_c10d.Work):
 class CollectivePort:
     """All-gather and reduce-scatter of equal, padded shards over the engine's transport. All ranks call alike."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, whose: str, fix: str) -> None:
+        """whose, fix: of the framework, for errors: "an FSDP2 group", and what is to be done after a step that was broken off."""
         self._engine = engine
+        self._whose, self._fix = whose, fix
         self.transport = engine.transport
         self.rank, self.world_size = engine.rank, engine.world_size
         self.order = flat_order(engine.config)
@@ -235,8 +237,7 @@ class CollectivePort:
         if messages.lost:
             here = self.transport.membership.called(self.rank)
             raise BrokenStepError(
-                f"rank {here}: an {messages.what} of an FSDP2 group was not completed: {messages.lost}. Call "
-                "reset_iter_state() on the root module after a step that was broken off, on all ranks.",
+                f"rank {here}: an {messages.what} of {self._whose} was not completed: {messages.lost}. {self._fix}",
                 rank=here,
                 peer=here,
             )
@@ -254,7 +255,7 @@ class CollectivePort:
     def _wait(self, messages: _Messages, advance: Callable[[], object], *, heed: bool) -> None:
         while not messages.done:  # one peer after the other: one that has done its part may leave while others still owe theirs
             peer, doing, nbytes = messages.awaits()
-            where = Where(f"({messages.what} of an FSDP2 group)", self._engine.step, "all", nbytes)
+            where = Where(f"({messages.what} of {self._whose})", self._engine.step, "all", nbytes)
 
             def served(peer: int = peer, doing: str = doing, where: Where = where) -> bool:
                 def come() -> bool:
@@ -272,7 +273,7 @@ class CollectivePort:
 
     def _doubt(self, what: str, error: BaseException) -> None:
         self.in_doubt = True
-        self._engine.breakage.by(f"({what} of an FSDP2 group)", error)
+        self._engine.breakage.by(f"({what} of {self._whose})", error)
 
     def recover(self, *, complete: bool) -> None:
         """All ranks have left a step that was broken off, and do this. complete: all have begun the same collectives, which are

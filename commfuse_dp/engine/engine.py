@@ -97,7 +97,7 @@ class Engine:
         self._mode = 0  # of the step: 1: gradients are computed, 2: it was begun in a backward
         self._overtaken = False  # backwards may come of forwards in earlier steps
         self._active = False  # between begin_step and the end of the pass it belongs to
-        self._in_forward = False  # of the root
+        self.in_forward = False  # of the root: its forward runs
         self.vote = vote
         self.calls: Steps | None = None
         self.armed: weakref.ref[EndOfBackward] | None = None  # dead if that backward was broken off
@@ -310,7 +310,7 @@ class Engine:
             if self._overtaken:
                 self.arm()
             return
-        if self._in_forward:
+        if self.in_forward:
             if replaced:
                 raise other_parameters(unit.name)
             return
@@ -324,15 +324,15 @@ class Engine:
 
     def enter_forward(self) -> None:
         """The root's forward runs: the step that has just begun serves all layers called in it."""
-        self._in_forward = True
+        self.in_forward = True
 
     def leave_forward(self) -> None:
         """The root's forward has returned or raised."""
-        self._in_forward = False
+        self.in_forward = False
 
     def interrupted(self, error: BaseException, *, tell: bool) -> None:
         """Ctrl-C has raised. A step that is under way is lost, and peers hear of it: torch does not call hooks for that."""
-        self._in_forward = False
+        self.in_forward = False
         if self._active and tell:
             self.breakage.interrupted(error)
         elif self._active:

@@ -170,8 +170,8 @@ class ParameterStream:
             "values, on all ranks, before the first forward."
         )
 
-    def expose(self) -> None:
-        """Collective. Called when dtypes are final and meta parameters have been materialised."""
+    def require_room(self) -> None:
+        """Lay the units out in the dtypes of now. Raises ConfigError if a slice fits no budget."""
         config = self._config
         limit = min(config.prefetch_bytes, config.inbox_bytes, self._transport.message_limit)
         for unit in self._units:
@@ -187,6 +187,11 @@ class ParameterStream:
                     f"(now {unit.slices_per_rank}), or raise prefetch_bytes and inbox_bytes to {largest} or more."
                 )
             check_room(unit, unit.geometry(unit.dtype, (True,) * len(unit.slots)), self._transport)
+
+    def expose(self) -> None:
+        """Collective. Called when dtypes are final and meta parameters have been materialised."""
+        config = self._config
+        self.require_room()
         self._transport.expose([unit.params.segment_bytes for unit in self._units])
         lockstep = self._transport.lockstep
         together = config.prefetch_bytes if self._transport.device is not None and not lockstep else 0

@@ -286,10 +286,11 @@ class Unit:
             operand.anchor = self.anchor
 
     def bind(self, world_size: int, comfortable: int) -> Geometry:
-        """Fix the layout of the published parameters; the compute dtype must be known by now.
+        """Lay out the published parameters, for good once the compute dtype is. Called again, it forgets the layout before.
 
         comfortable: bytes above which a slice is cut further, if the number of slices was left to us.
         """
+        self._geometries.clear()
         if self._automatic:
             rows, per_row = -(-self.slots[0].shape[0] // world_size), prod(self.slots[0].shape[1:])
             if self._flat_bounds is not None:

@@ -109,6 +109,7 @@ class Attachment:
             )
 
         self.engine = take(engine, lambda made: made.close())
+        self._ranks.together(self.engine.parameters.require_room)
         self._explain: Callable[[], Sequence[Row]] = self.engine.kernel_explainer()
         self._close_with_holder(self.engine)
         return self.engine

@@ -26,6 +26,8 @@ MEANING = {
     "plain": "claimed, but CommFuse is off: blocking collectives, compute unfused",
 }
 
+FROZEN = "frozen: it has no gradient"
+
 
 class ParameterRow(NamedTuple):
     name: str

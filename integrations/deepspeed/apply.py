@@ -23,7 +23,7 @@ from commfuse_dp.integrations.attach.fingerprint import check_equal, check_same_
 from commfuse_dp.integrations.attach.forwards import nothing, whole_function
 from commfuse_dp.integrations.attach.linears import LinearForm, looks_linear
 from commfuse_dp.integrations.attach.ranks import Ranks
-from commfuse_dp.integrations.attach.report import ParameterRow, Path, Report, frozen_first
+from commfuse_dp.integrations.attach.report import FROZEN, ParameterRow, Path, Report, frozen_first
 from commfuse_dp.integrations.attach.root import hook_root
 from commfuse_dp.integrations.attach.rules import check_exclude, full_name, how_computed, original_type, require_fused
 from commfuse_dp.integrations.deepspeed import backend, compat, fetch_compat, flat_compat
@@ -109,7 +109,7 @@ def _facts(engine: Any, config: CommFuseConfig) -> list[tuple[str, str]]:
 def _prepare(engine: Any, config: CommFuseConfig, group: dist.ProcessGroup) -> tuple[Selection, list[Unit]]:
     check_exclude(engine.module, config)
     selection = select(engine, config, group, torch.device(engine.device))
-    lost = (f"{name} ({why})" for name, (_, why) in selection.left.items() if _is_linear(engine.module, name))
+    lost = (f"{name} ({why})" for name, (_, why) in selection.left.items() if why != FROZEN and _is_linear(engine.module, name))
     require_fused(config, lost)
     stage = int(engine.zero_optimization_stage())
     if stage != 3 and config.order == "hierarchical":  # their chains cross to a host once anyway
@@ -181,7 +181,7 @@ def _install(
         transposed = layer.form is not None and layer.form.transposed
         attachment.serve(layer.module, unit, _computes(layer), transposed=transposed)
     # On streams DeepSpeed keeps its own collectives: see [Note: Collectives beside streams] in backend.py.
-    port = None if streams else CollectivePort(engine)
+    port = None if streams else CollectivePort(engine, "DeepSpeed", "Its next forward begins anew, on all ranks.")
     client = backend.Client(engine, port, tuple(dist.get_process_group_ranks(group)), gather)
     backend.serve(transaction, zero, client)
     _hook_steps(attachment, zero, selection, units, client)
@@ -281,14 +281,16 @@ def _hook_steps(attachment: Attachment, zero: Any, selection: Selection, units: 
             if unfetched:
                 compat.forget_broken_backward(optimizer)
         microbatch_begins()
-        activate(client)
+        backend.activate(client)
 
     hook_root(transaction, zero.module, engine, before=before)
     if selection.layers:
         whole = [layer.param for layer in selection.layers if layer.place is not None]
         compat.before_epilogue(transaction, optimizer, functools.partial(collect, engine, optimizer, stage, replicated, whole))
-    if hasattr(zero, "_backward_epilogue"):  # it comes behind the engine's end of a backward, and is part of the step
-        compat.guard_epilogue(transaction, zero, functools.partial(engine.guarded, "(end of DeepSpeed's backward)"))
+    # It comes behind the engine's end of a backward, and is part of the step.
+    compat.during(transaction, zero, "_backward_epilogue", functools.partial(engine.guarded, "(end of DeepSpeed's backward)"))
+    for method in ("_backward_epilogue", "step"):
+        compat.during(transaction, zero, method, client.inside)
 
 
 class _Once:
@@ -320,13 +322,6 @@ class _Reader:
             self._layer,
             self._layer,
         )
-
-
-def activate(client: backend.Client | None) -> None:
-    """Tell the shared backend whose collectives come next: see [Note: Whose call it is] in backend.py."""
-    standing = backend.standing()
-    if standing is not None:
-        standing.activate(client)
 
 
 def collect(engine: Engine, optimizer: Any, stage: int, replicated: list[ReplicatedWeight], whole: list[nn.Parameter]) -> None:
@@ -399,7 +394,8 @@ def _rows(selection: Selection, streams: bool) -> list[ParameterRow]:
     rest: Path = "stock" if streams else "hooks"
     why_stock = "; on a GPU, what is not fused stays with DeepSpeed's own collectives" if streams else ""
     return rows + [
-        ParameterRow(name, rest, why + why_stock, compat.numel(param)) for name, (param, why) in selection.left.items()
+        ParameterRow(name, *((rest, why + why_stock) if why != FROZEN else ("stock", why)), compat.numel(param))
+        for name, (param, why) in selection.left.items()
     ]
 
 
@@ -423,7 +419,8 @@ def _minimum_bytes(selection: Selection, zero: Any, stage: int, world_size: int,
     if rest:  # under ZeRO-1/2 its gradients are reduced to all ranks
         params += [
             (param, 1 if compat.is_kept_whole(param) else gathers(name.rpartition(".")[0]), 1 if stage == 3 else 2)
-            for name, (param, _) in selection.left.items()
+            for name, (param, why) in selection.left.items()
+            if why != FROZEN
         ]
     for param, times, reductions in params:
         travelling, reduced = compat.travelling_dtype(param).itemsize, compat.reduced_dtype(zero, param).itemsize

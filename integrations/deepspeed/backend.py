@@ -16,16 +16,19 @@ nothing else back. And a kernel that waits for slices, on all multiprocessors, w
 when a step begins.
 
 [Note: Whose call it is]
-All DeepSpeed engines of a process share one backend, and a call does not say for which engine it is made. It is taken to be
-for the engine whose forward began last (`activate`); an engine without CommFuse thus keeps DeepSpeed's own collectives. A wrong
-guess changes who moves the bytes, never the result.
+All DeepSpeed engines of a process share one backend, and a call does not say for which engine it is made. It is an engine's if
+it comes out of that engine's step: its forward, a backward if it is the engine whose forward began last (`activate`), and what
+DeepSpeed does behind a backward and in `engine.step()`. Every other call, between steps or of an engine without CommFuse, goes
+to DeepSpeed's own backend: a step that is lost concerns none of those. A wrong guess changes who moves the bytes, never the
+result.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,7 +38,7 @@ from commfuse_dp.integrations.deepspeed import compat
 from commfuse_dp.integrations.deepspeed.deferred import DeferredGather
 
 from commfuse_dp.engine.collective_port import CollectivePort
-from commfuse_dp.engine.engine import Engine
+from commfuse_dp.engine.engine import Engine, in_backward
 
 _BLOCKING = (
     "all_gather",
@@ -92,6 +95,13 @@ def leave_alone(zero: Any) -> None:
         backend.leave_alone(zero)
 
 
+def activate(client: Client | None) -> None:
+    """The calls to come are for this client: see [Note: Whose call it is]. None: for an engine without CommFuse."""
+    backend = standing()
+    if backend is not None:
+        backend.activate(client)
+
+
 def settle() -> None:
     """What every collective does that is not served here and blocks: see above. For those that others bring along."""
     backend = standing()
@@ -130,6 +140,37 @@ class Client:
         self.ranks = ranks
         self.deferred = deferred
         """All-gathers of its groups are started, and finish when they are needed."""
+        self._inside = 0
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """The collectives in here are of this engine's step."""
+        backend = standing()
+        before = backend.active() if backend is not None else None
+        activate(self)
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            activate(before)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a call made now may be of this engine's step."""
+        return self._inside > 0 or self.engine.in_forward or in_backward()
+
+    def settle(self) -> None:
+        """Before something blocks that does not poll the engine: finish the gradients of all layers passed. A step that was
+        broken off has none to finish, and what comes behind it goes on without it; peers that wait for this rank hear of it."""
+        engine = self.engine
+        if engine.transport.device is not None:
+            return
+        if not self.in_step and engine.broken_off:
+            if engine.unfinished:
+                engine.breakage.leave(unfinished=True)
+            return
+        engine.settle()
 
 
 class RingBackend:
@@ -141,7 +182,7 @@ class RingBackend:
     def __init__(self, original: Any) -> None:
         self.original = original
         self._clients: list[weakref.ref[Client]] = []  # in the order in which they came: alike on all ranks
-        self._active: Callable[[], Client | None] = _nobody
+        self.active: Callable[[], Client | None] = _nobody
         self._members: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()  # of each process group
         self._others: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # engine -> handle of its hook
 
@@ -163,7 +204,7 @@ class RingBackend:
 
     def activate(self, client: Client | None) -> None:
         """The calls to come are for this client; None: for an engine that CommFuse does not serve."""
-        self._active = _nobody if client is None else weakref.ref(client)
+        self.active = _nobody if client is None else weakref.ref(client)
 
     def leave_alone(self, zero: Any) -> None:
         """Have a DeepSpeed engine without CommFuse keep DeepSpeed's own collectives, as long as this backend stands."""
@@ -199,12 +240,11 @@ class RingBackend:
 
     # ---- what is served ----------------------------------------------------------------------------------------------
     def all_gather_into_tensor(self, output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Any:
-        client = self._client(group, output_tensor, input_tensor)
-        gather = client.deferred if client is not None else None
-        index = gather.index_of(output_tensor) if gather is not None else None
-        if gather is not None and index is not None:
-            gather.start(index)
-            return _Done() if async_op else None
+        for gather in [client.deferred for client in self.clients if client.deferred is not None]:
+            index = gather.index_of(output_tensor)
+            if index is not None:
+                gather.start(index)
+                return _Done() if async_op else None
         port = self._port(group, output_tensor, input_tensor)
         if port is None:
             self.settle()
@@ -252,8 +292,8 @@ class RingBackend:
     # ---- helpers -----------------------------------------------------------------------------------------------------
     def _client(self, group: Any, *tensors: torch.Tensor) -> Client | None:
         """Whose collective this is, if it can be served."""
-        client = self._active()
-        if client is None or client.ranks != self._ranks_of(group):
+        client = self.active()
+        if client is None or not client.in_step or client.ranks != self._ranks_of(group):
             return None
         kind = client.engine.device.type
         return client if all(t.is_contiguous() and t.device.type == kind and t.numel() > 0 for t in tensors) else None
@@ -271,5 +311,4 @@ class RingBackend:
 
     def settle(self) -> None:
         for client in self.clients:
-            if client.engine.transport.device is None:
-                client.engine.settle()
+            client.settle()

@@ -184,16 +184,19 @@ def before_epilogue(transaction: Transaction, optimizer: Any, action: Callable[[
     transaction.set(vars(optimizer), "independent_gradient_partition_epilogue", epilogue)
 
 
-def guard_epilogue(transaction: Transaction, engine: Any, guard: Callable[[], AbstractContextManager[None]]) -> None:
-    """What DeepSpeed's engine does at the end of a backward, its last reductions and releases, runs in a `guard`."""
-    original = engine._backward_epilogue
+def during(transaction: Transaction, engine: Any, method: str, context: Callable[[], AbstractContextManager[None]]) -> None:
+    """A method of DeepSpeed's engine, if it has that, runs in a `context`. "_backward_epilogue": what it does at the end of a
+    backward, its last reductions and releases."""
+    original = getattr(engine, method, None)
+    if original is None:
+        return
 
     @functools.wraps(original)
-    def epilogue(*args: Any, **kwargs: Any) -> Any:
-        with guard():
+    def surrounded(*args: Any, **kwargs: Any) -> Any:
+        with context():
             return original(*args, **kwargs)
 
-    transaction.set(vars(engine), "_backward_epilogue", epilogue)
+    transaction.set(vars(engine), method, surrounded)
 
 
 def coalescing(optimizer: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.attach.linears import LinearForm
-from commfuse_dp.integrations.attach.report import Path
+from commfuse_dp.integrations.attach.report import FROZEN, Path
 from commfuse_dp.integrations.attach.rules import form_of, full_name, how_computed, module_obstacle, tensor_obstacle
 from commfuse_dp.integrations.deepspeed import compat, flat_compat
 from torch import nn
@@ -59,6 +59,8 @@ def select(engine: Any, config: CommFuseConfig, group: dist.ProcessGroup, device
         param = module._parameters["weight"]
         assert param is not None
         reason = why or ("registered as an external parameter" if id(param) in external and stage == 3 else None)
+        if stage != 3 and not param.requires_grad:
+            reason = FROZEN
         if reason is None and full_name(name, "weight") in hooked:
             reason = "a hook is registered on its gradient"
         reason = reason or _obstacle(name, module, parents.get(id(module)), param, stage, places, owners, config, group, device)
@@ -69,7 +71,8 @@ def select(engine: Any, config: CommFuseConfig, group: dist.ProcessGroup, device
             left[full_name(name, "weight")] = (param, reason)
     for name, param in model.named_parameters():
         if id(param) not in served and name not in left:
-            left[name] = (param, why or _kept(param, "a bias or another parameter that is not a layer's weight"))
+            frozen = FROZEN if stage != 3 and not param.requires_grad else None
+            left[name] = (param, frozen or why or _kept(param, "a bias or another parameter that is not a layer's weight"))
     return Selection(layers, left)
 
 

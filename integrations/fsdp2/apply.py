@@ -273,7 +273,8 @@ def _hook_rest(attachment: Attachment, selection: Selection, engine: Engine) -> 
     if engine.transport.device is not None:  # what is waited for in streams cannot pump plain collectives from the host
         for _, group in selection.groups:
             selection.foreign.setdefault(id(group), "on a GPU, what is not fused stays with FSDP2's own collectives")
-    port = CollectivePort(engine)
+    fix = "Call reset_iter_state() on the root module after a step that was broken off, on all ranks."
+    port = CollectivePort(engine, "an FSDP2 group", fix)
     for module, group in selection.groups:
         if id(group) in selection.foreign or all(item.group is not group for item in selection.left):
             continue

@@ -159,7 +159,7 @@ class Rig:
         ]
         self.engine = Engine(transport, units, config, device=torch.device("cpu"), replicas=None)
         self.operands = [_Operand(self.engine, unit, self.injector) for unit in units]
-        self.port = CollectivePort(self.engine) if collectives else None
+        self.port = CollectivePort(self.engine, "a group", "Begin anew.") if collectives else None
         self.number = 0
 
     def _all_slots(self) -> Iterator[_Slot]:

@@ -22,7 +22,7 @@ WORLD = 3
 
 
 def port_of(transport: InprocTransport) -> CollectivePort:
-    return CollectivePort(Engine(transport, [], CommFuseConfig(), device=torch.device("cpu"), replicas=None))
+    return CollectivePort(Engine(transport, [], CommFuseConfig(), device=torch.device("cpu"), replicas=None), "a group", "Begin anew.")
 
 
 def partials(rank: int) -> torch.Tensor:
@@ -106,7 +106,7 @@ def test_an_all_gather_of_any_size_moves_before_its_wait(share):
     def body(rank: int, exchange: Any) -> tuple[int, bool]:
         transport = world.transport(rank)
         engine = Engine(transport, [], CommFuseConfig(inbox_bytes=inbox), device=torch.device("cpu"), replicas=None)
-        port = CollectivePort(engine)
+        port = CollectivePort(engine, "a group", "Begin anew.")
         out = torch.empty(2 * n)
         work = port.all_gather(out, torch.full((n,), float(rank + 1)))
         begun = engine.probe.counters.param_bytes_sent
@@ -131,7 +131,7 @@ def test_a_gradient_does_not_overtake_a_collective():
 
     def body(rank: int, exchange: Any) -> None:
         engine = Engine(world.transport(rank), [], CommFuseConfig(), device=torch.device("cpu"), replicas=None)
-        port = CollectivePort(engine)
+        port = CollectivePort(engine, "a group", "Begin anew.")
         engine.ensure_exposed()
         exchange("open")
         if rank == 0:
