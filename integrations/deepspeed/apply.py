@@ -411,6 +411,8 @@ def _minimum_bytes(selection: Selection, zero: Any, stage: int, world_size: int,
 
     def gathers(name: str) -> int:
         """Of a module's parameters, where they are not kept whole."""
+        if stage == 0:
+            return 0
         own = (full_name(name, inner) for inner, _ in zero.module.get_submodule(name).named_parameters(recurse=False))
         return 1 if stage != 3 or first.issuperset(own) else 2
 

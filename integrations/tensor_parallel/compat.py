@@ -12,7 +12,7 @@ hook that looks like a style's but cannot be read is reported, and its module is
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import PrepareModuleInput
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.modules import module as _modules
 
 COLUMN, ROW, SEQUENCE, INPUT = "ColwiseParallel", "RowwiseParallel", "SequenceParallel", "PrepareModuleInput"
 _DISTRIBUTED = (COLUMN, ROW, SEQUENCE)
@@ -74,6 +75,14 @@ def _read(module: nn.Module, hook_id: int, hook: Any) -> Style | None:
             outputs = _method(closure_of(after)["output_fn"], "_prepare_output_fn")[1][0]
             return Style(str(kind), mesh, hook_id, hook, inputs, wanted, outputs)
     return None
+
+
+def hooked(modules: Iterable[nn.Module | None]) -> bool:
+    """Whether a backward hook is to see the gradients of what one of these modules takes in and gives: the framework's. For
+    that torch puts a function of autograd around the module, behind its forward pre-hooks."""
+    if _modules._global_backward_hooks or _modules._global_backward_pre_hooks:
+        return True
+    return any(module is not None and (module._backward_hooks or module._backward_pre_hooks) for module in modules)
 
 
 def closure_of(function: Any) -> dict[str, Any]:

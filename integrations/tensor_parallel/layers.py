@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from commfuse_dp.integrations.attach.forwards import Hook
-from commfuse_dp.integrations.tensor_parallel.compat import Style
+from commfuse_dp.integrations.tensor_parallel.compat import Style, hooked
 from commfuse_dp.integrations.tensor_parallel.select import Group, Member
 from commfuse_dp.integrations.tensor_parallel.stand_in import StandIn
 from commfuse_dp.integrations.tensor_parallel.traced import Traced, hand_on, traced
@@ -192,7 +192,7 @@ class GatherHook(StyleHook):
     def run(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         group = self._group
         x = args[group.position] if len(args) > group.position else None
-        if len(args) != len(group.style.inputs) or not group.takes(x):
+        if len(args) != len(group.style.inputs) or hooked([reference() for reference in group.way]) or not group.takes(x):
             return self.stock(module, args)
         assert isinstance(x, torch.Tensor)
         return (*args[: group.position], group.input(x), *args[group.position + 1 :])
@@ -206,6 +206,24 @@ class PassHook(StyleHook):
         return None if known else self.stock(module, args)
 
 
+class NormHook(StyleHook):
+    """Of a LayerNorm, on a rank that has no positions: DTensor takes the input to have none anywhere, and replicates it."""
+
+    def __init__(self, module: nn.Module, style: Style) -> None:
+        super().__init__(module, style)
+        self._mesh, self._layouts = style.mesh, style.inputs
+
+    def run(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        x, layout = args[0], self._layouts[0]
+        if not isinstance(layout, Shard) or not isinstance(x, torch.Tensor) or isinstance(x, StandIn) or x.dim() <= layout.dim:
+            return self.stock(module, args)
+        local = x.to_local() if isinstance(x, DTensor) and x.placements == (layout,) else x
+        if isinstance(local, DTensor) or local.shape[layout.dim] > 0:
+            return self.stock(module, args)
+        # How many there are elsewhere matters to nothing: each is computed by itself.
+        return (as_dtensor(local, self._mesh, layout.dim, self._mesh.size()), *args[1:])
+
+
 class FeaturesHook(StyleHook):
     """Of a row-parallel layer: its own features."""
 
@@ -215,7 +233,7 @@ class FeaturesHook(StyleHook):
 
     def run(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         x = args[0]
-        if not holds_own(module, 1, self._mesh):
+        if hooked((module,)) or not holds_own(module, 1, self._mesh):
             return self.stock(module, args)
         if isinstance(x, DTensor):
             last = (Shard(x.dim() - 1),), (Shard(-1),)
@@ -232,6 +250,9 @@ class ColumnGroup(Columns):
         self._module, self._division = weakref.ref(group.module), division
         self.style, self.position = group.style, group.position
         self.alone = group.members[0].module is group.module
+        members = {id(member.module) for member in group.members}
+        holders = (module for module in group.module.modules() if not members.isdisjoint(map(id, module.modules())))
+        self.way = [weakref.ref(module) for module in holders]  # that the stand-in goes to the members
 
     @property
     def holder(self) -> nn.Module:

@@ -74,6 +74,7 @@ class Selection(Selected):
     groups: list[Group] = field(default_factory=list)
     rows: list[Member] = field(default_factory=list)
     stock_gathers: list[str] = field(default_factory=list)  # modules whose sharded input the framework gathers
+    layer_norms: list[Member] = field(default_factory=list)  # sequence-parallel
 
     @property
     def any(self) -> bool:
@@ -121,6 +122,8 @@ def select(model: nn.Module, config: CommFuseConfig) -> Selection:
                 continue
             if style.kind == SEQUENCE:
                 out.left[name] = "sequence-parallel: it computes with its own tokens, nothing is moved"
+                if isinstance(module, nn.LayerNorm):
+                    out.layer_norms.append(Member(name, module, style))
             elif style.kind == COLUMN:
                 _take_column(Member(name, module, style), config, tree, out)
             elif style.kind == ROW:

@@ -27,6 +27,7 @@ from commfuse_dp.integrations.tensor_parallel.layers import (
     Division,
     FeaturesHook,
     GatherHook,
+    NormHook,
     PassHook,
     RowLayer,
     ServedLayer,
@@ -154,6 +155,8 @@ def _install(
         _replace_hook(attachment, member.module, FeaturesHook(member.module, member.style))
         serve(attachment.transaction, member.module, Service(member.module, RowLayer(member, division).forward))
         rows += module_rows(member.name, member.module, "row", "partial sums leave as they are computed")
+    for member in selection.layer_norms:
+        _replace_hook(attachment, member.module, NormHook(member.module, member.style))
     follow_forward(attachment.transaction, model, begin=division.enter, left=division.leave)
     return rows, division.gathered_inputs
 

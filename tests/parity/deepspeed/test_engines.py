@@ -15,7 +15,7 @@ from torch import nn
 
 from commfuse_dp import CommFuseConfig
 from commfuse_dp.errors import ConfigError
-from tests.parity.deepspeed.pair import BLOCK, Block, Case, Net, Result, both, check, run, settings, started, train_micro, whole
+from tests.parity.deepspeed.pair import BLOCK, CLASSES, WIDTH, Block, Case, Net, Result, both, check, run, settings, started, train_micro, whole
 from tests.support.leftovers import assert_nothing_left, leftovers
 
 
@@ -158,6 +158,29 @@ def test_reasons_in_zero_3(workers):
         }
         for name, reason in wanted.items():
             assert ours.paths[name] == "hooks" and reason in ours.reasons[name], (name, ours.reasons[name])
+
+
+def freeze(model: Net) -> None:
+    for param in (model.head.weight, model.blocks[0].norm.weight):
+        param.requires_grad_(False)
+
+
+def frozen(rank: int, world_size: int, stage: int) -> tuple[Result, Result, int]:
+    """With what the same model has to receive if nothing of it is frozen."""
+    case, all_trained = Case(settings(stage), prepare=freeze), Case(settings(stage), steps=1)
+    return *both(rank, world_size, case), run(rank, world_size, all_trained, fused=True).minimum
+
+
+@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1))])
+def test_what_is_frozen_stays_where_it_is(workers, stage):
+    for stock, ours, minimum in workers(2).run(frozen, stage, timeout=60):
+        check(stock, ours)
+        stock_paths = {name for name, path in ours.paths.items() if path == "stock"}
+        assert stock_paths == {"head.weight", "blocks.0.norm.weight"}
+        assert {ours.reasons[name] for name in stock_paths} == {"frozen: it has no gradient"}
+        # fp32, the half of two ranks: gathered after the step; reduced to the owner, or, what is not fused, to all ranks
+        linear, norm = CLASSES * WIDTH * 4 // 2, WIDTH * 4 // 2
+        assert minimum - ours.minimum == (2 * linear + 3 * norm if stage else 2 * linear + 2 * norm)
 
 
 def yes() -> bool:

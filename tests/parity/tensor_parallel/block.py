@@ -47,9 +47,9 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, bias: bool) -> None:
+    def __init__(self, bias: bool, norm: type[nn.Module]) -> None:
         super().__init__()
-        self.attention_norm, self.ffn_norm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.attention_norm, self.ffn_norm = norm(WIDTH), norm(WIDTH)
         self.attention, self.feed_forward = Attention(bias), FeedForward(bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,11 +58,11 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, layers: int = 2, bias: bool = True) -> None:
+    def __init__(self, layers: int = 2, bias: bool = True, norm: type[nn.Module] = nn.RMSNorm) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList([Block(bias) for _ in range(layers)])
-        self.norm = nn.RMSNorm(WIDTH)
+        self.layers = nn.ModuleList([Block(bias, norm) for _ in range(layers)])
+        self.norm = norm(WIDTH)
         self.output = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.run_block: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda block, x: block(x)
 

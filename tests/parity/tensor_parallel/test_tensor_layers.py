@@ -95,18 +95,25 @@ def test_ways_of_calling(workers: Any) -> None:
     workers(2).run(_ways, timeout=120)
 
 
-def _uneven(rank: int, world_size: int) -> None:
+def _uneven(rank: int, world_size: int, norm: type[nn.Module]) -> None:
     """Lengths that DTensor ends the process for: one position on three ranks, five on three."""
-    model, single = parallelize(whole(), mesh_of(world_size)), whole()
+    model, single = parallelize(whole(norm=norm), mesh_of(world_size)), whole(norm=norm)
     with applied(model):
         for length in (5, 1, 7, 6):
             tokens = batch(3, length=length)
             alike(gradients(model, tokens), gradients(single, tokens))
 
 
-@pytest.mark.slow
-def test_sequences_that_do_not_divide(workers: Any) -> None:
-    workers(3).run(_uneven, timeout=120)
+@pytest.mark.parametrize(
+    ("ranks", "norm"),
+    [
+        (2, nn.LayerNorm),
+        pytest.param(3, nn.RMSNorm, marks=pytest.mark.slow),
+        pytest.param(4, nn.LayerNorm, marks=pytest.mark.slow),
+    ],
+)
+def test_sequences_that_do_not_divide(workers: Any, ranks: int, norm: type[nn.Module]) -> None:
+    workers(ranks).run(_uneven, norm, timeout=120)
 
 
 # ---- what stays stock ------------------------------------------------------------------------------------------------
