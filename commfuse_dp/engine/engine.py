@@ -206,6 +206,11 @@ class Engine:
         """A backward was begun that did not come to its end."""
         return self.armed is not None or not self.gradients.idle
 
+    @property
+    def in_own_backward(self) -> bool:
+        """A backward of this engine's layers is under way."""
+        return self.armed is not None and self.armed() is not None
+
     def clear_gradients(self) -> None:
         """The user has asked the framework to clear its gradients: after a broken step, what such a call leaves goes, too."""
         self.breakage.clear(unfinished=self.unfinished)
@@ -399,7 +404,7 @@ class Engine:
     # ---- gradients ---------------------------------------------------------------------------------------------------
     def arm(self) -> None:
         """A backward pass is under way: it computes with the parameters of now, and `finish_backward` runs at its end."""
-        if self.armed is None or self.armed() is None:
+        if not self.in_own_backward:
             self._backward.settings.clear()  # what the framework wants may be another thing than in the backward before
             if self._overtaken:
                 self._backward.renew()

@@ -157,7 +157,7 @@ class Client:
 
     @property
     def in_step(self) -> bool:
-        """Whether a call made now may be of this engine's step."""
+        """Whether a call made now is of this engine's step, if its forward began last."""
         return self._inside > 0 or self.engine.in_forward or in_backward()
 
     def settle(self) -> None:
@@ -166,11 +166,11 @@ class Client:
         engine = self.engine
         if engine.transport.device is not None:
             return
-        if not self.in_step and engine.broken_off:
-            if engine.unfinished:
-                engine.breakage.leave(unfinished=True)
-            return
-        engine.settle()
+        under_way = self._inside > 0 or engine.in_forward or engine.in_own_backward
+        if engine.broken_off and not under_way:
+            engine.breakage.leave(unfinished=engine.unfinished)
+        else:
+            engine.settle()
 
 
 class RingBackend:

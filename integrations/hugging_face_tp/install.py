@@ -51,7 +51,7 @@ def install(
     for name, module in selection.whole:
         before(module, WholeEnters(module, name, running), first=True)
     for owner in selection.owners:
-        before(owner, OwnerEnters(owner, "", running))
+        before(owner, OwnerEnters(owner, running, [found.module for found in selection.heads]))
     for layer in selection.layers:
         before(layer.module, LayerEnters(layer.module, layer.name, running), first=True)
         after(layer.module, LayerLeaves(layer.module, layer.name, running), with_kwargs=True)

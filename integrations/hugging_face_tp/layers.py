@@ -17,8 +17,9 @@ altogether.
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from commfuse_dp.integrations.hugging_face_tp.compat import ROW, holds_compiled,
 from commfuse_dp.integrations.hugging_face_tp.key_heads import PROJECTIONS, KeyHeads, own_head
 from commfuse_dp.integrations.hugging_face_tp.select import Block, Styled
 from commfuse_dp.integrations.hugging_face_tp.trial import INPUT, replaced_input
+from commfuse_dp.integrations.tensor_parallel.compat import hooked
 from commfuse_dp.integrations.tensor_parallel.layers import (
     Columns,
     Over,
@@ -54,6 +56,8 @@ from commfuse_dp.ops import row_parallel_attention
 from commfuse_dp.ops.compat import holds_scores
 from commfuse_dp.ops.row_parallel import row_parallel_of
 from commfuse_dp.transport.base import Transport
+
+log = logging.getLogger("commfuse_dp")
 
 _SIZES = "_commfuse_sizes"  # keyword of a decoder layer that runs in shards; kept by activation checkpointing
 
@@ -105,20 +109,40 @@ class _OwnHook(Hook):
 
 
 class OwnerEnters(_OwnHook):
-    """Before the forward that calls the layers."""
+    """Before the forward that calls the layers. behind: modules that follow them, outside of it."""
+
+    def __init__(self, module: nn.Module, running: Running, behind: Iterable[nn.Module]) -> None:
+        super().__init__(module, "", running)
+        self._behind = [weakref.ref(follower) for follower in behind]
+        self._warned = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.concerns(module):
-            # A compiled layer behind one that is not would be traced with what stands for a gathered tensor.
-            returned, compiled = wants_hidden_states(module, kwargs), holds_compiled(module)
-            self.running.allowed = not returned and not compiled
-            if not self.running.allowed and self.running.least == 1:
-                what = "hidden states of all layers are returned" if returned else "compiled modules are called"
-                fix = "call the model without output_hidden_states" if returned else "leave its layers uncompiled"
-                raise ConfigError(
-                    f"{what} by transformers' own forward, which cannot compute attention with fewer key heads than ranks: "
-                    f"{fix}, or use fewer ranks"
-                )
+        if not self.concerns(module):
+            return
+        obstacle = self._obstacle(module, kwargs)
+        self.running.allowed = obstacle is None
+        if obstacle is None:
+            return
+        what, fix = obstacle
+        if self.running.least == 1:
+            raise ConfigError(
+                f"{what} by transformers' own forward, which cannot compute attention with fewer key heads than ranks: "
+                f"{fix}, or use fewer ranks"
+            )
+        if not self._warned:
+            self._warned = True
+            log.warning("CommFuse: %s by transformers' own forward, without overlap. To have it overlapped, %s.", what, fix)
+
+    def _obstacle(self, module: nn.Module, kwargs: dict[str, Any]) -> tuple[str, str] | None:
+        """(why this forward is transformers' own, what to do about that)"""
+        if wants_hidden_states(module, kwargs):
+            return "hidden states of all layers are returned", "call the model without output_hidden_states"
+        # A compiled layer behind one that is not would be traced with what stands for a gathered tensor.
+        if holds_compiled(module):
+            return "compiled modules are called", "leave its layers uncompiled"
+        if hooked([*module.modules(), *(reference() for reference in self._behind)]):
+            return "modules with backward hooks are called", "remove these hooks"
+        return None
 
 
 class LayerEnters(_OwnHook):
