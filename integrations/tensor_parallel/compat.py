@@ -36,7 +36,7 @@ class Style(NamedTuple):
     inputs: tuple[Placement | None, ...]  # as the caller gives them
     wanted: tuple[Placement | None, ...]  # as the module gets them
     outputs: tuple[Placement, ...] = ()
-    with_kwargs: bool = False
+    keywords: tuple[tuple[Placement | None, Placement | None], ...] = ()  # (given, wanted) of keyword arguments
     local_output: bool = False  # PrepareModuleInput: the module gets a plain tensor
 
 
@@ -62,7 +62,9 @@ def _read(module: nn.Module, hook_id: int, hook: Any) -> Style | None:
     prepare = variables.get("self")
     if isinstance(prepare, PrepareModuleInput):
         inputs, wanted = prepare.input_layouts or (), prepare.desired_input_layouts or ()
-        return Style(INPUT, mesh, hook_id, hook, inputs, wanted, (), bool(prepare.with_kwargs), prepare.use_local_output)
+        into = prepare.desired_input_kwarg_layouts
+        keywords = tuple((given, into.get(name)) for name, given in prepare.input_kwarg_layouts.items())
+        return Style(INPUT, mesh, hook_id, hook, inputs, wanted, (), keywords, prepare.use_local_output)
     kind, arguments = _method(variables.get("input_fn"), "_prepare_input_fn")
     if kind not in _DISTRIBUTED:
         return None

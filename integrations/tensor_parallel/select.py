@@ -142,11 +142,13 @@ def _take_input(holder: Member, config: CommFuseConfig, tree: Tree, out: Selecti
         for column in tree.styles[id(child)]
         if column.kind == COLUMN and _is_replicated(column.inputs)
     ]
-    if not gathered:
+    if not gathered and not any(_is_gather(*pair) for pair in style.keywords):
         return set()  # nothing of this module's input is gathered; its members are looked at one by one
     why = "fuse='never'" if config.fuse == "never" else excluded(name, config)
     others = [layout for at, layout in enumerate(style.inputs) if at not in gathered and layout is not None]
-    if why is None and (len(gathered) > 1 or others or style.with_kwargs):
+    if why is None and style.keywords:
+        why = "PrepareModuleInput converts keyword arguments: one positional input is served"
+    if why is None and (len(gathered) > 1 or others):
         why = "PrepareModuleInput converts more than one positional input"
     if why is None and not members:
         why = "no column-parallel layer inside takes what PrepareModuleInput gathers"

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.utils.checkpoint import checkpoint
 
 import commfuse_dp
-from commfuse_dp.errors import CommFuseError, ConfigError, TransportError
+from commfuse_dp.errors import CommFuseError, ConfigError, MismatchError, TransportError
 from tests.parity.tensor_parallel.block import WIDTH, Llama, batch, parallelize, whole
 from tests.support.serving import applied, config
 from tests.support.workers import WorkerError
@@ -246,10 +246,52 @@ class _kept:
         pass
 
 
+class Named(nn.Module):
+    """Gives its first part the input by name, and its second by position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Quiet().inner, Quiet().inner
+        for part in (self.first, self.second):
+            part.forward = (lambda part, x: part.down(part.up(x) + part.side(x))).__get__(part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x=x))
+
+
+def _by_name(rank: int, world_size: int) -> None:
+    mesh = mesh_of(world_size)
+    nets = [Named() for _ in range(2)]
+    for net in nets:
+        torch.manual_seed(1)
+        for param in net.parameters():
+            nn.init.normal_(param)
+        plan: dict[str, Any] = {
+            "first": PrepareModuleInput(
+                input_kwarg_layouts={"x": Shard(1)}, desired_input_kwarg_layouts={"x": Replicate()}, use_local_output=False
+            ),
+            "second": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        }
+        for part in ("first", "second"):
+            plan |= {f"{part}.up": ColwiseParallel(), f"{part}.side": ColwiseParallel()}
+            plan[f"{part}.down"] = RowwiseParallel(output_layouts=Shard(1))
+        parallelize_module(net, mesh, plan)
+    x = torch.randn(2, 3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    with applied(nets[1]) as report:
+        rows = {row.name: f"{row.path}: {row.reason}" for row in report.rows}
+        for name in ("up", "side"):
+            assert "converts keyword arguments: one positional input is served" in rows[f"first.{name}.weight"]
+            assert rows[f"second.{name}.weight"].startswith("column")
+        assert torch.allclose(nets[0](x), nets[1](x), rtol=1e-12, atol=1e-12)
+        with pytest.raises(MismatchError, match=r"second.*\[2, 3\] positions.*stay with DTensor.*first"):
+            nets[1].second(torch.zeros(2, 2 + rank, WIDTH, dtype=torch.float64))
+
+
 def test_what_stays_stock_and_why(workers: Any) -> None:
     for name in LEFT:
         workers(2).run(_left, name, timeout=60)
     workers(2).run(_refused, timeout=60)
+    workers(2).run(_by_name, timeout=60)
 
 
 def _alone(rank: int, world_size: int) -> None:
