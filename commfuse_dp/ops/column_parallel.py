@@ -38,6 +38,7 @@ from commfuse_dp.collectives.execution import Bindings, Coming, Leaving
 from commfuse_dp.collectives.sessions import ALONE, begin, execute
 from commfuse_dp.device.base import WordLike
 from commfuse_dp.ops.column_gradients import InputGradient, WeightGradients
+from commfuse_dp.ops.compat import transforms_active, transformed
 from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.sequence import (
@@ -286,6 +287,8 @@ def column_parallel_of(
         dim = _check(name, x, weights, biases, dim, save)
         found = served if served is not None else new_place(group, order, slices_per_rank, name)
         return column_in_graph(x, list(weights), list(biases or [None] * len(weights)), dim, sizes, save, found)
+    if transforms_active():
+        raise transformed(name)
     trainable = sharded.trainable if sharded is not None else None
     params, ranks = (*weights, *(biases or (None,) * len(weights))), (group, transport)
     call = _prepare(name, x, weights, biases, params, dim, sizes, ranks, save, slices_per_rank, order, trainable)

@@ -31,6 +31,14 @@ def untransformed() -> AbstractContextManager[object]:
     return torch._C._DisableFuncTorch() if transforms_active() else nullcontext()
 
 
+def transformed(what: str) -> RuntimeError:
+    """For who asks `transforms_active` before its first message: see there."""
+    return RuntimeError(
+        f"{what} cannot be called inside a transform of torch.func (grad, vjp, jvp, vmap, ...): what it exchanges with other "
+        "ranks would be out of the transform's sight. Call it outside, and differentiate with torch.autograd (loss.backward())."
+    )
+
+
 class FlashAttention(NamedTuple):
     """torch's kernels, for one kind of device. q, o [B, h, s, d]; k, v [B, g, t, d], h a multiple of g; lse [B, h, s], float32
     or wider; causal: s == t, and a query sees the keys up to its own position.

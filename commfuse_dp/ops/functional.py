@@ -28,6 +28,7 @@ from commfuse_dp.collectives import Owner, all_gather, reduce_scatter, reference
 from commfuse_dp.collectives.arguments import Op, check_op, check_sizes, even_sizes
 from commfuse_dp.collectives.sessions import rank_and_size
 from commfuse_dp.ops.adjoint import adjoint
+from commfuse_dp.ops.compat import transforms_active, transformed
 from commfuse_dp.ops.operands import Visit, WholeProducts
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.ops.products import linear_backward, linear_forward
@@ -215,6 +216,8 @@ def _prepare(
     transport: Transport | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, _Options]:
     """Check the arguments, before any rank has sent anything, and cast them under autocast (a differentiable cast)."""
+    if transforms_active():
+        raise transformed("fused_linear")
     check_op(op)
     rank, world_size = rank_and_size(group, transport)
     rows = check_sizes(sizes, world_size) if sizes is not None else even_sizes(out_features, world_size)

@@ -38,6 +38,7 @@ from commfuse_dp.collectives.execution import Bindings, Coming, Leaving
 from commfuse_dp.collectives.sessions import begin, execute
 from commfuse_dp.collectives.summation import fold, wide_dtype
 from commfuse_dp.device.base import WordLike
+from commfuse_dp.ops.compat import transforms_active, transformed
 from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.pieces import Piece
@@ -317,6 +318,8 @@ def row_parallel_of(
         found = served if served is not None else new_place(group, order, slices_per_rank, name)
         divided = _divided(name, x, dim, sizes, found.world_size)
         return row_in_graph(x, weight, bias, dim, divided, partial_dtype, found)
+    if transforms_active():
+        raise transformed(name)
     trainable = sharded.trainable if sharded is not None else None
     ranks = group, transport
     call = _prepare(name, x, weight, bias, dim, sizes, ranks, reduce_dtype, slices_per_rank, order, trainable)

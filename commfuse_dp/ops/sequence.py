@@ -37,6 +37,7 @@ from commfuse_dp.collectives.arguments import SUMMABLE
 from commfuse_dp.collectives.bound import Binder, Owner, Rows, Types, binder
 from commfuse_dp.collectives.execution import Bindings
 from commfuse_dp.collectives.sessions import Purpose, begin, execute
+from commfuse_dp.ops.compat import transforms_active, transformed
 from commfuse_dp.program.gather import gather
 from commfuse_dp.program.layer import backward
 from commfuse_dp.program.layout import Tensor, rectangles
@@ -404,6 +405,8 @@ def remember(ranks: Ranks, device: torch.device, signature: Hashable, call: obje
 
 def exchange_lengths(name: str, transport: Transport, shard: torch.Tensor, dim: int) -> tuple[int, ...]:
     """The positions along `dim` of every rank's shard, once all ranks agree on the rest of it. Raises as `agree_on` does."""
+    if transforms_active():
+        raise transformed(name)
     place = place_of(None, transport, "pairwise", 1, name)
     at = check_dim(name, shard, dim)
     return agree_on(place, shard, at, (shard.requires_grad,), None, int(shard.shape[at]), features=shard.shape[-1]).sizes

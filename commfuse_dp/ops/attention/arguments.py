@@ -11,6 +11,7 @@ import torch
 from commfuse_dp.collectives import sessions
 from commfuse_dp.collectives.agreement import agree
 from commfuse_dp.collectives.arguments import check_sizes
+from commfuse_dp.ops.compat import transforms_active, transformed
 from commfuse_dp.ops.attention.places import find, rank_at, world_size_at
 from commfuse_dp.ops.operands import call_number
 
@@ -98,6 +99,8 @@ _REFUSED = {
 
 def refuse(what: str, given: Mapping[str, object]) -> None:
     """What attention over ranks does not have; a value that asks for nothing (None, 0) is taken."""
+    if not torch.compiler.is_compiling() and transforms_active():
+        raise transformed(what)
     for name, value in given.items():
         if name not in _REFUSED:
             raise TypeError(f"{what}() got an unexpected keyword argument {name!r}")

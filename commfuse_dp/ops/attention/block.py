@@ -188,8 +188,8 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _by_group(tensor: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
     """[B, heads, s, d] -> [B * groups, heads / groups * s, d]: heads that share a key head lie below each other."""
-    batch, _, _, width = tensor.shape
-    return tensor.to(dtype).reshape(batch * groups, -1, width)
+    batch, heads, positions, width = tensor.shape
+    return tensor.to(dtype).reshape(batch * groups, heads // groups * positions, width)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, corner: bool, scale: float) -> torch.Tensor:
@@ -199,5 +199,5 @@ def _scores(q: torch.Tensor, k: torch.Tensor, corner: bool, scale: float) -> tor
     if corner:
         rows, columns = q.shape[2], k.shape[2]
         hidden = torch.ones(rows, columns, dtype=torch.bool, device=q.device).triu_(1)
-        scores.view(-1, rows, columns).masked_fill_(hidden, -math.inf)
+        scores.view(q.shape[0] * q.shape[1], rows, columns).masked_fill_(hidden, -math.inf)
     return scores
