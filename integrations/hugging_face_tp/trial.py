@@ -4,7 +4,7 @@ Between a row-parallel layer and the next column-parallel one a layer must compu
 scales). That is not read from the class but seen: in both runs the tensor-parallel layers answer with fixed numbers, with all
 positions or with those of the shard; column-parallel layers are given the whole input, or what stands for it (`StandIn`). The
 output of the second run must be the shard's positions of the first one's. No rank waits for another here, no parameter changes.
-Layers are tried as in training, where dropout of what ranks have alike would differ between shards, and be seen.
+Layers are tried as in training, where dropout shows: two runs over all positions differ.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ def layer_obstacle_by_trial(layer: nn.Module, owner: nn.Module, blocks: Sequence
             try:
                 arguments = _arguments(layer, owner, x)
                 runs = _Runs(blocks, tuples)
-                whole, part = runs.run(layer, x, arguments), runs.run(layer, x[:, _SHARD], arguments, sharded=True)
+                whole, again = (runs.run(layer, x, arguments) for _ in range(2))
+                if isinstance(whole, torch.Tensor) and not _close(again, whole):
+                    return f"{name} draws random numbers (dropout) between its tensor-parallel layers: shards would draw others"
+                part = runs.run(layer, x[:, _SHARD], arguments, sharded=True)
             except Exception as error:
                 why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 continue

@@ -37,15 +37,21 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, str]]] = {
         {},
         {"layers.0.self_attn.o_proj.weight": "stock: model.layers.0.self_attn.o_proj: its input is laid out as R, not sharded"},
     ),
-    "dropout": (
-        "starcoder2",
-        {"residual_dropout": 0.1},
-        {},
-        {
-            "layers.1.mlp.c_fc.weight": "stock: Starcoder2DecoderLayer could not be tried on a shard",
-            "lm_head.weight": "stock: no",
-        },
-    ),
+    **{
+        f"dropout of {kind}": (
+            kind,
+            {"residual_dropout": 0.1},
+            {},
+            {
+                f"layers.1.mlp.{first}.weight": f"stock: {layer} draws random numbers (dropout) between its tensor-parallel",
+                "lm_head.weight": "stock: no",
+            },
+        )
+        for kind, layer, first in (
+            ("starcoder2", "Starcoder2DecoderLayer", "c_fc"),
+            ("seed_oss", "SeedOssDecoderLayer", "up_proj"),
+        )
+    },
     "experts": (
         "mixtral",
         {"num_local_experts": 4},
