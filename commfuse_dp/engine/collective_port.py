@@ -125,7 +125,7 @@ class CollectivePort:
     """All-gather and reduce-scatter of equal, padded shards over the engine's transport. All ranks call alike."""
 
     def __init__(self, engine: Engine, whose: str, fix: str) -> None:
-        """whose, fix: of the framework, for errors: "an FSDP2 group", and what is to be done after a step that was broken off."""
+        """whose, fix: for errors: "an FSDP2 group", say, and what its user does after a step that was broken off."""
         self._engine = engine
         self._whose, self._fix = whose, fix
         self.transport = engine.transport

@@ -38,7 +38,7 @@ from commfuse_dp.collectives.execution import Bindings, Coming, Leaving
 from commfuse_dp.collectives.sessions import ALONE, begin, execute
 from commfuse_dp.device.base import WordLike
 from commfuse_dp.ops.column_gradients import InputGradient, WeightGradients
-from commfuse_dp.ops.compat import transforms_active, transformed
+from commfuse_dp.ops.compat import transformed, transforms_active
 from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.sequence import (

@@ -28,7 +28,7 @@ from commfuse_dp.collectives import Owner, all_gather, reduce_scatter, reference
 from commfuse_dp.collectives.arguments import Op, check_op, check_sizes, even_sizes
 from commfuse_dp.collectives.sessions import rank_and_size
 from commfuse_dp.ops.adjoint import adjoint
-from commfuse_dp.ops.compat import transforms_active, transformed
+from commfuse_dp.ops.compat import transformed, transforms_active
 from commfuse_dp.ops.operands import Visit, WholeProducts
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.ops.products import linear_backward, linear_forward

@@ -38,7 +38,7 @@ from commfuse_dp.collectives.execution import Bindings, Coming, Leaving
 from commfuse_dp.collectives.sessions import begin, execute
 from commfuse_dp.collectives.summation import fold, wide_dtype
 from commfuse_dp.device.base import WordLike
-from commfuse_dp.ops.compat import transforms_active, transformed
+from commfuse_dp.ops.compat import transformed, transforms_active
 from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.pieces import Piece

@@ -37,7 +37,7 @@ from commfuse_dp.collectives.arguments import SUMMABLE
 from commfuse_dp.collectives.bound import Binder, Owner, Rows, Types, binder
 from commfuse_dp.collectives.execution import Bindings
 from commfuse_dp.collectives.sessions import Purpose, begin, execute
-from commfuse_dp.ops.compat import transforms_active, transformed
+from commfuse_dp.ops.compat import transformed, transforms_active
 from commfuse_dp.program.gather import gather
 from commfuse_dp.program.layer import backward
 from commfuse_dp.program.layout import Tensor, rectangles

@@ -92,8 +92,8 @@ def _takes_all(tensor: torch.Tensor, index: Any) -> bool:
 def _lost(grad: torch.Tensor) -> NoReturn:
     raise RuntimeError(
         "a gradient arrived at an input that CommFuse gathers on demand, behind its back (a custom autograd.Function took it, "
-        "say, or a full backward hook of a module that is given it). Pass a copy (x.clone()) to this function, or leave the layers to the framework with "
-        "CommFuseConfig(exclude=[...])."
+        "say, or a full backward hook of a module that is given it). Pass a copy (x.clone()) to this function, or leave the "
+        "layers to the framework with CommFuseConfig(exclude=[...])."
     )
 
 

@@ -22,7 +22,9 @@ WORLD = 3
 
 
 def port_of(transport: InprocTransport) -> CollectivePort:
-    return CollectivePort(Engine(transport, [], CommFuseConfig(), device=torch.device("cpu"), replicas=None), "a group", "Begin anew.")
+    return CollectivePort(
+        Engine(transport, [], CommFuseConfig(), device=torch.device("cpu"), replicas=None), "a group", "Begin anew."
+    )
 
 
 def partials(rank: int) -> torch.Tensor:

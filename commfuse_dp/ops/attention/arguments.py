@@ -11,8 +11,8 @@ import torch
 from commfuse_dp.collectives import sessions
 from commfuse_dp.collectives.agreement import agree
 from commfuse_dp.collectives.arguments import check_sizes
-from commfuse_dp.ops.compat import transforms_active, transformed
 from commfuse_dp.ops.attention.places import find, rank_at, world_size_at
+from commfuse_dp.ops.compat import transformed, transforms_active
 from commfuse_dp.ops.operands import call_number
 
 

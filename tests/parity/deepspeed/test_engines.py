@@ -15,7 +15,22 @@ from torch import nn
 
 from commfuse_dp import CommFuseConfig
 from commfuse_dp.errors import ConfigError
-from tests.parity.deepspeed.pair import BLOCK, CLASSES, WIDTH, Block, Case, Net, Result, both, check, run, settings, started, train_micro, whole
+from tests.parity.deepspeed.pair import (
+    BLOCK,
+    CLASSES,
+    WIDTH,
+    Block,
+    Case,
+    Net,
+    Result,
+    both,
+    check,
+    run,
+    settings,
+    started,
+    train_micro,
+    whole,
+)
 from tests.support.leftovers import assert_nothing_left, leftovers
 
 

@@ -107,8 +107,9 @@ def test_an_engine_without_commfuse(workers, stages):
 
 def too_large(rank: int, world_size: int, stage: int) -> str:
     """Slices that fit no budget, when CommFuse is switched on."""
-    from commfuse_dp import CommFuseConfig
     from commfuse_dp.integrations.deepspeed import apply_to_engine, engine_of
+
+    from commfuse_dp import CommFuseConfig
 
     case = Case(settings(stage))
     with started(rank, world_size, case, fused=False) as engine:

@@ -48,6 +48,7 @@ PLACES: dict[str, Register] = {
     "norm": _on("norm", "layers.0.ffn_norm"),
     "all modules": _on_all,
 }
+REST = sorted(PLACES.keys() - {"members", "row"})
 
 
 def _seen(model: Llama, register: Register, tokens: torch.Tensor) -> tuple[list[Any], list[torch.Tensor]]:
@@ -86,7 +87,10 @@ def _hooked(rank: int, world_size: int, places: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "places",
-    [["members", "row"], *(pytest.param([place], marks=pytest.mark.slow) for place in PLACES if place not in ("members", "row"))],
+    [
+        ["members", "row"],
+        *(pytest.param([place], marks=pytest.mark.slow) for place in PLACES if place not in ("members", "row")),
+    ],
     ids="-".join,
 )
 def test_full_backward_hooks(workers: Any, places: list[str]) -> None:
