@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from commfuse_dp.integrations.attach.forwards import own_class
 from commfuse_dp.integrations.attach.rules import original_type
+from commfuse_dp.integrations.attach.transaction import Transaction
 from commfuse_dp.integrations.hugging_face_tp.key_heads import GROUPS, PROJECTIONS
 from commfuse_dp.integrations.tensor_parallel.stand_in import StandIn
 from torch import nn
@@ -37,13 +38,15 @@ def layer_obstacle_by_trial(layer: nn.Module, owner: nn.Module, blocks: Sequence
     width = int(served[0].rows[0].module.out_features)
     like = next(served[0].rows[0].module.parameters())
     name = original_type(layer).__name__
-    with _trying(like.device):
+    with _trying(like.device) as changes:
         x = _fixed(-1, width, like)
         why = "it returned no tensor"
         for tuples in (False, True) if len(served) < len(blocks) else (False,):  # what an unserved block returns
             try:
+                _train(changes, layer)
+                _make_whole(changes, layer, [module for block in blocks for module in _answered(block)])
                 arguments = _arguments(layer, owner, x)
-                runs = _Runs(blocks, tuples)
+                runs = _Runs(changes, blocks, tuples)
                 whole, again = (runs.run(layer, x, arguments) for _ in range(2))
                 if isinstance(whole, torch.Tensor) and not _close(again, whole):
                     return f"{name} draws random numbers (dropout) between its tensor-parallel layers: shards would draw others"
@@ -62,11 +65,11 @@ def layer_obstacle_by_trial(layer: nn.Module, owner: nn.Module, blocks: Sequence
 def norm_obstacle_by_trial(module: nn.Module, width: int) -> str | None:
     """Why a module behind the layers cannot run in shards (None: it can)."""
     like = next(module.parameters())
-    with _trying(like.device):
+    with _trying(like.device) as changes:
         x = _fixed(-1, width, like)
         try:
-            with _whole_parameters(module, ()):
-                whole, part = (original_type(module).forward(module, rows) for rows in (x, x[:, _SHARD]))  # type: ignore[attr-defined]
+            _make_whole(changes, module, ())
+            whole, part = (original_type(module).forward(module, rows) for rows in (x, x[:, _SHARD]))  # type: ignore[attr-defined]
         except Exception as error:
             return f"it could not be tried: {type(error).__name__}: {error}"
     same = isinstance(whole, torch.Tensor) and whole.shape == x.shape and _close(part, whole[:, _SHARD])
@@ -74,10 +77,21 @@ def norm_obstacle_by_trial(module: nn.Module, width: int) -> str | None:
 
 
 @contextlib.contextmanager
-def _trying(device: torch.device) -> Iterator[None]:
-    """What a layer makes is made on its device; the program's random numbers are not used up."""
+def _trying(device: torch.device) -> Iterator[Transaction]:
+    """What a layer makes is made on its device; the program keeps its random numbers. `changes` end with it."""
+    changes = Transaction()
     with torch.no_grad(), torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type), device:
-        yield
+        try:
+            yield changes
+        finally:
+            changes.roll_back()
+
+
+def _answered(block: Block) -> list[nn.Module]:
+    """Modules of the block that compute nothing in a trial."""
+    if block.obstacle is not None:
+        return list(block.module.modules())
+    return [found.module for found in (*block.columns, *block.rows)]
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -105,31 +119,29 @@ def _arguments(layer: nn.Module, owner: nn.Module, x: torch.Tensor) -> dict[str,
 class _Runs:
     """Two runs of a layer, whose tensor-parallel layers answer alike in both."""
 
-    def __init__(self, blocks: Sequence[Block], tuples: bool) -> None:
+    def __init__(self, changes: Transaction, blocks: Sequence[Block], tuples: bool) -> None:
+        self._changes = changes
         self._blocks = blocks
         self._tuples = tuples
         self._inputs: dict[int, torch.Tensor] = {}  # of a block, whole
 
     def run(self, layer: nn.Module, x: torch.Tensor, arguments: dict[str, Any], sharded: bool = False) -> Any:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_training(layer))
-            answered = [found.module for block in self._blocks for found in (*block.columns, *block.rows)]
-            answered += [part for block in self._blocks if block.obstacle is not None for part in block.module.modules()]
-            stack.enter_context(_whole_parameters(layer, answered))
-            for seed, block in enumerate(self._blocks):
-                if block.obstacle is not None:
-                    stack.enter_context(_answering(block.module, self._unserved(seed, block, x.shape[-1], sharded)))
-                    continue
-                stack.enter_context(_answering(block.module, self._entered(block, sharded)))
-                if block.key_heads is not None:
-                    stack.enter_context(_set(block.module, GROUPS, block.key_heads.groups))
-                for number, found in enumerate(block.columns):
-                    fixed = _fixed(100 * seed + number, _features(found, block), x)
-                    stack.enter_context(_answering(found.module, _column(fixed)))
-                for number, found in enumerate(block.rows):
-                    fixed = _fixed(100 * seed + 50 + number, int(found.module.out_features), x)
-                    stack.enter_context(_answering(found.module, _row(fixed, sharded)))
-            return original_type(layer).forward(layer, x, **arguments)  # type: ignore[attr-defined]
+        for seed, block in enumerate(self._blocks):
+            if block.obstacle is not None:
+                self._answer(block.module, self._unserved(seed, block, x.shape[-1], sharded))
+                continue
+            self._answer(block.module, self._entered(block, sharded))
+            if block.key_heads is not None:
+                self._changes.set(vars(block.module), GROUPS, block.key_heads.groups)
+            for number, found in enumerate(block.columns):
+                self._answer(found.module, _column(_fixed(100 * seed + number, _features(found, block), x)))
+            for number, found in enumerate(block.rows):
+                fixed = _fixed(100 * seed + 50 + number, int(found.module.out_features), x)
+                self._answer(found.module, _row(fixed, sharded))
+        return original_type(layer).forward(layer, x, **arguments)  # type: ignore[attr-defined]
+
+    def _answer(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._changes.set(vars(module), "forward", forward)
 
     def _entered(self, block: Block, sharded: bool) -> Callable[..., Any]:
         """The block's own forward, with what stands for its whole input."""
@@ -198,51 +210,18 @@ def _row(fixed: torch.Tensor, sharded: bool) -> Callable[..., torch.Tensor]:
     return forward
 
 
-@contextlib.contextmanager
-def _training(layer: nn.Module) -> Iterator[None]:
-    before = [(module, module.training) for module in layer.modules()]
-    for module, _ in before:
-        module.training = True
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
+def _train(changes: Transaction, layer: nn.Module) -> None:
+    for module in layer.modules():
+        changes.set(vars(module), "training", True)
 
 
-@contextlib.contextmanager
-def _whole_parameters(layer: nn.Module, answered: Sequence[nn.Module]) -> Iterator[None]:
+def _make_whole(changes: Transaction, layer: nn.Module, answered: Sequence[nn.Module]) -> None:
     """In place of parameters that are sharded (by `fully_shard`) some of their shape: their values do not matter. answered:
     modules that compute nothing, and whose parameters, the large ones, nobody looks at."""
     skipped, generator = set(map(id, answered)), _generator(0)
-    before = [(module, dict(module.__dict__["_parameters"])) for module in layer.modules() if id(module) not in skipped]
-    for module, params in before:
-        for name, param in params.items():
+    for module in layer.modules():
+        own: dict[str, Any] = {} if id(module) in skipped else module._parameters
+        for name, param in own.items():
             if isinstance(param, DTensor):
                 made = torch.rand(param.shape, generator=generator, device="cpu").to(param.device, param.dtype)
-                module.__dict__["_parameters"][name] = nn.Parameter(made, requires_grad=False)
-    try:
-        yield
-    finally:
-        for module, params in before:
-            module.__dict__["_parameters"].update(params)
-
-
-@contextlib.contextmanager
-def _answering(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """`module` answers by `forward`, for the length of a block."""
-    with _set(module, "forward", forward):
-        yield
-
-
-@contextlib.contextmanager
-def _set(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    before = vars(module).get(name)
-    vars(module)[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del vars(module)[name]
-        else:
-            vars(module)[name] = before
+                changes.set(own, name, nn.Parameter(made, requires_grad=False))

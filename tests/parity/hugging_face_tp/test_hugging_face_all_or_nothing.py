@@ -27,13 +27,13 @@ def one_cannot(rank: int, world_size: int) -> None:
         model = load(path, world_size)
     stock, before = gradients(model, batch(0)), all_of(model)
 
-    def failing(layer: nn.Module) -> Any:
+    def failing(changes: Any, layer: nn.Module) -> None:
         if rank == 1:
             raise OSError("on purpose")
-        return original(layer)
+        original(changes, layer)
 
-    original = trial._training
-    with mock.patch.object(trial, "_training", failing), pytest.raises(MismatchError) as error:
+    original = trial._train
+    with mock.patch.object(trial, "_train", failing), pytest.raises(MismatchError) as error:
         commfuse_dp.apply(model, config())
     assert "rank 1 cannot serve 'model.layers.0'" in str(error.value) and "on purpose" in str(error.value)
     assert all_of(model) == before
