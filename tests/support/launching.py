@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
@@ -21,12 +22,18 @@ BIN = Path(sys.executable).parent
 # them asks for the GIL to drop the tensors of its last work, and finds an interpreter that finalizes. Scripts destroy their
 # groups against that, but DeepSpeed's modules keep references to them. The handler is registered first and so runs after all
 # others.
+#
+# Who does not end says where it stands: see `_tell_stacks`.
 _SITE = """
     import atexit
     import collections
+    import faulthandler
     import glob
     import os
+    import signal
     import sys
+
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
 
     def leave_before_finalization():
         gloo = any("pt_gloo" in open(path).read() for path in glob.glob("/proc/self/task/*/comm"))
@@ -85,16 +92,34 @@ def launch(command: Sequence[str], folder: Path, *, timeout_s: float = 200.0, **
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
+        _tell_stacks(process.pid)
         process.terminate()  # the launcher ends its ranks
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10.0)
         _end_group(process.pid)
         out, err = process.communicate()
-        raise AssertionError(f"{words} did not end within {timeout_s} s:\n{out[-3000:]}\n{err[-3000:]}") from None
+        raise AssertionError(f"{words} did not end within {timeout_s} s:\n{out[-3000:]}\n{err[-20000:]}") from None
     finally:
         _end_group(process.pid)
     assert process.returncode == 0, f"{words} ended with {process.returncode}:\n{out[-3000:]}\n{err[-6000:]}"
     return out, err
+
+
+def _tell_stacks(launcher: int) -> None:
+    """Every Python process below a launcher, and that one, writes the stacks of its threads to its stderr."""
+    parents: dict[int, int] = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
+    below, found = {launcher}, {launcher}
+    while below:
+        below = {child for child, parent in parents.items() if parent in below}
+        found |= below
+    for process in sorted(found):
+        with contextlib.suppress(OSError):
+            if "python" in os.readlink(f"/proc/{process}/exe"):
+                os.kill(process, signal.SIGUSR1)
+                time.sleep(0.5)  # one after the other: they write into one pipe
 
 
 def _end_group(group: int) -> None:
