@@ -31,7 +31,7 @@ from commfuse_dp.integrations.attach.transaction import Transaction
 from torch import nn
 
 from commfuse_dp.collectives.arguments import SUMMABLE
-from commfuse_dp.collectives.end_of_backward import EndOfBackward, at_end_of_backward
+from commfuse_dp.collectives.end_of_backward import EndOfBackward, at_end_of_backward, in_backward
 from commfuse_dp.config import CommFuseConfig, resolved
 from commfuse_dp.errors import CommFuseError, ConfigError, TransportError
 from commfuse_dp.probe import WAIT, Probe
@@ -290,7 +290,7 @@ class HookState:
 
     def follow_backward(self) -> None:
         """The backward that is under way reduces something: if it is broken off, peers that wait for the rest are told."""
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             return  # the zeros of a rank that has run out of batches (DDP's join)
         if self._armed is None or self._armed() is None:
             self._armed = at_end_of_backward(self._end_backward)

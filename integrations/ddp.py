@@ -14,10 +14,12 @@ DDP waits for the futures at the end of its backward.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from commfuse_dp.integrations import ddp_compat as compat
 from commfuse_dp.integrations.attach.report import FROZEN, ParameterRow
 from commfuse_dp.integrations.comm_hooks import (
     SUMMABLE,
@@ -33,6 +35,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from commfuse_dp import collectives
+from commfuse_dp.collectives.end_of_backward import in_backward
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.errors import ConfigError
 from commfuse_dp.probe import now_ns
@@ -56,6 +59,8 @@ class DDPState(HookState):
     ) -> None:
         require_distributed("DDPState")
         model, group = _model_and_group(model_or_group)
+        self._model = weakref.ref(model) if model is not None else lambda: None
+        self._active()  # whether it can be known
         facts = [] if model is None else [(f"parameter {name}", _describe(p)) for name, p in model.named_parameters()]
         super().__init__(group, config, _device(model, group), facts, lambda: self._rows(model))
 
@@ -79,15 +84,17 @@ class DDPState(HookState):
 
     def reduce(self, buffer: torch.Tensor, last: bool) -> Future[torch.Tensor]:
         """buffer [n] <- mean of all ranks' buffers, in place. Returns at once; the future holds `buffer`."""
-        thread = self.thread
+        thread, active = self.thread, self._active()
         if thread is None or buffer.layout != torch.strided or buffer.dtype not in SUMMABLE:
-            return _stock_mean(buffer, self.group)
+            return _stock_mean(buffer, self.group, active)
         self.follow_backward()
         future: Future[torch.Tensor] = Future()
         handed_over = now_ns()
 
         def work() -> None:
             collectives.all_reduce(buffer, buffer, op="mean", **self.options)
+            if active is not None:
+                buffer.div_(collectives.all_reduce(active, active, op="mean", **self.options).item())
 
         def complete(job: Job) -> None:
             if last:  # nothing is left to compute in backward after its last bucket
@@ -99,6 +106,14 @@ class DDPState(HookState):
 
         thread.submit(work, nbytes=buffer.nbytes, then=complete)
         return future.then(_unwrapped)
+
+    def _active(self) -> torch.Tensor | None:
+        """[1] fp64: 1 if this rank has a batch, 0 if it gives zeros in place of one (DDP's join). None: the mean is that of all
+        ranks, whether they have one or not."""
+        model = self._model()
+        if model is None or not compat.divides_by_active_ranks(model):
+            return None
+        return torch.tensor([float(in_backward())], dtype=torch.float64)
 
 
 def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> Future[torch.Tensor]:
@@ -126,25 +141,29 @@ def _unwrapped(future: Future[Any]) -> torch.Tensor:
     return value
 
 
-def _stock_mean(buffer: torch.Tensor, group: dist.ProcessGroup | None) -> Future[torch.Tensor]:
+def _stock_mean(
+    buffer: torch.Tensor, group: dist.ProcessGroup | None, active: torch.Tensor | None = None
+) -> Future[torch.Tensor]:
     """What DDP does without a hook, for one rank, sparse gradients, and dtypes that CommFuse does not sum."""
     size = dist.get_world_size(group)
     if size == 1:
         future: Future[torch.Tensor] = Future()
         future.set_result(buffer)
         return future
-    buffer.div_(size)
+    if active is not None:
+        dist.all_reduce(active, group=group)
+    buffer.div_(size if active is None else active.item())
     work = dist.all_reduce(buffer, group=group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
 
 def _model_and_group(given: object) -> tuple[DistributedDataParallel | None, dist.ProcessGroup | None]:
     if isinstance(given, DistributedDataParallel):
-        if given._comm_hooks:
-            known = getattr(given._comm_hooks[0][0], "__qualname__", given._comm_hooks[0][0])
+        hook, _ = compat.registered_hook(given)
+        if hook is not None:
             raise ConfigError(
-                f"this model already has a communication hook ({known}), and DDP allows one: construct one DDPState per "
-                "DistributedDataParallel model and register it once, or leave the other hook away"
+                f"this model already has a communication hook ({getattr(hook, '__qualname__', hook)}), and DDP allows one: "
+                "construct one DDPState per DistributedDataParallel model and register it once, or leave the other hook away"
             )
         return given, given.process_group
     if given is None or isinstance(given, dist.ProcessGroup):

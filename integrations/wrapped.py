@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from commfuse_dp.integrations.ddp_compat import registered_hook
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -36,12 +37,12 @@ def kind_of(model: Any) -> Kind | None:
     if isinstance(model, DistributedDataParallel):
         from commfuse_dp.integrations.ddp import DDPState, register_ddp
 
-        return Kind("DDP", register_ddp, lambda m: isinstance(_ddp_hook(m)[0], DDPState), _hook_of_the_script, True)
+        return Kind("DDP", register_ddp, lambda m: isinstance(registered_hook(m)[1], DDPState), _hook_of_the_script, True)
     if isinstance(model, FullyShardedDataParallel):
+        from commfuse_dp.integrations import fsdp1_compat
         from commfuse_dp.integrations.fsdp1 import obstacle, register_fsdp1
-        from commfuse_dp.integrations.fsdp1_compat import registered_hook
 
-        return Kind("FSDP1", register_fsdp1, lambda m: _is_ours(registered_hook(m)), obstacle, False)
+        return Kind("FSDP1", register_fsdp1, lambda m: _is_ours(fsdp1_compat.registered_hook(m)), obstacle, False)
     if isinstance(model, nn.Module) and any(isinstance(module, FSDPModule) for module in model.modules()):
         from commfuse_dp.integrations.fsdp2.apply import engine_of
 
@@ -63,15 +64,8 @@ def called_roots(model: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _ddp_hook(model: DistributedDataParallel) -> tuple[Any, Any]:
-    """(state, hook) of the communication hook that is registered; DDP allows one."""
-    for hook, state in getattr(model, "_comm_hooks", ()):
-        return state, hook
-    return None, None
-
-
 def _hook_of_the_script(model: DistributedDataParallel) -> str | None:
-    hook = _ddp_hook(model)[1]
+    hook, _ = registered_hook(model)
     return None if hook is None else f"the script set a communication hook of its own ({_name(hook)})"
 
 

@@ -1,4 +1,4 @@
-"""What is called when the backward that is under way ends, also if an exception breaks it off."""
+"""Whether a backward is under way, and what is called when it ends, also if an exception breaks it off."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Callable
 
 import torch
+
+graph_task = torch._C._current_graph_task_id  # number of the backward that is under way, -1 outside
 
 
 class EndOfBackward:
@@ -24,6 +26,11 @@ class EndOfBackward:
     def __del__(self) -> None:
         if not self._called:
             self._ended(False)
+
+
+def in_backward() -> bool:
+    """Called from inside an autograd backward pass (a forward there is a recomputation)."""
+    return graph_task() != -1
 
 
 def at_end_of_backward(ended: Callable[[bool], object]) -> weakref.ref[EndOfBackward]:

@@ -12,10 +12,8 @@ import threading
 import weakref
 from collections.abc import Callable
 
-import torch
-
 from commfuse_dp.collectives import progress
-from commfuse_dp.collectives.end_of_backward import EndOfBackward, at_end_of_backward
+from commfuse_dp.collectives.end_of_backward import EndOfBackward, at_end_of_backward, graph_task
 from commfuse_dp.collectives.step_state import StepState
 from commfuse_dp.errors import CommFuseError, Where
 from commfuse_dp.interrupts import HELD, deliver_held, watch
@@ -72,7 +70,7 @@ class Steps(StepState):
             deliver_held()
         self.check()
         self._calls += 1
-        if torch._C._current_graph_task_id() != -1 and (self._armed is None or self._armed() is None):
+        if graph_task() != -1 and (self._armed is None or self._armed() is None):
             self._armed = at_end_of_backward(self._end_backward)
         return self._calls
 
@@ -96,7 +94,7 @@ class Steps(StepState):
         the following three.
 
         Raises BrokenStepError on all ranks if some have gone through with a backward that others have not."""
-        if self.together or self._recovery is None or torch._C._current_graph_task_id() != -1:
+        if self.together or self._recovery is None or graph_task() != -1:
             return
         watch(self)
         try:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from commfuse_dp.collectives import progress
-from commfuse_dp.collectives.end_of_backward import EndOfBackward, at_end_of_backward
+from commfuse_dp.collectives.end_of_backward import EndOfBackward, at_end_of_backward, graph_task, in_backward
 from commfuse_dp.collectives.steps import Steps
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.engine.backward import Backward
@@ -43,13 +43,6 @@ from commfuse_dp.probe import COMPUTE, Probe, now_ns
 from commfuse_dp.transport.base import CHANNEL_GRAD, Outcome, Transport
 
 LATE_NS = 20_000  # a shorter wait at the start of a step is the cost of asking, not of waiting
-
-_graph_task = torch._C._current_graph_task_id  # -1 outside
-
-
-def in_backward() -> bool:
-    """Called from inside an autograd backward pass (a forward there is a recomputation)."""
-    return _graph_task() != -1
 
 
 class Engine:
@@ -311,7 +304,7 @@ class Engine:
         replaced = False
         for slot in unit.slots:
             replaced = replaced or slot.replaced
-        if _graph_task() != -1:  # a recomputation: what it computes again was computed with what was published
+        if graph_task() != -1:  # a recomputation: what it computes again was computed with what was published
             if self._overtaken:
                 self.arm()
             return
@@ -366,7 +359,7 @@ class Engine:
 
     def expect_backward(self, unit: Unit) -> None:
         """The gather that follows is part of a forward that autograd records: an `exchange` will come for it."""
-        unit.expects_backward = _graph_task() == -1
+        unit.expects_backward = graph_task() == -1
         if unit.replicated:  # nothing is gathered
             self.ready(unit)
 

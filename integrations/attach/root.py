@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from commfuse_dp.engine.engine import Engine, in_backward
+from commfuse_dp.collectives.end_of_backward import in_backward
+from commfuse_dp.engine.engine import Engine
 
 
 def follow_forward(

@@ -37,8 +37,9 @@ from commfuse_dp.integrations.attach.transaction import Transaction
 from commfuse_dp.integrations.deepspeed import compat
 from commfuse_dp.integrations.deepspeed.deferred import DeferredGather
 
+from commfuse_dp.collectives.end_of_backward import in_backward
 from commfuse_dp.engine.collective_port import CollectivePort
-from commfuse_dp.engine.engine import Engine, in_backward
+from commfuse_dp.engine.engine import Engine
 
 _BLOCKING = (
     "all_gather",

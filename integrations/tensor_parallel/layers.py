@@ -32,8 +32,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from commfuse_dp.collectives.arguments import even_sizes
+from commfuse_dp.collectives.end_of_backward import in_backward
 from commfuse_dp.config import CommFuseConfig
-from commfuse_dp.engine.engine import in_backward
 from commfuse_dp.errors import MismatchError
 from commfuse_dp.ops.column_parallel import column_parallel_of
 from commfuse_dp.ops.operands import register_operand
