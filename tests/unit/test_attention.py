@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from typing import ClassVar
 
@@ -22,6 +23,7 @@ from commfuse_dp.ops.attention.block import Attended, parts
 def backend(request, monkeypatch):
     if request.param == "plain":
         monkeypatch.setattr(block, "flash_attention", lambda q: None)
+    monkeypatch.setattr(block, "LEAST_KEYS", 0)
     return request.param
 
 
@@ -79,6 +81,23 @@ def test_queries_without_keys_are_zero(backend):
     assert not o.any() and torch.isneginf(lse).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [1, 7, 15, 16, 17, 40])
+def test_what_is_no_number_stays_none(dtype, causal, size):
+    """Blocks of any size: a NaN is not lost. One of a value spreads within its block, as hidden keys have the weight 0."""
+    generator = torch.Generator().manual_seed(8)
+    cuts = (0, size, 2 * size)
+    for which, position in itertools.product(range(3), {0, size // 2, size - 1, size, 2 * size - 1}):
+        q, k, v = (torch.randn(1, 1, 2 * size, 4, generator=generator).to(dtype) for _ in range(3))
+        (q, k, v)[which][0, 0, position, 1] = math.nan
+        found = by_blocks(q, k, v, causal, 0.4, torch.ones_like(q), cuts, cuts)[0].isnan().any(-1)[0, 0]
+        sees = torch.ones(2 * size, 2 * size, dtype=torch.bool)
+        sees = sees.tril() if causal else sees
+        wanted = torch.arange(2 * size) == position if which == 0 else sees[:, position]
+        assert torch.equal(found if which < 2 else found & wanted, wanted), (which, position)
+
+
 def test_any_strides(backend):
     """torch's kernel takes the last dimension for dense: transposed inputs and expanded gradients gave other numbers."""
     generator = torch.Generator().manual_seed(5)
@@ -104,7 +123,7 @@ def test_blocks_on_gpus_go_to_flash_attention(monkeypatch):
                 assert len({tensor.dtype for tensor in tensors}) == 1 and all(tensor.stride(-1) == 1 for tensor in tensors)
             return func(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(block, "flash_attention", lambda q: compat._flash_on_gpus(q.device))
+    monkeypatch.setattr(block, "flash_attention", lambda q: compat._flash_on_gpus(q.device))  # of any number of keys
     cuts = (0, 5, 12), (0, 7, 12)
     with torch.device("meta"), Ops() as ops:
         q, grad = (torch.empty(2, 4, 12, 8, dtype=torch.bfloat16) for _ in range(2))

@@ -31,7 +31,10 @@ from typing import NamedTuple
 import torch
 
 from commfuse_dp.collectives.summation import wide_dtype
-from commfuse_dp.ops.compat import flash_attention
+from commfuse_dp.ops.compat import FlashAttention, flash_attention
+
+# Of fewer keys than a vector register has numbers torch's kernel for CPUs takes NaN for masked: a query that has it gives 0.
+LEAST_KEYS = 16
 
 
 class _Part(NamedTuple):
@@ -146,10 +149,16 @@ def add_gradients(
 
 
 # ---- one block -------------------------------------------------------------------------------------------------------
+def _kernel(q: torch.Tensor, k: torch.Tensor) -> FlashAttention | None:
+    """For this block; None: plain operations."""
+    few = q.device.type == "cpu" and k.shape[2] < LEAST_KEYS
+    return None if few or not q.numel() else flash_attention(q)
+
+
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, corner: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    flash = flash_attention(q) if q.numel() else None
+    flash = _kernel(q, k)
     if flash is not None:
         return flash.forward(_dense(q), _dense(k), _dense(v), corner, scale)
     scores = _scores(q, k, corner, scale)
@@ -168,7 +177,7 @@ def _backward(
     corner: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    flash = flash_attention(q) if q.numel() else None
+    flash = _kernel(q, k)
     if flash is not None:
         return flash.backward(*map(_dense, (grad_out, q, k, v, out)), lse, corner, scale)
     scores = _scores(q, k, corner, scale)
