@@ -231,7 +231,7 @@ def _section(title: str, rows: list[tuple[str, str, bool | None]]) -> Table:
     """Rows of (name, text, whether it works; None: no question)."""
     table = Table(box=None, show_header=False, title=title, title_justify="left", title_style="bold", pad_edge=False)
     table.add_column(width=3)
-    table.add_column(width=12, style="cyan")
+    table.add_column(width=15, style="cyan")
     table.add_column(overflow="fold")
     for name, text, works in rows:
         mark = Text("") if works is None else Text("yes", style="green") if works else Text("no", style="red")

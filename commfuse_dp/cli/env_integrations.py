@@ -24,7 +24,9 @@ _MARK = "commfuse-env:"  # before the answer: frameworks print, too
 
 def ask_integrations() -> dict[str, Finding]:
     """Integration -> finding. Never raises."""
-    missing = {name: Finding(False, f"{name} is not installed") for name in ("deepspeed", "accelerate") if not _installed(name)}
+    missing = {
+        name: Finding(False, f"{package} is not installed") for name, package in _NEEDS.items() if not _installed(package)
+    }
     # Neither ranks nor launchers: these processes must not believe they belong to a job.
     alone = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "COMMFUSE", "PMI", "OMPI_", "MPI_LOCAL", "ACCELERATE_", "TORCHELASTIC_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(alone)}
@@ -102,7 +104,55 @@ def _ask_fsdp1() -> Finding:
 
 def _ask_ddp() -> Finding:
     importlib.import_module("commfuse_dp.integrations.ddp")
-    return Finding(True, "gradient hook: ring all-reduce of each bucket, unfused; public names only")
+    return Finding(True, "gradient hook: all-reduce of each bucket in the background of backward, unfused")
+
+
+def _ask_tensor_parallel() -> Finding:
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import parallel as styles
+
+    from commfuse_dp.integrations.tensor_parallel import compat
+
+    _one_rank()
+    mesh = DeviceMesh("cpu", torch.arange(1))
+    plan = {
+        compat.COLUMN: styles.ColwiseParallel(),
+        compat.ROW: styles.RowwiseParallel(),
+        compat.SEQUENCE: styles.SequenceParallel(),
+        compat.INPUT: styles.PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),)),
+    }
+    found = {}
+    for name, style in plan.items():
+        module = styles.parallelize_module(nn.LayerNorm(4) if name == compat.SEQUENCE else nn.Linear(4, 4), mesh, style)
+        found[name] = [known.kind for known in compat.styles_of(module)]
+    unknown = [name for name, kinds in found.items() if kinds != [name]]
+    if unknown:
+        return Finding(False, f"torch {torch.__version__} leaves what {', '.join(unknown)} did in a way that is not known here")
+    return Finding(
+        True, "commfuse_dp.apply(model) after parallelize_module, or COMMFUSE=1: column- and row-parallel linears by slices"
+    )
+
+
+def _ask_transformers() -> Finding:
+    from commfuse_dp.integrations.hugging_face_tp import compat
+
+    modules = ["transformers.distributed.mixin", compat.HOME]
+    return _ask_framework("transformers", modules, "COMMFUSE=1 switches it on for DistributedConfig(tp_size=N)")
+
+
+def _ask_ulysses() -> Finding:
+    from commfuse_dp.integrations.ulysses import compat
+
+    return _ask_framework("deepspeed", list(compat.CLASSES), 'the block "commfuse", or COMMFUSE=1, switches it on')
+
+
+def _ask_lightning() -> Finding:
+    callback = importlib.import_module("commfuse_dp.integrations.lightning").CommFuseCallback
+    version = getattr(sys.modules["lightning"], "__version__", "of unknown version")
+    return Finding(True, f"callbacks=[{callback.__name__}()] of a Trainer or a Fabric (lightning {version})")
 
 
 def _ask_deepspeed() -> Finding:
@@ -147,12 +197,27 @@ _QUESTIONS: dict[str, Callable[[], Finding]] = {
     "fsdp2": _ask_fsdp2,
     "fsdp1": _ask_fsdp1,
     "ddp": _ask_ddp,
+    "tensor_parallel": _ask_tensor_parallel,
     "deepspeed": _ask_deepspeed,
+    "ulysses": _ask_ulysses,
     "accelerate": _ask_accelerate,
+    "transformers": _ask_transformers,
+    "lightning": _ask_lightning,
 }
-
-
-_TOGETHER = (("fsdp2", "fsdp1", "ddp"), ("deepspeed",), ("accelerate",))  # each in a process
+_NEEDS = {
+    "deepspeed": "deepspeed",
+    "ulysses": "deepspeed",
+    "accelerate": "accelerate",
+    "transformers": "transformers",
+    "lightning": "lightning",
+}
+_TOGETHER = (  # each in a process
+    ("fsdp2", "fsdp1", "ddp", "tensor_parallel"),
+    ("deepspeed", "ulysses"),
+    ("accelerate",),
+    ("transformers",),
+    ("lightning",),
+)
 
 
 def main(names: Sequence[str]) -> None:

@@ -32,9 +32,11 @@ _FORWARDS = {
 }
 
 
-def unknown_forward(home: str, cls: type) -> str | None:
-    """Why the forward of a class is not the one known here; None: it is."""
-    names = tuple(inspect.signature(cls.forward).parameters)  # type: ignore[attr-defined]
+def unknown_forward(home: str, cls: Any) -> str | None:
+    """Why the forward of a class is not the one known here; None: it is. cls: None where there is no such class."""
+    if not hasattr(cls, "forward"):
+        return f"{home} has no {CLASSES[home]} with a forward in this version of DeepSpeed"
+    names = tuple(inspect.signature(cls.forward).parameters)
     known = _FORWARDS[home]
     if names[: len(known)] != known:
         return f"the forward of {cls.__name__} takes {names} in this version of DeepSpeed, not {known}"

@@ -45,8 +45,8 @@ _transports: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], tuple[Trans
 
 def install(module: ModuleType) -> None:
     """Put the served forward in the place of DeepSpeed's; once. A class that is not as known is left alone, loudly."""
-    cls = getattr(module, compat.CLASSES[module.__name__], None)
-    if cls is None or hasattr(cls.forward, "commfuse"):
+    cls: Any = getattr(module, compat.CLASSES[module.__name__], None)
+    if hasattr(getattr(cls, "forward", None), "commfuse"):
         return
     obstacle = compat.unknown_forward(module.__name__, cls)
     if obstacle is not None:

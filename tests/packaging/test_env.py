@@ -36,7 +36,7 @@ def page_of(facts: dict) -> str:
 
 # ---- the whole command -------------------------------------------------------------------------------------------------
 def test_on_this_machine(monkeypatch, capfd):
-    """Everything but deepspeed and accelerate, whose imports take long; the fakes below stand for them."""
+    """Everything but the frameworks, whose imports take long; the fakes below stand for two of them."""
     for name in [name for name in os.environ if name.startswith(("COMMFUSE", "TORCH_DEVICE"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("COMMFUSE_ORDER", "ring")
@@ -46,10 +46,12 @@ def test_on_this_machine(monkeypatch, capfd):
     for name in ("shm", "tcp", "p2p (gloo)"):
         assert facts["transports"][name]["works"], facts["transports"][name]
     assert facts["transports"]["symmetric"]["works"] == facts["kernels"]["triton"]["works"] == torch.cuda.is_available()
-    assert list(facts["integrations"]) == ["fsdp2", "fsdp1", "ddp", "deepspeed", "accelerate"]
-    for name in ("fsdp2", "fsdp1", "ddp"):
+    with_torch, frameworks = ("fsdp2", "fsdp1", "ddp", "tensor_parallel"), ("accelerate", "transformers", "lightning")
+    assert list(facts["integrations"]) == [*with_torch, "deepspeed", "ulysses", *frameworks]
+    for name in with_torch:
         assert facts["integrations"][name]["works"], facts["integrations"][name]
-    assert facts["integrations"]["deepspeed"] == {"works": False, "detail": "deepspeed is not installed"}
+    assert facts["integrations"]["ulysses"] == {"works": False, "detail": "deepspeed is not installed"}
+    assert facts["integrations"]["lightning"] == {"works": False, "detail": "lightning is not installed"}
     assert facts["settings"] == {"variables": {"COMMFUSE_ORDER": "ring"}, "error": None, "changed": {"order": "ring"}}
     assert facts["versions"]["torch"].startswith(importlib.metadata.version("torch").split("+")[0])
     assert facts["machine"]["cores"] >= 1 and facts["machine"]["memory_gib"] > 0
@@ -66,12 +68,12 @@ def test_in_ruins(tmp_path):
     variables = environment(PYTHONPATH=str(tmp_path), COMMFUSE_TRANSPORT="pigeon")
     done = subprocess.run(ENV, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    rows = {line[5:18].strip(): line for line in done.stdout.splitlines()}
-    for name in ("shm", "tcp", "p2p (gloo)", "p2p (nccl)", "fsdp2", "ddp"):
+    rows = {line[5:20].strip(): line for line in done.stdout.splitlines()}
+    for name in ("shm", "tcp", "p2p (gloo)", "p2p (nccl)", "fsdp2", "ddp", "tensor_parallel"):
         assert rows[name].startswith("no") and "libtorch_cpu.so" in rows[name], rows[name]
     assert "unknown (OSError" in rows["torch"] and rows["autoload"].startswith("no")
     assert rows["settings"].startswith("no") and "COMMFUSE_TRANSPORT='pigeon'" in rows["settings"]
-    for name in ("deepspeed", "accelerate"):  # they import torch first
+    for name in ("deepspeed", "ulysses", "accelerate", "transformers"):  # they import torch first
         assert rows[name].startswith("no") and "libtorch_cpu.so" in rows[name], rows[name]
 
 

@@ -212,6 +212,8 @@ def test_a_forward_of_another_version_is_left_alone(caplog):
     serve.install(module)  # type: ignore[arg-type]
     assert DistributedAttention.forward is before
     assert "leaves Ulysses to DeepSpeed: the forward of DistributedAttention takes ('self', 'q', 'k')" in caplog.text
+    serve.install(SimpleNamespace(__name__="deepspeed.sequence.layer"))  # type: ignore[arg-type]
+    assert "deepspeed.sequence.layer has no DistributedAttention" in caplog.text
 
 
 @pytest.mark.parametrize("asked", [True, False])
