@@ -15,6 +15,7 @@ from commfuse_dp.autoload import OFF, ON
 from commfuse_dp.errors import ConfigError
 
 MIB = 1 << 20
+_MOST_BYTES = 1 << 50  # sums of a few fit the numbers of C
 
 # Variables of the environment that are not COMMFUSE_<KEY> of a setting.
 OTHER_VARIABLES = {
@@ -60,6 +61,7 @@ class CommFuseConfig(BaseModel):
     prefetch_bytes: int = Field(
         32 * MIB,
         ge=1,
+        le=_MOST_BYTES,
         description="Memory per rank for unsharded parameters fetched ahead of compute (the window). Layers that are larger "
         "come in slices; what is to stay gathered after forward (reshard_after_forward=False, FSDP2's default for the root) "
         "is held beside it.",
@@ -67,6 +69,7 @@ class CommFuseConfig(BaseModel):
     inbox_bytes: int = Field(
         32 * MIB,
         ge=1,
+        le=_MOST_BYTES,
         description="Memory per rank for gradient slices on their way, all peers together: sent to this rank and not yet "
         "summed (the credit), and what is computed for others where it has to wait. Raised, with a warning, where a peer's "
         "part holds no slice of the largest layer; on GPUs, not twice what that layer owes to one rank. Not all of it is taken "
@@ -97,7 +100,12 @@ class CommFuseConfig(BaseModel):
         description="A layer's backward is bound to memory when it comes for the first time, and replayed as long as nothing "
         "that it depends on has changed. False: bind it anew in every step. The results are the same, bit for bit.",
     )
-    deadline_s: float = Field(300.0, gt=0, description="Longest single wait for a peer, in seconds, before a named error.")
+    deadline_s: float = Field(
+        300.0,
+        ge=0.01,
+        le=1e6,  # eleven days: poll() counts milliseconds in 32 bits
+        description="Longest single wait for a peer, in seconds, before a named error.",
+    )
 
     def __init__(self, **data: Any) -> None:
         allowed = list(type(self).model_fields)

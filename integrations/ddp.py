@@ -60,7 +60,8 @@ class DDPState(HookState):
         require_distributed("DDPState")
         model, group = _model_and_group(model_or_group)
         self._model = weakref.ref(model) if model is not None else lambda: None
-        self._active()  # whether it can be known
+        if model is not None:
+            compat.divides_by_active_ranks(model)  # or raises, if that cannot be known
         facts = [] if model is None else [(f"parameter {name}", _describe(p)) for name, p in model.named_parameters()]
         super().__init__(group, config, _device(model, group), facts, lambda: self._rows(model))
 
@@ -113,7 +114,7 @@ class DDPState(HookState):
         model = self._model()
         if model is None or not compat.divides_by_active_ranks(model):
             return None
-        return torch.tensor([float(in_backward())], dtype=torch.float64)
+        return torch.tensor([float(in_backward())], dtype=torch.float64, device=self.device)
 
 
 def ddp_hook(state: DDPState, bucket: dist.GradBucket) -> Future[torch.Tensor]:

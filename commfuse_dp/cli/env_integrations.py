@@ -117,7 +117,7 @@ def _ask_tensor_parallel() -> Finding:
     from commfuse_dp.integrations.tensor_parallel import compat
 
     _one_rank()
-    mesh = DeviceMesh("cpu", torch.arange(1))
+    mesh = DeviceMesh("cpu", torch.arange(1, device="cpu"))
     plan = {
         compat.COLUMN: styles.ColwiseParallel(),
         compat.ROW: styles.RowwiseParallel(),

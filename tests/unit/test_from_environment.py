@@ -92,7 +92,7 @@ def test_refused_by_the_name_of_the_variable(monkeypatch, variable, text, wanted
     ("name", "text", "wanted"),
     [
         ("c.json", '{"transprt": "shm"}', ["c.json (COMMFUSE_CONFIG)", "'transprt'", "did you mean 'transport'"]),
-        ("c.json", '{"deadline_s": -1}', ["c.json (COMMFUSE_CONFIG)", "deadline_s=-1", "greater than 0"]),
+        ("c.json", '{"deadline_s": -1}', ["c.json (COMMFUSE_CONFIG)", "deadline_s=-1", "greater than or equal to 0.01"]),
         ("c.json", "{", ["c.json", "is not JSON"]),
         ("c.json", "[1]", ["c.json", "holds a list"]),
         ("c.yaml", "transport: [", ["c.yaml", "is not YAML"]),

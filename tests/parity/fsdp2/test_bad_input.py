@@ -38,7 +38,9 @@ def still_trains(net: nn.Module, rank: int, world_size: int) -> None:
         ({"fuse": True}, ["fuse=True", "'auto'", "'always'", "'never'"]),
         ({"prefetch_bytes": 0}, ["prefetch_bytes=0", "greater than or equal to 1"]),
         ({"slices_per_rank": 0}, ["slices_per_rank=0"]),
-        ({"deadline_s": 0}, ["deadline_s=0", "greater than 0"]),
+        ({"deadline_s": 0}, ["deadline_s=0", "greater than or equal to 0.01"]),
+        ({"deadline_s": float("inf")}, ["deadline_s=inf", "less than or equal to 1000000"]),
+        ({"inbox_bytes": 1 << 62}, ["inbox_bytes=", "less than or equal to"]),
         ({"inbox_bytes": "much"}, ["inbox_bytes='much'"]),
     ],
 )
