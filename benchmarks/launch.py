@@ -11,7 +11,8 @@ from pathlib import Path
 from benchmarks.case import BenchmarkError, Case, CaseResult
 from benchmarks.worker import PROGRESS
 from commfuse_dp.launch.netns import ShapedWorld
-from commfuse_dp.launch.ranks import RankDied, Ranks, free_port, python_module
+from commfuse_dp.launch.ranks import RankDied, Ranks, python_module
+from commfuse_dp.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 _PORT_OF_A_WORLD = 29500  # nobody else is in its namespaces

@@ -33,6 +33,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from commfuse_dp.errors import ConfigError, TransportError
+from commfuse_dp.ports import free_port
 
 LINGER_S = 2.0
 PROBE_S = 3.0  # longest wait for one address of rank 0 to answer
@@ -244,13 +245,6 @@ def _rendezvous(world: Any, *, host_leader: bool, one_host: bool) -> tuple[str, 
         address = _reachable_address(world, tries=host_leader)
     port = given[1] or world.bcast(str(free_port()) if rank == 0 else None, root=0)
     return address, port
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on at this moment, on any address."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def _reachable_address(world: Any, *, tries: bool) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.gpu import checkout
-from commfuse_dp.launch.ranks import RankDied, Ranks, free_port, python_module
+from commfuse_dp.launch.ranks import RankDied, Ranks, python_module
+from commfuse_dp.ports import free_port
 
 Result = TypeVar("Result")
 

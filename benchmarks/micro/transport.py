@@ -169,7 +169,8 @@ def worker(options: argparse.Namespace) -> None:
 def launch(options: argparse.Namespace) -> dict[str, list[list[float]]]:
     """Run both ranks, here or in a shaped world, which is removed whatever happens."""
     from commfuse_dp.launch.netns import shaped_world
-    from commfuse_dp.launch.ranks import Ranks, free_port
+    from commfuse_dp.launch.ranks import Ranks
+    from commfuse_dp.ports import free_port
 
     root = str(Path(__file__).resolve().parents[2])
     common = {"WORLD_SIZE": str(WORLD_SIZE), "OMP_NUM_THREADS": "1"}

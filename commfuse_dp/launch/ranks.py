@@ -11,7 +11,6 @@ import contextlib
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -36,26 +35,6 @@ class Line(NamedTuple):
 
     rank: int
     text: str
-
-
-def free_port(address: str = "127.0.0.1") -> int:
-    """A port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
-
-
-def check_port(port: int, address: str = "127.0.0.1") -> None:
-    """Raises CommFuseError if somebody listens on the port."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-        except OSError as error:
-            raise CommFuseError(
-                f"port {port} on {address} cannot be used ({error.strerror}). Name another one with --port, or leave --port "
-                "out: then a free one is found."
-            ) from None
 
 
 class Ranks:

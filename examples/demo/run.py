@@ -27,8 +27,9 @@ from rich.console import Console
 
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.errors import CommFuseError, ConfigError
-from commfuse_dp.launch.ranks import Line, Ranks, check_port, free_port, python_module
+from commfuse_dp.launch.ranks import Line, Ranks, python_module
 from commfuse_dp.launch.signals import terminate_as_exit
+from commfuse_dp.ports import check_port, free_port
 
 WORKER = "commfuse_dp.examples.demo.worker"
 LOOPBACK = "127.0.0.1"
@@ -136,7 +137,7 @@ def _check(config: CommFuseConfig, link: str, device: str, world_size: int, port
             f"has {memory / 2**30:.0f} GiB. Lower --world-size."
         )
     if port and not link:
-        check_port(port, LOOPBACK)
+        check_port(port)
 
 
 def _check_link_time(settings: DemoSettings) -> None:
@@ -202,7 +203,7 @@ def _place(world_size: int, link: str, port: int) -> Iterator[Place]:
                 world.interface(0),
             )
         return
-    common = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port or free_port(LOOPBACK))}
+    common = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port or free_port())}
     if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
         common["GLOO_SOCKET_IFNAME"] = "lo"  # whatever the host's name resolves to
     yield Place([[] for _ in range(world_size)], [common] * world_size, "")

@@ -24,7 +24,7 @@ OUTSIDE = {room: ROOT.parent / room for room in ("integrations", "examples")}  #
 # A room imports only rooms to its left, and the modules of the foundation.
 ROOMS = ("program", "device", "transport", "kernels", "collectives", "ops", "engine", "observe", "integrations")
 ROOMS += ("launch", "examples", "cli")
-FOUNDATION = ("errors", "interrupts", "probe", "config", "autoload", "mpi_launch")
+FOUNDATION = ("errors", "interrupts", "probe", "config", "ports", "autoload", "mpi_launch")
 ENTRIES = ("run",)  # modules that a user starts with: above all rooms
 STRANGERS = {("kernels", "transport")}  # neither needs the other: whoever uses both joins them
 FRAMEWORKS = ("deepspeed", "accelerate", "transformers", "lightning", "pytorch_lightning")

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from commfuse_dp import ports
 from commfuse_dp.errors import CommFuseError
 from commfuse_dp.launch import ranks as launch
-from commfuse_dp.launch.ranks import RankDied, Ranks, check_port, free_port
+from commfuse_dp.launch.ranks import RankDied, Ranks
+from commfuse_dp.ports import check_port, free_port
 
 SLEEP = "import time; print('up', flush=True); time.sleep(120)"
 
@@ -149,7 +151,24 @@ run_as_rank({main})
 def test_a_taken_port_is_a_clear_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(CommFuseError, match=rf"port {port} on 127.0.0.1 cannot be used .*--port"):
+        with pytest.raises(CommFuseError, match=rf"port {port} cannot be used .*--port"):
             check_port(port)
     free = free_port()
     check_port(free)
+
+
+def test_a_free_port_is_none_that_the_kernel_gives_to_others(monkeypatch, tmp_path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        given = server.getsockname()[1]
+    first, last = ports._ephemeral()
+    assert first <= given <= last
+    assert not any(first <= free_port() <= last for _ in range(200))
+    narrow = tmp_path / "range"
+    monkeypatch.setattr(ports, "_EPHEMERAL", narrow)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        narrow.write_text(f"10000\t{taken - 1}\n")
+        monkeypatch.setattr(ports, "_LAST", taken)  # one is left, and somebody has it
+        assert free_port() != taken
+    narrow.write_text("1024\t65535\n")  # none is left
+    check_port(free_port())

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
+
+from commfuse_dp.ports import free_port
 
 BIN = Path(sys.executable).parent
 
@@ -58,12 +59,6 @@ _SITE = """
 """
 
 _JOBS = ("COMMFUSE", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "TORCH_DEVICE_BACKEND_AUTOLOAD")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def launch(command: Sequence[str], folder: Path, *, timeout_s: float = 200.0, **environment: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import commfuse_dp
-from commfuse_dp.launch.ranks import free_port
+from commfuse_dp.ports import free_port
 from tests.parity.fsdp2 import pair
 from tests.support.cells import slow
 from tests.support.processes import RankPipe, RankProcesses
