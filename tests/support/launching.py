@@ -61,10 +61,12 @@ _SITE = """
 _JOBS = ("COMMFUSE", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "TORCH_DEVICE_BACKEND_AUTOLOAD")
 
 
-def launch(command: Sequence[str], folder: Path, *, timeout_s: float = 200.0, **environment: str) -> tuple[str, str]:
+def launch(command: Sequence[str], folder: Path, *, timeout_s: float = 400.0, **environment: str) -> tuple[str, str]:
     """(stdout, stderr) of a launcher of this installation and all its ranks; it must end well.
 
     command: `torchrun --nproc-per-node 2 train.py ...`; {port} stands for a free port. Run in `folder`.
+    timeout_s: for what hangs. (Where sessions are scheduled as groups, processes beside busy ones of another session were seen
+    to get 2 % of a core for minutes: imports alone took longer than 90 s.)
     """
     site = folder / "site"
     site.mkdir(exist_ok=True)
