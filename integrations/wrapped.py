@@ -4,7 +4,7 @@
 | --- | --- |
 | DistributedDataParallel | the hook of `integrations.ddp` |
 | FullyShardedDataParallel | the hook of `integrations.fsdp1` |
-| modules that `fully_shard` was applied to | `commfuse_dp.apply` |
+| modules that `fully_shard` or `parallelize_module` was applied to | `commfuse_dp.apply` |
 
 DeepSpeed is not among them: its engine is served out of `deepspeed.initialize`, by the block in its JSON.
 """
@@ -29,7 +29,8 @@ class Kind(NamedTuple):
     serve: Callable[[Any, CommFuseConfig | None], Any]  # (model, config) -> report; collective
     served: Callable[[Any], bool]  # CommFuse is on for the model already
     obstacle: Callable[[Any], str | None]  # why the model cannot be served; None: it can
-    waits_for_training: bool  # serving waits for the first forward in training: a rank may evaluate alone
+    hook: bool = False  # served by a communication hook
+    waits_for_training: bool = False  # serving waits for the first forward in training: a rank may evaluate alone
 
 
 def kind_of(model: Any) -> Kind | None:
@@ -37,26 +38,33 @@ def kind_of(model: Any) -> Kind | None:
     if isinstance(model, DistributedDataParallel):
         from commfuse_dp.integrations.ddp import DDPState, register_ddp
 
-        return Kind("DDP", register_ddp, lambda m: isinstance(registered_hook(m)[1], DDPState), _hook_of_the_script, True)
+        return Kind("DDP", register_ddp, lambda m: isinstance(registered_hook(m)[1], DDPState), _hook_of_the_script, True, True)
     if isinstance(model, FullyShardedDataParallel):
         from commfuse_dp.integrations import fsdp1_compat
         from commfuse_dp.integrations.fsdp1 import obstacle, register_fsdp1
 
-        return Kind("FSDP1", register_fsdp1, lambda m: _is_ours(fsdp1_compat.registered_hook(m)), obstacle, False)
-    if isinstance(model, nn.Module) and any(isinstance(module, FSDPModule) for module in model.modules()):
+        return Kind("FSDP1", register_fsdp1, lambda m: _is_ours(fsdp1_compat.registered_hook(m)), obstacle, True)
+    if isinstance(model, nn.Module) and _sharded(model):
         from commfuse_dp.integrations.fsdp2.apply import engine_of
+        from commfuse_dp.integrations.tensor_parallel import applied
 
         import commfuse_dp
 
-        return Kind("FSDP2", commfuse_dp.apply, lambda m: engine_of(m) is not None, lambda m: None, False)
+        return Kind("FSDP2", commfuse_dp.apply, lambda m: engine_of(m) is not None or applied(m), lambda m: None)
     return None
 
 
+def _sharded(model: nn.Module) -> bool:
+    from commfuse_dp.integrations.tensor_parallel import parallelized
+
+    return any(isinstance(module, FSDPModule) for module in model.modules()) or parallelized(model)
+
+
 def called_roots(model: nn.Module) -> Iterator[nn.Module]:
-    """For a module whose own forward no step calls (a LightningModule's methods are): its parts that hold all its FSDP2 modules
-    and that are called themselves. Containers that only hold modules are none of them."""
+    """For a module whose own forward no step calls (a LightningModule's methods are): its parts that hold all its sharded
+    modules and that are called themselves. Containers that only hold modules are none of them."""
     for child in model.children():
-        if not any(isinstance(module, FSDPModule) for module in child.modules()):
+        if not _sharded(child):
             continue
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not isinstance(child, FSDPModule):
             yield from called_roots(child)

@@ -162,11 +162,11 @@ def _of_any_rank(why: str | None, group: Any) -> str | None:
 
 
 def _hooked_kind(model: Any) -> Any:
-    """The kind of a model that is served by a communication hook, else None (FSDP2 has its own way, above)."""
+    """The kind of a model that is served by a communication hook, else None (what is sharded has its own way, above)."""
     from commfuse_dp.integrations.wrapped import kind_of
 
     kind = kind_of(model)
-    return None if kind is None or kind.name == "FSDP2" else kind
+    return kind if kind is not None and kind.hook else None
 
 
 def _decline(accelerator: Any, framework: str, why: str) -> None:

@@ -34,7 +34,7 @@ class CommFuseCallback(Callback):
 
     | strategy | path |
     | --- | --- |
-    | ModelParallelStrategy (`fully_shard` in configure_model or parallelize_fn) | fused, as `commfuse_dp.apply` |
+    | ModelParallelStrategy (`fully_shard`, `parallelize_module` in configure_model or parallelize_fn) | `commfuse_dp.apply` |
     | DDPStrategy | gradients over CommFuse's collectives, as `register_ddp` |
     | FSDPStrategy | gradients over CommFuse's collectives, as `register_fsdp1` |
     """
@@ -64,7 +64,8 @@ class CommFuseCallback(Callback):
 def parallelized(shard: Callable[..., nn.Module], config: CommFuseConfig | None = None) -> Callable[..., nn.Module]:
     """The function for Fabric's `ModelParallelStrategy` with CommFuse switched on behind it.
 
-    shard(model, device_mesh) applies `fully_shard` and returns the model. config: as for `commfuse_dp.apply`.
+    shard(model, device_mesh) applies `parallelize_module`, `fully_shard`, or both, and returns the model. config: as for
+    `commfuse_dp.apply`.
     """
 
     @functools.wraps(shard)
@@ -83,8 +84,9 @@ def serve_all(models: list[nn.Module], whole: nn.Module, config: CommFuseConfig 
     if not kinds:
         raise ConfigError(
             f"CommFuse for Lightning found nothing to serve in this {type(whole).__name__}. It serves ModelParallelStrategy "
-            "(call fully_shard in configure_model, or in the function given to Fabric's), DDPStrategy and FSDPStrategy. For "
-            "DeepSpeedStrategy put the commfuse block into its JSON; with one process leave the callback away."
+            "(call fully_shard or parallelize_module in configure_model, or in the function given to Fabric's), DDPStrategy "
+            "and FSDPStrategy. For DeepSpeedStrategy put the commfuse block into its JSON; with one process leave the callback "
+            "away."
         )
     reports: list[Any] = []
     served: list[nn.Module] = []
@@ -95,6 +97,6 @@ def serve_all(models: list[nn.Module], whole: nn.Module, config: CommFuseConfig 
                 served.append(model)
     except BaseException:  # on all ranks: each is served on all of them, or on none
         for model in reversed(served):
-            commfuse_dp.remove(model)  # of several all are FSDP2's, see `called_roots`
+            commfuse_dp.remove(model)  # of several all are sharded, see `called_roots`
         raise
     return reports

@@ -17,10 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import commfuse_dp
 from commfuse_dp import CommFuseConfig
 from commfuse_dp.errors import CommFuseError, ConfigError
+from tests.support.cells import slow
 
 WIDTH, HIDDEN = 12, 21
 CONFIG = CommFuseConfig(inbox_bytes=1 << 20, prefetch_bytes=1 << 20, deadline_s=60.0)
@@ -41,14 +44,29 @@ def launched(rank: int, world_size: int):
                 os.environ[name] = value
 
 
-def net() -> nn.Sequential:
+def net(strategy: str = "") -> nn.Sequential:
     torch.manual_seed(3)
+    if strategy.startswith("tensor"):
+        return nn.Sequential(nn.Linear(WIDTH, 2 * HIDDEN), nn.GELU(), nn.Linear(2 * HIDDEN, 5))
     return nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.LayerNorm(HIDDEN), nn.GELU(), nn.Linear(HIDDEN, 5))
 
 
 def shard(model: nn.Module, mesh: Any) -> nn.Module:
     fully_shard([model[0], model[1]], mesh=mesh["data_parallel"])
     fully_shard(model, mesh=mesh["data_parallel"])
+    return model
+
+
+def parallel(model: nn.Module, mesh: Any) -> nn.Module:
+    """Tensor and sequence parallelism, and FSDP2 above it where the mesh has more than one rank for that."""
+    rows = Shard(0)
+    plan = {
+        "0": ColwiseParallel(input_layouts=rows, output_layouts=Shard(-1)),
+        "2": RowwiseParallel(output_layouts=rows),
+    }
+    parallelize_module(model, mesh["tensor_parallel"], plan)
+    if mesh["data_parallel"].size() > 1:
+        fully_shard(model, mesh=mesh["data_parallel"])
     return model
 
 
@@ -75,12 +93,12 @@ def fit(rank: int, strategy: str, callbacks: list[Any]) -> tuple[list[float], li
     class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.parts = nn.ModuleList([net()])  # a container that nobody calls, between the LightningModule and the model
+            self.parts = nn.ModuleList([net(strategy)])  # a container that nobody calls, between this and the model
             self.losses: list[float] = []
 
         def configure_model(self) -> None:
-            if strategy == "fsdp2":
-                shard(self.parts[0], self.device_mesh)
+            if strategy != "ddp":
+                (shard if strategy == "fsdp2" else parallel)(self.parts[0], self.device_mesh)
 
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
             loss = self.parts[0](batch).square().mean()
@@ -93,11 +111,11 @@ def fit(rank: int, strategy: str, callbacks: list[Any]) -> tuple[list[float], li
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=0.05)
 
-    module = Module()
+    module, tensor = Module(), 2 if strategy.startswith("tensor") else 1
     trainer = Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
-        strategy=ModelParallelStrategy(dist.get_world_size(), 1) if strategy == "fsdp2" else DDPStrategy(),
+        strategy=DDPStrategy() if strategy == "ddp" else ModelParallelStrategy(dist.get_world_size() // tensor, tensor),
         plugins=[LightningEnvironment()],
         callbacks=callbacks,
         max_epochs=2,
@@ -238,6 +256,12 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, r
 def test_trainer_equals_stock(workers, strategy):
     for paths in workers(2).run(body_trainer, strategy, timeout=240):
         assert paths == (["fused"] * 2 + ["gathered"] * 2 + ["fused"] * 2 if strategy == "fsdp2" else ["hooks"] * 6)
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), [("tensor", 2), slow("tensor and fsdp2", 4)])
+def test_tensor_parallelism_equals_stock(workers, strategy, world_size):
+    for paths in workers(world_size).run(body_trainer, strategy, timeout=240):
+        assert paths == ["column", "column", "row", "row"]
 
 
 @pytest.mark.parametrize("way", ["fsdp2", "fsdp2 by function", "ddp"])
