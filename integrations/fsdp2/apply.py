@@ -93,8 +93,10 @@ def _prepare(
     check_absent(model)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(
-            "commfuse_dp.apply() found no FSDP2 module in this model. Call fully_shard on the layers and on the model first: "
-            "for layer in model.layers: fully_shard(layer); fully_shard(model); commfuse_dp.apply(model)"
+            f"commfuse_dp.apply() found no FSDP2 module in this {type(model).__name__}, and no tensor-parallel layer. Call "
+            "fully_shard on the layers and on the model first: for layer in model.layers: fully_shard(layer); "
+            "fully_shard(model); commfuse_dp.apply(model); or parallelize_module. DDP and FSDP1 have hooks: "
+            "commfuse_dp.integrations.register_ddp, register_fsdp1"
         )
     check_exclude(model, config)
     return config, select(model, config, {id(layer.module): layer for layer in tensor_layers}), describe(model, config)

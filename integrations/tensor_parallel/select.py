@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from commfuse_dp.integrations.attach.forwards import own_class
+from commfuse_dp.integrations.attach.attachment import attachment_of
+from commfuse_dp.integrations.attach.forwards import TENSOR_ATTACHMENT, own_class
 from commfuse_dp.integrations.attach.rules import excluded, form_of, full_name, original_type
 from commfuse_dp.integrations.hugging_face_tp.compat import sharded
 from commfuse_dp.integrations.tensor_parallel import compat
@@ -82,8 +83,10 @@ class Selection(Selected):
 
 
 def parallelized(model: nn.Module) -> bool:
-    """Whether a style of torch.distributed.tensor.parallel, or of transformers, was applied to anything in the model."""
-    return sharded(model) or any(compat.styles_of(module) for module in model.modules())
+    """Whether a style of torch.distributed.tensor.parallel, or of transformers, was applied to anything in the model, and
+    whether it is served already: no style is left to be seen then."""
+    served = any(attachment_of(module, TENSOR_ATTACHMENT) is not None for module in model.modules())
+    return served or sharded(model) or any(compat.styles_of(module) for module in model.modules())
 
 
 class Tree(NamedTuple):

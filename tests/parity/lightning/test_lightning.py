@@ -128,6 +128,8 @@ def fit(rank: int, strategy: str, callbacks: list[Any]) -> tuple[list[float], li
         use_distributed_sampler=False,
     )
     trainer.fit(module, loader(batches(rank, 6)), loader(batches(10 + rank, 2)))
+    for callback in callbacks if strategy != "ddp" else []:  # a second fit keeps what is there; DDP is wrapped anew for it
+        callback.on_fit_start(trainer, module)
     return module.losses, weights(module)
 
 

@@ -95,6 +95,24 @@ def test_ways_of_calling(workers: Any) -> None:
     workers(2).run(_ways, timeout=120)
 
 
+def _again(rank: int, world_size: int) -> None:
+    """A model of which no style is left once it is served."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    plan = {"0": ColwiseParallel(input_layouts=Shard(0)), "1": RowwiseParallel(output_layouts=Shard(0))}
+    parallelize_module(model, mesh_of(world_size), plan)
+    with applied(model):
+        with pytest.raises(ConfigError, match="called twice"):
+            commfuse_dp.apply(model, config())
+        with pytest.raises(ConfigError, match="already called for the submodule '0'"):
+            commfuse_dp.apply(nn.Sequential(model), config())
+    with pytest.raises(ConfigError, match=r"no FSDP2 module in this Linear, and no tensor-parallel layer\. Call fully_shard"):
+        commfuse_dp.apply(nn.Linear(4, 4), config())
+
+
+def test_served_twice(workers: Any) -> None:
+    workers(2).run(_again)
+
+
 def _uneven(rank: int, world_size: int, norm: type[nn.Module]) -> None:
     """Lengths that DTensor ends the process for: one position on three ranks, five on three."""
     model, single = parallelize(whole(norm=norm), mesh_of(world_size)), whole(norm=norm)
