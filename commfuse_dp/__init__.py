@@ -38,6 +38,7 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     transformers (`commfuse_dp.integrations.tensor_parallel.apply`), or by FSDP2 over one of these."""
     from commfuse_dp.integrations import fsdp2, tensor_parallel
 
+    _require_module("apply", model)
     serving = tensor_parallel if tensor_parallel.parallelized(model) else fsdp2
     return serving.apply(model, config)
 
@@ -46,6 +47,7 @@ def remove(model: nn.Module) -> None:
     """Give stock FSDP2, or stock tensor parallelism, back. Raises ConfigError if CommFuse is not on."""
     from commfuse_dp.integrations import fsdp2, tensor_parallel
 
+    _require_module("remove", model)
     serving = tensor_parallel if tensor_parallel.applied(model) else fsdp2
     serving.remove(model)
 
@@ -61,7 +63,17 @@ def claim(
     """Before `fully_shard`: fused layers without private names of torch. See `commfuse_dp.integrations.fsdp2.claim`."""
     from commfuse_dp.integrations.fsdp2 import claim as claim_fsdp2
 
+    _require_module("claim", model)
     return claim_fsdp2(model, config, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard_after_forward)
+
+
+def _require_module(function: str, model: object) -> None:
+    from torch import nn
+
+    from commfuse_dp.errors import ConfigError
+
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"commfuse_dp.{function}() needs a model, a torch.nn.Module; got a {type(model).__name__}")
 
 
 _HOME = {  # public name -> the module that defines it

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
+from commfuse_dp.errors import ConfigError
 from commfuse_dp.probe import Counters, Probe, now_ns
 
 
@@ -78,6 +79,8 @@ class StepMeter:
     """
 
     def __init__(self, probe: Probe, *, keep: int = 10_000, clock: Callable[[], int] = now_ns) -> None:
+        if not isinstance(probe, Probe):
+            raise ConfigError(f"StepMeter needs a probe, got a {type(probe).__name__}: StepMeter(report.probe)")
         self.probe = probe
         self.readings: deque[StepReading] = deque(maxlen=keep)
         self._clock = clock

@@ -95,8 +95,8 @@ def _prepare(
         raise ConfigError(
             f"commfuse_dp.apply() found no FSDP2 module in this {type(model).__name__}, and no tensor-parallel layer. Call "
             "fully_shard on the layers and on the model first: for layer in model.layers: fully_shard(layer); "
-            "fully_shard(model); commfuse_dp.apply(model); or parallelize_module. DDP and FSDP1 have hooks: "
-            "commfuse_dp.integrations.register_ddp, register_fsdp1"
+            "fully_shard(model); commfuse_dp.apply(model); or parallelize_module. DDP and FSDP1 have hooks "
+            '(commfuse_dp.integrations.register_ddp, register_fsdp1), DeepSpeed the block "commfuse" in its JSON'
         )
     check_exclude(model, config)
     return config, select(model, config, {id(layer.module): layer for layer in tensor_layers}), describe(model, config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from commfuse_dp.errors import ConfigError
 from commfuse_dp.observe import StepMeter
 from commfuse_dp.probe import Probe
 
@@ -65,5 +66,7 @@ def test_summary_takes_medians_and_names_the_worst_layer() -> None:
 
 
 def test_nothing_to_summarise_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"got a object: StepMeter\(report\.probe\)"):
+        StepMeter(object())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no step"):
         StepMeter(Probe()).summary()

@@ -58,6 +58,13 @@ def test_settings_cannot_be_changed_later():
 
 
 # ---- use ---------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("function", ["apply", "remove", "claim"])
+@pytest.mark.parametrize("given", [None, "model", [nn.Linear(2, 2)]], ids=["None", "text", "list"])
+def test_what_is_no_model_is_named(function, given):
+    with pytest.raises(ConfigError, match=rf"commfuse_dp\.{function}\(\) needs a model.*got a {type(given).__name__}$"):
+        getattr(commfuse_dp, function)(given)
+
+
 def misuse(rank: int, world_size: int) -> list[str]:
     texts = []
 
