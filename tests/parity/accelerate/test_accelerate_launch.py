@@ -40,7 +40,8 @@ def launch(*words: str, timeout: float = 240.0, **variables: str) -> str:
     return output
 
 
-@pytest.mark.parametrize("first", ["torch", pytest.param("accelerate", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["torch", "accelerate"])
 def test_hooks_are_set_whatever_is_imported_first(first):
     """accelerate imports torch, whose autoload then runs in the middle of accelerate's own import."""
     code = (

@@ -152,6 +152,7 @@ def llama(rank: int, world_size: int) -> list[tuple[list[float], list[float], st
     return results
 
 
+@pytest.mark.slow
 def test_a_transformers_model(workers):
     stock, fused = workers(2).run(llama)[0]
     assert worst(fused[0], stock[0]) <= FP32 and worst(fused[1], stock[1]) <= FP32
