@@ -25,8 +25,9 @@ dy_i[:, S_r, rows_o].T @ x_r, and leaves for o as it is computed."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -37,8 +38,9 @@ from commfuse_dp.collectives.bound import Owner
 from commfuse_dp.collectives.execution import Bindings, Coming, Leaving
 from commfuse_dp.collectives.sessions import ALONE, begin, execute
 from commfuse_dp.device.base import WordLike
+from commfuse_dp.ops import announced
 from commfuse_dp.ops.column_gradients import InputGradient, WeightGradients
-from commfuse_dp.ops.compat import transformed, transforms_active
+from commfuse_dp.ops.compat import modes_active, transformed, transforms_active
 from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.sequence import (
@@ -174,6 +176,38 @@ def column_backward(
     return dx, wgrads.finish(), dbs
 
 
+def _announced(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    call: Column,
+    ranks: Ranks,
+    sharded: ShardedWeights | None = None,
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """`column_forward`, which modes see as a gather and a product for each weight. The first whose result is not saved computes
+    all of them."""
+
+    @cache
+    def computed() -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        return column_forward(x, weights, biases, call, ranks, sharded)
+
+    def answer(number: int) -> torch.Tensor:
+        return computed()[0][number].flatten(0, -2)
+
+    def answer_whole() -> torch.Tensor:
+        kept = computed()[1] if call.keeps else None
+        return announced.absent(shape, x) if kept is None else kept.flatten(0, -2)
+
+    shape = math.prod(call.whole), x.shape[-1]
+    part = announced.absent((math.prod(call.own), x.shape[-1]), x, answer_whole)
+    whole = announced.gathered(part, len(call.tokens.sizes), ranks[0])
+    ys = []
+    for number, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        y = announced.product(announced.absent(shape, x, partial(answer, number)), weight.t(), bias)
+        ys.append(y.view(*call.whole, weight.shape[0]))
+    return ys, whole.view(*call.whole, x.shape[-1]) if call.keeps else None
+
+
 # ---- autograd --------------------------------------------------------------------------------------------------------
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
@@ -183,14 +217,15 @@ class _ColumnParallel(torch.autograd.Function):
         """params: weights and biases; the anchors of what is sharded, if weights are."""
         ctx.how = call, ranks, sharded = how
         ctx.set_materialize_grads(False)
+        compute = _announced if modes_active() else column_forward
         if sharded is not None:
-            ys, kept = column_forward(x, sharded.weights, sharded.biases, call, ranks, sharded)
+            ys, kept = compute(x, sharded.weights, sharded.biases, call, ranks, sharded)
             sharded.release()
             ctx.save_for_backward(x if kept is None else kept)
             return tuple(ys)
         count = len(params) // 2
         weights, biases = params[:count], params[count:]
-        ys, kept = column_forward(x, weights, biases, call, ranks)  # type: ignore[arg-type]
+        ys, kept = compute(x, weights, biases, call, ranks)  # type: ignore[arg-type]
         ctx.save_for_backward(x if kept is None else kept, *weights)
         return tuple(ys)
 

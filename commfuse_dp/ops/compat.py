@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils import _python_dispatch
 
 log = logging.getLogger("commfuse_dp")
 
@@ -37,6 +38,15 @@ def transformed(what: str) -> RuntimeError:
         f"{what} cannot be called inside a transform of torch.func (grad, vjp, jvp, vmap, ...): what it exchanges with other "
         "ranks would be out of the transform's sight. Call it outside, and differentiate with torch.autograd (loss.backward())."
     )
+
+
+# How many modes of __torch_dispatch__ are active; the function itself, as above.
+modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def unseen() -> AbstractContextManager[object]:
+    """No mode of `__torch_dispatch__` sees what the body does: see [Note: Dispatch modes] in announced.py."""
+    return _python_dispatch._disable_current_modes() if modes_active() else nullcontext()
 
 
 class FlashAttention(NamedTuple):

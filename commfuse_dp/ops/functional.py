@@ -28,7 +28,8 @@ from commfuse_dp.collectives import Owner, all_gather, reduce_scatter, reference
 from commfuse_dp.collectives.arguments import Op, check_op, check_sizes, even_sizes
 from commfuse_dp.collectives.sessions import rank_and_size
 from commfuse_dp.ops.adjoint import adjoint
-from commfuse_dp.ops.compat import transformed, transforms_active
+from commfuse_dp.ops.compat import modes_active, transformed, transforms_active
+from commfuse_dp.ops.linear import announced_linear
 from commfuse_dp.ops.operands import Visit, WholeProducts
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.ops.products import linear_backward, linear_forward
@@ -106,7 +107,8 @@ class _FusedShardLinear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: _Options) -> torch.Tensor:
         ctx.options = options
         ctx.save_for_backward(x, weight, bias)
-        return linear_forward(x, _operand(weight, bias, options))
+        compute = announced_linear if modes_active() else linear_forward
+        return compute(x, _operand(weight, bias, options))
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
+from commfuse_dp.ops.compat import unseen
 from commfuse_dp.ops.operands import ByOwner, Visit, call_number, check_same_parameters, operand_of
 from commfuse_dp.ops.pieces import Piece
 
@@ -178,7 +179,8 @@ def gather_parameters(operand: GatheredOperand, handle: int) -> tuple[torch.Tens
         return tuple(torch.ops.commfuse.gather(operand.anchor, handle, ranks, sizes, operand.compute_dtype, call_number()))
     if torch.is_grad_enabled() and any(operand.trainable):
         operand.expect_backward()
-    return _GatherParameters.apply(operand.anchor, operand)
+    with unseen():
+        return _GatherParameters.apply(operand.anchor, operand)
 
 
 # ---- layers of tensor parallelism ------------------------------------------------------------------------------------

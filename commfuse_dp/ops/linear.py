@@ -32,7 +32,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from commfuse_dp.ops.compat import in_dual_level, transforms_active
+from commfuse_dp.ops import announced
+from commfuse_dp.ops.compat import in_dual_level, modes_active, transforms_active
 from commfuse_dp.ops.gathered import gather_parameters, replicated_parameter
 from commfuse_dp.ops.operands import ShardedOperand, call_number, check_same_parameters, operand_of, register_operand
 from commfuse_dp.ops.products import linear_backward, linear_forward
@@ -50,7 +51,8 @@ class _FusedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.operand = operand
         ctx.save_for_backward(x)
-        y = linear_forward(x, operand, convert=convert, bias=bias)
+        compute = announced_linear if modes_active() else linear_forward
+        y = compute(x, operand, convert=convert, bias=bias)
         ctx.anchor = operand.anchor  # of the step that a layer called by itself has begun just now
         return y
 
@@ -64,6 +66,22 @@ class _FusedLinear(torch.autograd.Function):
             check_same_parameters(operand, ctx.anchor)
         dx = linear_backward(grad, x, operand, ctx.needs_input_grad[0])
         return dx, None, _summed(grad) if ctx.needs_input_grad[2] else None, None, None
+
+
+def announced_linear(
+    x: torch.Tensor, operand: ShardedOperand, *, convert: bool = False, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`linear_forward`, which modes see as one product."""
+    if x.shape[-1:] != (operand.in_features,):
+        return linear_forward(x, operand, convert=convert, bias=bias)  # which says what is wrong
+    rows = x.reshape(-1, operand.in_features)
+
+    def answer() -> torch.Tensor:
+        return linear_forward(rows, operand, convert=convert, bias=bias)
+
+    weight = announced.absent((operand.in_features, operand.out_features), x, answer)
+    added = announced.absent((operand.out_features,), x) if operand.has_bias or bias is not None else None
+    return announced.product(rows, weight, added).view(*x.shape[:-1], operand.out_features)
 
 
 # Only where it is asked for: its wrapper is a dozen frames a layer. It calls the function again, without gradients.
@@ -210,4 +228,12 @@ def fused_linear(x: torch.Tensor, operand: ShardedOperand, handle: int, bias: to
     return _FusedLinear.apply(x, anchor, bias, operand, convert)
 
 
-__all__ = ["autocast", "fused_linear", "linear_backward", "linear_forward", "register_operand", "replicated_linear"]
+__all__ = [
+    "announced_linear",
+    "autocast",
+    "fused_linear",
+    "linear_backward",
+    "linear_forward",
+    "register_operand",
+    "replicated_linear",
+]

@@ -38,7 +38,8 @@ from commfuse_dp.collectives.execution import Bindings, Coming, Leaving
 from commfuse_dp.collectives.sessions import begin, execute
 from commfuse_dp.collectives.summation import fold, wide_dtype
 from commfuse_dp.device.base import WordLike
-from commfuse_dp.ops.compat import transformed, transforms_active
+from commfuse_dp.ops import announced
+from commfuse_dp.ops.compat import modes_active, transformed, transforms_active
 from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.pieces import Piece
@@ -206,6 +207,27 @@ def _leave(
     sharded.scatter(produce)
 
 
+def _announced(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    call: Row,
+    ranks: Ranks,
+    sharded: ShardedWeights | None = None,
+) -> torch.Tensor:
+    """`row_forward`, which modes see as a product and the sum of it over the ranks."""
+
+    def answer() -> torch.Tensor:
+        return row_forward(x, weight, bias, call, ranks, sharded).flatten(0, -2)
+
+    rows = x.flatten(0, -2)
+    shape = rows.shape[0], weight.shape[0]
+    weights = announced.absent(weight.t().shape, x, lambda: announced.absent(shape, x))
+    announced.product(rows, weights, None)
+    y = announced.scattered(announced.absent(shape, x, answer), len(call.tokens.sizes), ranks[0])
+    return y.view(*call.own, weight.shape[0])
+
+
 # ---- autograd --------------------------------------------------------------------------------------------------------
 class _RowParallel(torch.autograd.Function):
     @staticmethod
@@ -215,8 +237,9 @@ class _RowParallel(torch.autograd.Function):
         """params: weight and bias; the anchor of what is sharded, if they are."""
         ctx.how = call, ranks, sharded = how
         ctx.bias_dtype = x.dtype
+        compute = _announced if modes_active() else row_forward
         if sharded is not None:
-            y = row_forward(x, sharded.weights[0], sharded.biases[0], call, ranks, sharded)
+            y = compute(x, sharded.weights[0], sharded.biases[0], call, ranks, sharded)
             sharded.release()
             ctx.save_for_backward(x)
             return y
@@ -225,7 +248,7 @@ class _RowParallel(torch.autograd.Function):
         if bias is not None:
             ctx.bias_dtype = bias.dtype
         ctx.save_for_backward(x, weight)
-        return row_forward(x, weight, bias, call, ranks)
+        return compute(x, weight, bias, call, ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -37,7 +37,7 @@ from commfuse_dp.collectives.arguments import SUMMABLE
 from commfuse_dp.collectives.bound import Binder, Owner, Rows, Types, binder
 from commfuse_dp.collectives.execution import Bindings
 from commfuse_dp.collectives.sessions import Purpose, begin, execute
-from commfuse_dp.ops.compat import transformed, transforms_active
+from commfuse_dp.ops.compat import transformed, transforms_active, unseen
 from commfuse_dp.program.gather import gather
 from commfuse_dp.program.layer import backward
 from commfuse_dp.program.layout import Tensor, rectangles
@@ -263,6 +263,11 @@ def summed_rows(width: int, partial: torch.dtype, total: torch.dtype) -> Rows:
 
 def gathered(x: torch.Tensor, dim: int, tokens: Tokens, sited: Place) -> torch.Tensor:
     """All positions of x, [*outer, S, *inner, K]. No autograd."""
+    with unseen():
+        return _gathered(x, dim, tokens, sited)
+
+
+def _gathered(x: torch.Tensor, dim: int, tokens: Tokens, sited: Place) -> torch.Tensor:
     made = x.new_empty(shape_with(x, dim, sum(tokens.sizes), x.shape[-1]))
     whole = tokens.whole(made)
 
@@ -372,7 +377,8 @@ def agree_on(
     }
     alone = place.world_size == 1
     transport = None if alone else sessions.transport_for(place.group, place.transport, x.device, TENSOR_PARALLEL)
-    return tokens_of(outer, inner, agree(transport, place.name, description, own=own, sizes=known))
+    with unseen():
+        return tokens_of(outer, inner, agree(transport, place.name, description, own=own, sizes=known))
 
 
 def find_call(ranks: Ranks, how: Hashable, x: torch.Tensor, params: Sequence[torch.Tensor | None]) -> tuple[Hashable, Any]:
