@@ -5,6 +5,7 @@
 | linear by slices of its weight | `aten.mm`, `aten.addmm` with a bias |
 | column-parallel layers | `all_gather_into_tensor`, then one of these for each weight |
 | row-parallel layer | `mm`, then `reduce_scatter_tensor` |
+| their backward | the products |
 | parameters gathered whole, comparisons of the ranks | nothing |
 
 [Note: Dispatch modes]
@@ -14,16 +15,20 @@ due while it waits, slices that have come together, a comparison of the ranks wh
 and a policy that saves every second `mm` means layers. An op announces itself by a call of the framework's with an operand that
 has no memory (`absent`): the modes see the call, and it ends at this operand, which answers with what the op computes. What a
 mode has saved is not computed again, and nothing is sent for it: the policy has to be the same on all ranks, as it has to be
-for the framework's own collectives.
+for the framework's own collectives. A mode that has an attribute `sees_inside_commfuse` (true) sees what is inside instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from commfuse_dp.ops.compat import unseen
 
 Answer = Callable[[], torch.Tensor]
 
@@ -69,6 +74,16 @@ def absent(shape: Sequence[int], like: torch.Tensor, answer: Answer | None = Non
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [T, K] @ weight [K, F] (+ bias [F]), as the modes see it. One of x and weight has the answer, [T, F]."""
     return aten.mm.default(x, weight) if bias is None else aten.addmm.default(bias, x, weight)
+
+
+@contextmanager
+def products(like: torch.Tensor, shapes: Iterable[tuple[int, int, int]]) -> Iterator[None]:
+    """The body computes these products, [T, K] @ [K, F] each, of tensors like this one. For a backward, which nobody saves."""
+    for rows, inner, columns in shapes:
+        answer = partial(absent, (rows, columns), like)
+        aten.mm.default(absent((rows, inner), like, answer), absent((inner, columns), like))
+    with unseen():
+        yield
 
 
 def gathered(part: torch.Tensor, ranks: int, group: dist.ProcessGroup | None) -> torch.Tensor:

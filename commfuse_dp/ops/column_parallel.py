@@ -40,9 +40,10 @@ from commfuse_dp.collectives.sessions import ALONE, begin, execute
 from commfuse_dp.device.base import WordLike
 from commfuse_dp.ops import announced
 from commfuse_dp.ops.column_gradients import InputGradient, WeightGradients
-from commfuse_dp.ops.compat import modes_active, transformed, transforms_active
+from commfuse_dp.ops.compat import hides_inside, modes_active, saved_tensors_hooks, transformed, transforms_active
 from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.linear import autocast
+from commfuse_dp.ops.saved import save, saved
 from commfuse_dp.ops.sequence import (
     TENSOR_PARALLEL,
     GraphPlace,
@@ -208,6 +209,23 @@ def _announced(
     return ys, whole.view(*call.whole, x.shape[-1]) if call.keeps else None
 
 
+def _announced_backward(
+    grads: Sequence[torch.Tensor | None],
+    saved: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    call: Column,
+    *ranks: Any,
+) -> tuple[torch.Tensor | None, list[torch.Tensor | None], list[torch.Tensor | None]]:
+    """`column_backward`, which modes see as the products of all gradients."""
+    tokens, shapes = math.prod(call.whole), []
+    for grad, weight, wanted in zip(grads, weights, call.want_weights, strict=True):
+        features, width = weight.shape
+        of_weight, of_x = (features, tokens, width), (tokens, features, width)
+        shapes += [] if grad is None else [of_weight] * wanted + [of_x] * call.want_x
+    with announced.products(saved, shapes):
+        return column_backward(grads, saved, weights, call, *ranks)
+
+
 # ---- autograd --------------------------------------------------------------------------------------------------------
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
@@ -217,29 +235,37 @@ class _ColumnParallel(torch.autograd.Function):
         """params: weights and biases; the anchors of what is sharded, if weights are."""
         ctx.how = call, ranks, sharded = how
         ctx.set_materialize_grads(False)
-        compute = _announced if modes_active() else column_forward
+        compute = _announced if modes_active() and hides_inside() else column_forward
+        early = saved_tensors_hooks() is not None and not call.keeps
         if sharded is not None:
+            if early:
+                save(ctx, x)
             ys, kept = compute(x, sharded.weights, sharded.biases, call, ranks, sharded)
             sharded.release()
-            ctx.save_for_backward(x if kept is None else kept)
+            if not early:
+                ctx.save_for_backward(x if kept is None else kept)
             return tuple(ys)
         count = len(params) // 2
         weights, biases = params[:count], params[count:]
+        if early:
+            save(ctx, x, *weights)  # type: ignore[arg-type]
         ys, kept = compute(x, weights, biases, call, ranks)  # type: ignore[arg-type]
-        ctx.save_for_backward(x if kept is None else kept, *weights)
+        if not early:
+            ctx.save_for_backward(x if kept is None else kept, *weights)
         return tuple(ys)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             return _backward_once(ctx, *grads)  # type: ignore[no-any-return]
-        saved, *weights = ctx.saved_tensors
+        x, *weights = ctx.saved_tensors or saved(ctx)
         call, ranks, sharded = ctx.how
+        compute = _announced_backward if modes_active() and hides_inside() else column_backward
         if sharded is None:
-            dx, dws, dbs = column_backward(grads, saved, weights, call, ranks)
+            dx, dws, dbs = compute(grads, x, weights, call, ranks)
             return (None, dx, *dws, *dbs)
         sharded.renew()
-        dx, _, _ = column_backward(grads, saved, sharded.weights, call, ranks, sharded)
+        dx, _, _ = compute(grads, x, sharded.weights, call, ranks, sharded)
         sharded.release()
         return (None, dx, *(None for _ in sharded.anchors))
 

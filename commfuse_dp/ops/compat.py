@@ -44,9 +44,36 @@ def transformed(what: str) -> RuntimeError:
 modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
+def hides_inside() -> bool:
+    """Of the modes that are active: none wants to see what fused ops are made of (an attribute `sees_inside_commfuse`)."""
+    return not any(getattr(mode, "sees_inside_commfuse", False) for mode in _python_dispatch._get_current_dispatch_mode_stack())
+
+
 def unseen() -> AbstractContextManager[object]:
     """No mode of `__torch_dispatch__` sees what the body does: see [Note: Dispatch modes] in announced.py."""
-    return _python_dispatch._disable_current_modes() if modes_active() else nullcontext()
+    return _python_dispatch._disable_current_modes() if modes_active() and hides_inside() else nullcontext()
+
+
+def _no_hooks() -> None:
+    return None
+
+
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+if _top_hooks is None:
+    log.warning(
+        "CommFuse: this torch has no _top_saved_tensors_default_hooks: the last layer of a checkpointed block is computed again"
+    )
+
+# (pack, unpack) of the innermost `torch.autograd.graph.saved_tensors_hooks`, or None.
+saved_tensors_hooks: Callable[[], tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None] = (
+    functools.partial(_top_hooks, False) if _top_hooks is not None else _no_hooks
+)
+
+
+def keeps_graph() -> bool:
+    """Whether the backward under way was called with retain_graph=True. True if this torch does not say."""
+    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if asked is None else bool(asked())
 
 
 class FlashAttention(NamedTuple):

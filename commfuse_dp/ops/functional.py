@@ -28,11 +28,12 @@ from commfuse_dp.collectives import Owner, all_gather, reduce_scatter, reference
 from commfuse_dp.collectives.arguments import Op, check_op, check_sizes, even_sizes
 from commfuse_dp.collectives.sessions import rank_and_size
 from commfuse_dp.ops.adjoint import adjoint
-from commfuse_dp.ops.compat import modes_active, transformed, transforms_active
-from commfuse_dp.ops.linear import announced_linear
+from commfuse_dp.ops.compat import hides_inside, modes_active, transformed, transforms_active
+from commfuse_dp.ops.linear import announced_linear, announced_linear_backward
 from commfuse_dp.ops.operands import Visit, WholeProducts
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.ops.products import linear_backward, linear_forward
+from commfuse_dp.ops.saved import save, saved
 from commfuse_dp.transport.base import Transport
 
 
@@ -106,18 +107,20 @@ class _FusedShardLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: _Options) -> torch.Tensor:
         ctx.options = options
-        ctx.save_for_backward(x, weight, bias)
-        compute = announced_linear if modes_active() else linear_forward
+        save(ctx, x, weight, *(() if bias is None else (bias,)))
+        compute = announced_linear if modes_active() and hides_inside() else linear_forward
         return compute(x, _operand(weight, bias, options))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, bias = ctx.saved_tensors
+        x, weight, *more = saved(ctx)
+        bias = more[0] if more else None
         options: _Options = ctx.options
         operand = _operand(weight, bias, options)
         wanted = operand.trainable = (ctx.needs_input_grad[1], bias is not None and ctx.needs_input_grad[2])
-        dx = linear_backward(grad, x, operand, ctx.needs_input_grad[0])
+        compute = announced_linear_backward if modes_active() and hides_inside() else linear_backward
+        dx = compute(grad, x, operand, ctx.needs_input_grad[0])
         reduced = operand.reduced
         if reduced is None:
             return dx, None, None, None

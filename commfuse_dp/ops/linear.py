@@ -27,16 +27,18 @@ late for those of its forward (`check_same_parameters`).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from commfuse_dp.ops import announced
-from commfuse_dp.ops.compat import in_dual_level, modes_active, transforms_active
+from commfuse_dp.ops.compat import hides_inside, in_dual_level, modes_active, saved_tensors_hooks, transforms_active
 from commfuse_dp.ops.gathered import gather_parameters, replicated_parameter
 from commfuse_dp.ops.operands import ShardedOperand, call_number, check_same_parameters, operand_of, register_operand
 from commfuse_dp.ops.products import linear_backward, linear_forward
+from commfuse_dp.ops.saved import save, saved
 
 
 class _FusedLinear(torch.autograd.Function):
@@ -50,8 +52,11 @@ class _FusedLinear(torch.autograd.Function):
         convert: bool,
     ) -> torch.Tensor:
         ctx.operand = operand
-        ctx.save_for_backward(x)
-        compute = announced_linear if modes_active() else linear_forward
+        if saved_tensors_hooks() is None:
+            ctx.save_for_backward(x)
+        else:
+            save(ctx, x)
+        compute = announced_linear if modes_active() and hides_inside() else linear_forward
         y = compute(x, operand, convert=convert, bias=bias)
         ctx.anchor = operand.anchor  # of the step that a layer called by itself has begun just now
         return y
@@ -60,11 +65,12 @@ class _FusedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None, None]:
         if torch.is_grad_enabled():  # create_graph=True: what is differentiated a second time raises
             return _backward_once(ctx, grad)
-        (x,) = ctx.saved_tensors
+        (x,) = ctx.saved_tensors or saved(ctx)
         operand = ctx.operand
         if ctx.anchor is not operand.anchor:  # asked here, too: a call costs a frame per layer
             check_same_parameters(operand, ctx.anchor)
-        dx = linear_backward(grad, x, operand, ctx.needs_input_grad[0])
+        compute = announced_linear_backward if modes_active() and hides_inside() else linear_backward
+        dx = compute(grad, x, operand, ctx.needs_input_grad[0])
         return dx, None, _summed(grad) if ctx.needs_input_grad[2] else None, None, None
 
 
@@ -82,6 +88,16 @@ def announced_linear(
     weight = announced.absent((operand.in_features, operand.out_features), x, answer)
     added = announced.absent((operand.out_features,), x) if operand.has_bias or bias is not None else None
     return announced.product(rows, weight, added).view(*x.shape[:-1], operand.out_features)
+
+
+def announced_linear_backward(
+    grad: torch.Tensor, x: torch.Tensor, operand: ShardedOperand, needs_input_grad: bool
+) -> torch.Tensor | None:
+    """`linear_backward`, which modes see as one product for each gradient."""
+    tokens, features, inputs = math.prod(x.shape[:-1]), operand.out_features, operand.in_features
+    of_weight = [(features, tokens, inputs)] * operand.trainable[0]
+    with announced.products(x, of_weight + [(tokens, features, inputs)] * needs_input_grad):
+        return linear_backward(grad, x, operand, needs_input_grad)
 
 
 # Only where it is asked for: its wrapper is a dozen frames a layer. It calls the function again, without gradients.
@@ -104,13 +120,13 @@ class _ReplicatedLinear(torch.autograd.Function):
         operand: ShardedOperand,
     ) -> torch.Tensor:
         ctx.operand = operand
-        ctx.save_for_backward(x, weight)
+        save(ctx, x, weight)
         return torch.nn.functional.linear(x, weight.t() if operand.transposed else weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, torch.Tensor | None, None]:
-        x, weight = ctx.saved_tensors
+        x, weight = saved(ctx)
         linear_backward(grad, x, ctx.operand, False)
         summed = _summed(grad) if ctx.needs_input_grad[3] else None
         if not ctx.needs_input_grad[0]:

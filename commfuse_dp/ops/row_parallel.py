@@ -25,6 +25,7 @@ rows_o].T @ x[:, S_r], and leaves for o as it is computed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,10 +40,11 @@ from commfuse_dp.collectives.sessions import begin, execute
 from commfuse_dp.collectives.summation import fold, wide_dtype
 from commfuse_dp.device.base import WordLike
 from commfuse_dp.ops import announced
-from commfuse_dp.ops.compat import modes_active, transformed, transforms_active
+from commfuse_dp.ops.compat import hides_inside, modes_active, saved_tensors_hooks, transformed, transforms_active
 from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.pieces import Piece
+from commfuse_dp.ops.saved import save, saved
 from commfuse_dp.ops.sequence import (
     TENSOR_PARALLEL,
     GraphPlace,
@@ -228,6 +230,16 @@ def _announced(
     return y.view(*call.own, weight.shape[0])
 
 
+def _announced_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_dtype: torch.dtype, call: Row, *ranks: Any
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """`row_backward`, which modes see as the products of both gradients."""
+    (features, width), tokens = weight.shape, math.prod(x.shape[:-1])
+    want_x, want_weight, _ = call.wanted
+    with announced.products(x, [(tokens, features, width)] * want_x + [(features, tokens, width)] * want_weight):
+        return row_backward(grad, x, weight, bias_dtype, call, *ranks)
+
+
 # ---- autograd --------------------------------------------------------------------------------------------------------
 class _RowParallel(torch.autograd.Function):
     @staticmethod
@@ -237,29 +249,36 @@ class _RowParallel(torch.autograd.Function):
         """params: weight and bias; the anchor of what is sharded, if they are."""
         ctx.how = call, ranks, sharded = how
         ctx.bias_dtype = x.dtype
-        compute = _announced if modes_active() else row_forward
+        compute = _announced if modes_active() and hides_inside() else row_forward
         if sharded is not None:
+            if saved_tensors_hooks() is None:
+                ctx.save_for_backward(x)
+            else:
+                save(ctx, x)
             y = compute(x, sharded.weights[0], sharded.biases[0], call, ranks, sharded)
             sharded.release()
-            ctx.save_for_backward(x)
             return y
         weight, bias = params
         assert weight is not None
         if bias is not None:
             ctx.bias_dtype = bias.dtype
-        ctx.save_for_backward(x, weight)
+        if saved_tensors_hooks() is None:
+            ctx.save_for_backward(x, weight)
+        else:
+            save(ctx, x, weight)
         return compute(x, weight, bias, call, ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             return _backward_once(ctx, grad)  # type: ignore[no-any-return]
-        x, *weights = ctx.saved_tensors
+        x, *weights = ctx.saved_tensors or saved(ctx)
         call, ranks, sharded = ctx.how
+        compute = _announced_backward if modes_active() and hides_inside() else row_backward
         if sharded is None:
-            return (None, *row_backward(grad, x, weights[0], ctx.bias_dtype, call, ranks))
+            return (None, *compute(grad, x, weights[0], ctx.bias_dtype, call, ranks))
         sharded.renew()
-        dx, _, _ = row_backward(grad, x, sharded.weights[0], ctx.bias_dtype, call, ranks, sharded)
+        dx, _, _ = compute(grad, x, sharded.weights[0], ctx.bias_dtype, call, ranks, sharded)
         sharded.release()
         return None, dx, None
 

@@ -191,11 +191,15 @@ class GatherHook(StyleHook):
 
     def run(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         group = self._group
+        layouts = group.style.inputs
         x = args[group.position] if len(args) > group.position else None
-        if len(args) != len(group.style.inputs) or hooked([reference() for reference in group.way]) or not group.takes(x):
+        if len(args) != len(layouts) or hooked([reference() for reference in group.way]) or not group.takes(x):
             return self.stock(module, args)
-        assert isinstance(x, torch.Tensor)
-        return (*args[: group.position], group.input(x), *args[group.position + 1 :])
+        given = [arg for arg, layout in zip(args, layouts, strict=True) if layout is not None]
+        if not all(isinstance(arg, torch.Tensor) and type(arg) is not StandIn for arg in given):
+            return self.stock(module, args)
+        pairs = enumerate(zip(args, layouts, strict=True))
+        return tuple(arg if layout is None else group.input(at, arg) for at, (arg, layout) in pairs)
 
 
 class PassHook(StyleHook):
@@ -272,8 +276,13 @@ class ColumnGroup(Columns):
             return x.placements == (Shard(self._dim),) and x.device_mesh == self.mesh and self.holds_own()
         return isinstance(x, torch.Tensor) and type(x) is not StandIn and x.dim() > self._dim + 1 and self.holds_own()
 
-    def input(self, x: torch.Tensor) -> torch.Tensor:
-        """What stands for the gathered x."""
+    def input(self, at: int, x: torch.Tensor) -> torch.Tensor:
+        """What stands for the gathered x. Another one of the module's inputs is not moved, only told how it is laid out."""
+        if at != self.position:
+            layout = self.style.inputs[at]
+            assert layout is not None
+            known = x if isinstance(x, DTensor) else DTensor.from_local(x, self.mesh, (layout,), run_check=False)
+            return known.to_local() if self.style.local_output else known
         local = x.to_local() if isinstance(x, DTensor) else x
         if torch.compiler.is_compiling():
             return hand_on(local, self._dim, self, self.in_graphs, self.mesh, local_output=self.style.local_output)

@@ -148,11 +148,11 @@ def _take_input(holder: Member, config: CommFuseConfig, tree: Tree, out: Selecti
     if not gathered and not any(_is_gather(*pair) for pair in style.keywords):
         return set()  # nothing of this module's input is gathered; its members are looked at one by one
     why = "fuse='never'" if config.fuse == "never" else excluded(name, config)
-    others = [layout for at, layout in enumerate(style.inputs) if at not in gathered and layout is not None]
+    moved = sum(_is_moved(*pair) for pair in zip(style.inputs, style.wanted, strict=True))
     if why is None and style.keywords:
         why = "PrepareModuleInput converts keyword arguments: one positional input is served"
-    if why is None and (len(gathered) > 1 or others):
-        why = "PrepareModuleInput converts more than one positional input"
+    if why is None and moved > 1:
+        why = "PrepareModuleInput moves more than one positional input"
     if why is None and not members:
         why = "no column-parallel layer inside takes what PrepareModuleInput gathers"
     why = why or mesh_obstacle(style.mesh, out)
@@ -160,6 +160,9 @@ def _take_input(holder: Member, config: CommFuseConfig, tree: Tree, out: Selecti
         obstacle = why or layer_obstacle(member.name, member.module, config, tree, within=module)
         if obstacle is not None and why is None:
             why = f"{member.name}, which shares its input, is not served: {obstacle}"
+    widths = {str(getattr(member.module, "in_features", None)) for member in members}
+    if why is None and len(widths) > 1:
+        why = f"the column-parallel layers inside do not all take its input: they take {' and '.join(sorted(widths))} features"
     dtypes = {param.dtype for member in members for param in member.module.parameters(recurse=False)}
     if why is None and len(dtypes) > 1:
         why = f"its input's members have different dtypes: {', '.join(sorted(map(str, dtypes)))}"
@@ -214,6 +217,10 @@ def _take_row(member: Member, config: CommFuseConfig, tree: Tree, out: Selection
 # ---- obstacles -------------------------------------------------------------------------------------------------------
 def _is_gather(given: Placement | None, wanted: Placement | None) -> bool:
     return isinstance(given, Shard) and given.dim >= 0 and isinstance(wanted, Replicate)
+
+
+def _is_moved(given: Placement | None, wanted: Placement | None) -> bool:
+    return None not in (given, wanted) and given != wanted
 
 
 def _is_replicated(layouts: tuple[Placement | None, ...]) -> bool:

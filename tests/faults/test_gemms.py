@@ -22,6 +22,8 @@ GEMMS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm}
 class Counting(TorchDispatchMode):
     """Counts GEMMs, of the autograd thread, too; number `fail` (from 0) raises Boom."""
 
+    sees_inside_commfuse = True
+
     def __init__(self, fail: int = -1) -> None:
         super().__init__()
         self.count, self._fail = 0, fail

@@ -42,6 +42,8 @@ SLICE = (ROWS // 3 + 1) * COLUMNS * 4  # bytes of the largest, if every owner's 
 class Enqueued(TorchDispatchMode):
     """What torch is told to write in place becomes work of the current stream; the rest (views, new memory) happens at once."""
 
+    sees_inside_commfuse = True
+
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()
         self._device = device

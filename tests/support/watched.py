@@ -18,6 +18,8 @@ class Watched(TorchDispatchMode):
     """Inline: torch's own operations count as accesses of the stream that is current. Only memory that was copied to or
     from, or is symmetric, is looked at."""
 
+    sees_inside_commfuse = True
+
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()
         self._device = device

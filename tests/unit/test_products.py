@@ -88,6 +88,8 @@ def test_dgrad_by_blas_on_a_device_is_rounded_once(gap, dtype, slices):
 class Operations(TorchDispatchMode):
     """Counts what computes or moves elements."""
 
+    sees_inside_commfuse = True
+
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
