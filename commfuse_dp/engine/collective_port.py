@@ -27,6 +27,7 @@ from commfuse_dp.engine.broken import ROOM
 from commfuse_dp.engine.engine import Engine
 from commfuse_dp.engine.programs import flat_order
 from commfuse_dp.errors import BrokenStepError, Where
+from commfuse_dp.ops.compat import hidden
 from commfuse_dp.probe import now_ns
 from commfuse_dp.program.orders import gather_owners, scatter_owners
 from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, CHANNEL_PARAM, Sending, Tag, Transport
@@ -148,6 +149,7 @@ class CollectivePort:
         self.calls = (self.calls + 1) % _ROUND_LIMIT
         return call
 
+    @hidden
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> PendingAllGather:
         """output [N * n] <- shards [n] of all ranks. Starts at once; until `wait()` has completed it, output is written to."""
         call = self._next_call()
@@ -165,6 +167,7 @@ class CollectivePort:
         self.progress()
         return PendingAllGather(self, messages)
 
+    @hidden
     def reduce_scatter(self, output: torch.Tensor, partials: torch.Tensor, divisor: float | None) -> None:
         """output [n] <- sum over ranks of their partials [N * n], in rank order in a wide type, over `divisor`. Blocks."""
         call = self._next_call()
@@ -232,6 +235,7 @@ class CollectivePort:
             self._doubt(self.under_way[0].what, error)
             raise
 
+    @hidden
     def complete(self, messages: _Messages) -> None:
         """Send and receive until a collective is complete, summing fused gradients meanwhile."""
         if messages.lost:

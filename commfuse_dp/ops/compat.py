@@ -8,13 +8,16 @@ import itertools
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 
 log = logging.getLogger("commfuse_dp")
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 # Inside torch.func's grad, vjp, jvp, vmap and what is made of them: tensors may be wrapped, and have no memory. The function
@@ -52,6 +55,17 @@ def hides_inside() -> bool:
 def unseen() -> AbstractContextManager[object]:
     """No mode of `__torch_dispatch__` sees what the body does: see [Note: Dispatch modes] in announced.py."""
     return _python_dispatch._disable_current_modes() if modes_active() and hides_inside() else nullcontext()
+
+
+def hidden(fn: Callable[P, T]) -> Callable[P, T]:
+    """A function whose calls are `unseen`."""
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with unseen():
+            return fn(*args, **kwargs)
+
+    return call
 
 
 def _no_hooks() -> None:

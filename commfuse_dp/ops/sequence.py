@@ -37,7 +37,7 @@ from commfuse_dp.collectives.arguments import SUMMABLE
 from commfuse_dp.collectives.bound import Binder, Owner, Rows, Types, binder
 from commfuse_dp.collectives.execution import Bindings
 from commfuse_dp.collectives.sessions import Purpose, begin, execute
-from commfuse_dp.ops.compat import transformed, transforms_active, unseen
+from commfuse_dp.ops.compat import hidden, transformed, transforms_active, unseen
 from commfuse_dp.program.gather import gather
 from commfuse_dp.program.layer import backward
 from commfuse_dp.program.layout import Tensor, rectangles
@@ -261,13 +261,9 @@ def summed_rows(width: int, partial: torch.dtype, total: torch.dtype) -> Rows:
     return Rows(SUMMED, (width,), Types.summed(partial, total))
 
 
+@hidden
 def gathered(x: torch.Tensor, dim: int, tokens: Tokens, sited: Place) -> torch.Tensor:
     """All positions of x, [*outer, S, *inner, K]. No autograd."""
-    with unseen():
-        return _gathered(x, dim, tokens, sited)
-
-
-def _gathered(x: torch.Tensor, dim: int, tokens: Tokens, sited: Place) -> torch.Tensor:
     made = x.new_empty(shape_with(x, dim, sum(tokens.sizes), x.shape[-1]))
     whole = tokens.whole(made)
 

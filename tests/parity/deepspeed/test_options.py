@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.parity.deepspeed.pair import TOKENS, Case, Net, Result, adamw, batch, both, check, loss_of, run, settings, sgd
+from tests.support.selective import selective
 
 ALL = (1, 2, 3)
 MOST = (2, 3)  # where ZeRO-1 goes the way of ZeRO-2
@@ -45,6 +46,8 @@ def recompute(how: str) -> Callable[[Net], None]:
 
             deepspeed.checkpointing.configure(None, partition_activations=False)
             net.run = lambda block, x: deepspeed.checkpointing.checkpoint(block, x)
+        elif how == "selective":
+            net.run = selective("every second product")
         else:
             net.run = lambda block, x: checkpoint(block, x, use_reentrant=how == "reentrant")
 
@@ -213,6 +216,7 @@ OPTIONS: dict[str, tuple[tuple[int, ...], Callable[[int], Case]]] = {
     "tied": (SHARDED, lambda s: Case(settings(s), make=Tied)),
     "reentrant": (MOST, lambda s: Case(settings(s, accumulation=2), prepare=recompute("reentrant"))),
     "not reentrant": (SHARDED, lambda s: Case(settings(s), prepare=recompute("not reentrant"))),
+    "selective": (SHARDED, lambda s: Case(settings(s), prepare=recompute("selective"), block={"transport": "tcp"})),
     "deepspeed.checkpointing": (SHARDED, lambda s: Case(settings(s), prepare=recompute("deepspeed"))),
     "order changes": (SHARDED, lambda s: Case(settings(s), steps=6, before=order([0, 1, 2], [2, 1, 0], [1, 0, 2]))),
     "used twice": (ALL, lambda s: Case(settings(s, accumulation=2), before=order([0, 1, 1, 2], [0, 1, 0, 2]))),
@@ -259,6 +263,7 @@ AS_PLAIN = {
     "zero.Init",
     "reentrant",
     "not reentrant",
+    "selective",
     "deepspeed.checkpointing",
     "evaluation",
     "loss.backward",

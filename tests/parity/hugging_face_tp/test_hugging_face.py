@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from commfuse_dp.errors import ConfigError
 from tests.parity.hugging_face_tp.models import alike, batch, full, gradients, load, saved, train
 from tests.support import graphs
+from tests.support.selective import contexts
 from tests.support.serving import applied
 
 
@@ -133,9 +135,10 @@ def _ways(rank: int, n: int) -> None:
         alike(gradients(model, tokens, attention_mask=padded), gradients(whole, tokens, attention_mask=padded))
         inner = [one.model(tokens).last_hidden_state * 2 for one in (whole, model)]
         assert torch.allclose(*inner, rtol=1e-10, atol=1e-10)
-        for reentrant in (False, True):
+        selective = {"use_reentrant": False, "context_fn": partial(contexts, "products and sums")}
+        for how in ({"use_reentrant": False}, {"use_reentrant": True}, selective):
             for one in (whole.train(), model.train()):
-                one.gradient_checkpointing_enable({"use_reentrant": reentrant})
+                one.gradient_checkpointing_enable(how)
                 one.enable_input_require_grads()
             alike(gradients(model, tokens), gradients(whole, tokens))
         for one in (whole, model):
