@@ -247,11 +247,14 @@ def check_who_leaves_early_waits_for_nobody() -> None:
         transport.wait_finished(2)
 
 
+ANY_RANKS = ("check_environment", "check_training_is_bitwise_that_of_other_transports")  # the others are for four
+
+
 def checks() -> None:
     outcome: dict[str, str] = {}
     mpi_channel.LINGER_S = 60.0  # a close that waits so long is told from one that does not on a busy machine, too
     for name, check in sorted(globals().items()):
-        if name.startswith("check_"):
+        if name.startswith("check_") and (name in ANY_RANKS or dist.get_world_size() == 4):
             text = ""
             try:
                 check()

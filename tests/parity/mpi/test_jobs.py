@@ -26,22 +26,34 @@ def job(processes: int, what: str, *, leaves_segments: bool = False) -> tuple[in
     return run_job(processes, command, timeout_s=IN_TIME_S, leaves_segments=leaves_segments)
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    code, output = job(4, "checks")
+def checked(processes: int) -> dict[str, str]:
+    """Check -> what was wrong; "exit": of the job itself."""
+    code, output = job(processes, "checks")
     print(output)
     found = re.search(r"^RESULT (.*)$", output, re.MULTILINE)
     assert found is not None, output[-6000:]
-    result = json.loads(found.group(1))
+    result: dict[str, str] = json.loads(found.group(1))
     result["exit"] = "" if code == 0 else f"the job ended with {code}:\n{output[-6000:]}"
     return result
 
 
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return checked(4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*CHECKS, "exit"])
 def test_four_ranks(outcomes: dict[str, str], name: str) -> None:
     text = outcomes.get(name, "not run: an earlier check failed")
     if text:
         pytest.fail(text, pytrace=False)
+
+
+def test_two_ranks() -> None:
+    """What a job is told, and that it trains."""
+    found = checked(2)
+    assert len(found) == 3 and not any(found.values()), found
 
 
 def _gone(output: str, processes: int) -> None:
