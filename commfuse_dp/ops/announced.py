@@ -55,11 +55,11 @@ class _Absent(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:  # type: ignore[override]
+        if func in _SAME:  # a mode keeps what it has seen; autocast, where a backward runs in it, casts
+            return _Absent(args[0].shape, args[0], args[0]._answer)
         for arg in args:
             if isinstance(arg, _Absent) and arg._answer is not None:
                 return arg._answer()
-        if func in _SAME:  # a mode keeps what it has seen
-            return _Absent(args[0].shape, args[0], None)
         raise RuntimeError(
             f"{func} was called by a TorchDispatchMode with an operand that is nowhere whole: a layer that CommFuse computes "
             "by slices shows it to modes, for its shape. Leave the layer to the framework (CommFuseConfig(exclude=[...]))."

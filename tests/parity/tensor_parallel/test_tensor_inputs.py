@@ -36,10 +36,8 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, table: torch.Tensor, scale: float | None, mask: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
         q, k, v = (layer(x).view(batch, length, -1, HEAD) for layer in (self.wq, self.wk, self.wv))
-        q = (self.q_norm(q) * table).transpose(1, 2)
-        scores = torch.matmul(q, k.transpose(1, 2).transpose(2, 3)) * (1.0 if scale is None else scale) + mask
-        out = torch.matmul(torch.softmax(scores, -1), v.transpose(1, 2))
-        return self.wo(out.transpose(1, 2).reshape(batch, length, HEADS * HEAD))
+        out = torch.tanh(self.q_norm(q) * table * k * (1.0 if scale is None else scale)) * (v * mask)
+        return self.wo(out.reshape(batch, length, HEADS * HEAD))
 
 
 class Net(nn.Module):
@@ -82,7 +80,7 @@ def _beside(rank: int, world_size: int) -> None:
     generator = torch.Generator().manual_seed(3)
     whole = torch.randn(2, length, WIDTH, generator=generator, dtype=torch.float64)
     table = torch.rand(length, 1, HEAD, generator=generator, dtype=torch.float64)
-    mask = torch.rand(length, length, generator=generator, dtype=torch.float64)
+    mask = torch.rand(length, 1, 1, generator=generator, dtype=torch.float64)
     x = whole.chunk(world_size, 1)[rank].contiguous()
     stock, model = sharded(mesh), sharded(mesh)
     with applied(model) as report:
