@@ -296,14 +296,14 @@ def _given(problem: Problem, piece: Piece, rank: int) -> slice | None:
 
 
 def _lands(problem: Problem, piece: Piece, rank: int, types: Types) -> slice | None:
-    """In all rows, of what is gathered or summed up for all; in the own rows of the sum, where the own partial lies, too, if it
-    is of their dtype; in the blocks for this rank, in the order of their sources. None: nowhere."""
+    """In all rows, of what is gathered or summed up for all; in the own rows of a sum (the own partial, too, if it is of the
+    sum's dtype); in the blocks for this rank, in the order of their sources. None: nowhere."""
     (origin, part), sizes = piece, problem.sizes
     start, stop = part.start, part.stop
-    if problem.collective == "all_gather" or (problem.collective == "all_reduce" and origin == TOTAL):
+    own_partial = origin == rank and part.owner == rank and types.own == types.total
+    if problem.collective == "all_gather" or (problem.collective == "all_reduce" and (origin == TOTAL or own_partial)):
         return slice(start, stop)
     if problem.collective == "reduce_scatter":
-        own_partial = origin == rank and part.owner == rank and types.own == types.total
         base = sum(sizes[:rank])
         return _rows(start - base, stop - base, sizes[rank]) if origin == TOTAL or own_partial else None
     if problem.collective == "all_to_all" and part.owner == rank:
@@ -317,7 +317,7 @@ class Binder(dict[int, BoundProgram]):
 
     def __init__(self, program: Program, rows: tuple[Rows, ...]) -> None:
         super().__init__()
-        self._program, self._rows = program, rows
+        self.program, self._rows = program, rows
         self._on_streams: dict[int, BoundProgram] = {}
 
     @functools.cached_property
@@ -325,7 +325,7 @@ class Binder(dict[int, BoundProgram]):
         """Bytes of the largest piece that any rank sends; the same on all of them."""
         rows = {entry.tensor: math.prod(entry.shape) * max(dtype.itemsize for dtype in entry.types) for entry in self._rows}
         found = 0
-        for problem in self._program.problems:
+        for problem in self.program.problems:
             sizes = [part.size for by_owner in problem.slices_by_source for parts in by_owner for part in parts]
             found = max(found, rows[problem.tensor] * max(sizes, default=0))
         return found
@@ -334,11 +334,11 @@ class Binder(dict[int, BoundProgram]):
         """For a stream-ordered transport. Raises ValueError for an order that streams do not exchange in."""
         found = self._on_streams.get(limit)
         if found is None:
-            found = self._on_streams[limit] = BoundProgram(self._program, self._rows, limit, streams=True)
+            found = self._on_streams[limit] = BoundProgram(self.program, self._rows, limit, streams=True)
         return found
 
     def __missing__(self, limit: int) -> BoundProgram:
-        bound = self[limit] = BoundProgram(self._program, self._rows, limit)
+        bound = self[limit] = BoundProgram(self.program, self._rows, limit)
         return bound
 
 

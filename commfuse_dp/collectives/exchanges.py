@@ -4,9 +4,10 @@
 
 Programs of one problem are alike on all ranks but for the numbers of the ranks: whatever a rank does with the peer d places
 further on, its peer d places back does with it. A message is told by what is the same on both ends and on all ranks: its half
-of the program (phase), d, how far its sender is from its owner, and the number of its slice. Sorted by these, exchanges have
-one order on all ranks, also where shards are uneven and some ranks have nothing to send: what a lockstep transport needs
-([Note: Lockstep transports] in transport/base.py), and what bounds the memory of messages under way on the others.
+of the program (phase), d, how far its sender is from its owner, and the number of its slice, or in an all-reduce of its round.
+Sorted by these, exchanges have one order on all ranks, also where shards are uneven and some ranks have nothing to send: what a
+lockstep transport needs ([Note: Lockstep transports] in transport/base.py), and what bounds the memory of messages under way on
+the others.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from commfuse_dp.program.all_reduce import round_of
 from commfuse_dp.program.operations import TOTAL, Problem, Program, Receive, Send
 from commfuse_dp.transport.one_sided.ring import align
 
@@ -59,26 +61,26 @@ class Numbering:
         sender, receiver = (self._rank, op.to) if isinstance(op, Send) else (op.source, self._rank)
         n, (origin, part) = self._n, op.piece
         at, problem = self._problems[part.tensor]
-        distance, hop, index = (receiver - sender) % n, (sender - part.owner) % n, part.index
+        distance, hop = (receiver - sender) % n, (sender - part.owner) % n
+        index = round_of(problem, part) if problem.collective == "all_reduce" else part.index
         passed = (sender - origin) % n if problem.collective == "all_to_all" and problem.way == "ring" else 0
         phase = 2 * at + (origin == TOTAL and problem.collective == "all_reduce")
-        turn = self._turn(problem, phase, origin, distance, hop, passed, index)
+        turn = self._turn(problem, phase, distance, hop, passed, index)
         if problem.way == "direct":  # messages to all peers have one number, and other collectives other ones
             hop = _KINDS.index(problem.collective)
         return Way(turn, distance, ((phase * (n + 2) + hop) * n + passed) * self._most + index)
 
-    def _turn(
-        self, problem: Problem, phase: int, origin: int, distance: int, hop: int, passed: int, index: int
-    ) -> tuple[int, ...]:
-        n = self._n
-        gathers = problem.collective == "all_gather" or (problem.collective == "all_reduce" and origin == TOTAL)
+    def _turn(self, problem: Problem, phase: int, distance: int, hop: int, passed: int, index: int) -> tuple[int, ...]:
+        n, summed = self._n, problem.collective == "all_reduce"
+        gathers = problem.collective == "all_gather" or (summed and phase % 2 == 1)
+        if summed:  # a round's totals leave behind the next round's partials
+            phase = 2 * (index + gathers) + gathers
         if problem.way == "direct":  # who needs it first comes first
             return (phase, n - distance if gathers else distance, index)
         if problem.collective == "all_to_all":
             return (phase, passed, (hop - passed) % n, index)
-        half = phase if problem.collective == "all_reduce" else 0
         # Of one owner's slices, running sums leave before rows are passed on: see layer.py.
-        return (half, hop - 1, index, 1 if gathers else 0)
+        return (phase if summed else 0, hop - 1, index, 1 if gathers else 0)
 
 
 Side = tuple[Sequence[Way], Sequence[tuple[int, ...]]]  # of a lane's passages: their ways, and the bytes of their messages

@@ -3,8 +3,8 @@
 | fused op | seen |
 | --- | --- |
 | linear by slices of its weight | `aten.mm`, `aten.addmm` with a bias |
-| column-parallel layers | `all_gather_into_tensor`, then one of these for each weight |
-| row-parallel layer | `mm`, then `reduce_scatter_tensor` |
+| column-parallel layers | `all_gather_into_tensor` (not of a replicated input), then one of these for each weight |
+| row-parallel layer | `mm`, then `reduce_scatter_tensor`, or `all_reduce` |
 | their backward | the products |
 | parameters gathered whole, comparisons of the ranks | nothing |
 
@@ -94,6 +94,11 @@ def gathered(part: torch.Tensor, ranks: int, group: dist.ProcessGroup | None) ->
 def scattered(partial: torch.Tensor, ranks: int, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Sums over the ranks, of which this one gets its part. partial has the answer."""
     return torch.ops._c10d_functional.reduce_scatter_tensor.default(partial, "sum", ranks, _name(group))  # type: ignore[no-any-return]
+
+
+def summed(partial: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sums over the ranks, for all of them. partial has the answer."""
+    return torch.ops._c10d_functional.all_reduce.default(partial, "sum", _name(group))  # type: ignore[no-any-return]
 
 
 def _name(group: dist.ProcessGroup | None) -> str:

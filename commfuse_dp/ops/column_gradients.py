@@ -31,7 +31,7 @@ class InputGradient:
         self._joined: torch.Tensor | None = None  # in a narrow type: all weights
 
     def produce(self, owner: Owner, out: torch.Tensor) -> None:
-        blocks, sharded, narrow = self._call.tokens.blocks[owner.start, owner.stop], self._sharded, self._call.narrow
+        blocks, sharded, narrow = self._call.backward.tokens.blocks[owner.start, owner.stop], self._sharded, self._call.narrow
         lefts = {}
         for number, grad in enumerate(self._grads):
             if grad is not None:
@@ -70,7 +70,7 @@ class InputGradient:
             if grad is not None:
                 grads.append(grad.flatten(0, 1))
                 weights.append(weight)
-        return kernels.produce(self._call.tokens, leaving, value, join(grads, 1).t(), join(weights, 0), produce)
+        return kernels.produce(self._call.backward.tokens, leaving, value, join(grads, 1).t(), join(weights, 0), produce)
 
 
 class WeightGradients:
@@ -91,13 +91,14 @@ class WeightGradients:
             if call.want_weights[i] and grad is not None:
                 self._active.append((i, grad))
         self.wanted = bool(self._active)
-        self._started = self._done = False
+        self._started = False
+        self._made = 0.0  # share of the rows of each dW_i that is computed
         self._joined: torch.Tensor | None = None  # in a narrow type: all of x
 
     def consume(self, owner: Owner, rows: torch.Tensor) -> None:
         if not self._active:
             return
-        tokens = self._call.tokens
+        tokens = self._call.backward.tokens
         blocks = tokens.blocks[owner.start, owner.stop]
         if self._call.narrow:
             if self._joined is None:
@@ -118,24 +119,32 @@ class WeightGradients:
         """Those of all weights in one kernel; each is a part of the result."""
         left = join([grad.flatten(0, 1) for _, grad in self._active], 1).t()
         made = left.new_empty(left.shape[0], coming[0].rows.shape[1])
-        whole = kernels.consume(self._call.tokens, coming, wait, [Product("dgrad", left, made)], self.consume)
+        whole = kernels.consume(self._call.backward.tokens, coming, wait, [Product("dgrad", left, made)], self.consume)
         if whole:
             parts = made.split([grad.shape[-1] for _, grad in self._active])
             self._sums = {i: part for (i, _), part in zip(self._active, parts, strict=True)}
-            self._done = True
+            self._made = 1.0
         return whole
 
-    def from_whole(self, x: torch.Tensor) -> None:
-        if self._done:
+    def from_whole(self, x: torch.Tensor, share: float = 1.0) -> None:
+        """What is missing up to this share of the rows of each dW_i."""
+        made, self._made = self._made, max(share, self._made)
+        if made >= share:
             return
-        self._done = True
         rows = x.flatten(0, -2)
         for i, grad in self._active:
-            self._sums[i] = torch.mm(grad.flatten(0, -2).t(), rows)
+            left, count = grad.flatten(0, -2).t(), grad.shape[-1]
+            if made == 0.0 and share == 1.0:
+                self._sums[i] = torch.mm(left, rows)
+                continue
+            if i not in self._sums:
+                self._sums[i] = rows.new_empty(count, rows.shape[1])
+            part = slice(int(count * made), int(count * share))
+            torch.mm(left[part], rows, out=self._sums[i][part])
 
     def leave(self, sharded: ShardedWeights, saved: torch.Tensor, *, whole: bool) -> None:
         """Add the last terms, those of the own shard, and send rows by rows. whole: `saved` is all of x, not the own shard."""
-        tokens = self._call.tokens
+        tokens = self._call.backward.tokens
         if self._joined is not None:
             saved, whole = self._joined, True
         right = saved.flatten(0, -2)

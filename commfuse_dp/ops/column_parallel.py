@@ -36,7 +36,7 @@ import torch.nn.functional as F
 
 from commfuse_dp.collectives.bound import Owner
 from commfuse_dp.collectives.execution import Bindings, Coming, Leaving
-from commfuse_dp.collectives.sessions import ALONE, begin, execute
+from commfuse_dp.collectives.sessions import ALONE, execute
 from commfuse_dp.device.base import WordLike
 from commfuse_dp.ops import announced
 from commfuse_dp.ops.column_gradients import InputGradient, WeightGradients
@@ -45,8 +45,8 @@ from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.saved import save, saved
 from commfuse_dp.ops.sequence import (
-    TENSOR_PARALLEL,
     GraphPlace,
+    Layout,
     Ranks,
     agree_on,
     beside,
@@ -59,7 +59,7 @@ from commfuse_dp.ops.sequence import (
     remember,
 )
 from commfuse_dp.ops.sequence_calls import Column, column_of
-from commfuse_dp.ops.sequence_reference import gather_sequence
+from commfuse_dp.ops.sequence_reference import gather_sequence, replicated
 from commfuse_dp.ops.whole_sequence import Product, kernels_for
 from commfuse_dp.transport.base import Transport
 
@@ -76,7 +76,7 @@ def column_forward(
     sharded: ShardedWeights | None = None,
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """(y_i [*, S, *, F_i], the gathered x [*, S, *, D] if it is saved). x: contiguous. sharded: whose weights these are."""
-    tokens = call.tokens
+    tokens = call.forward.tokens
     ys, terms = [], []
     for weight, bias in zip(weights, biases, strict=True):
         y = x.new_empty((*call.whole, weight.shape[0]))
@@ -109,11 +109,11 @@ def column_forward(
                 place(part, kept_rows, tokens.blocks[owner.start, owner.stop])
         return whole
 
-    session = begin(*ranks, x.device, TENSOR_PARALLEL)
+    session = call.forward.begin(ranks, x.device)
     kernels = kernels_for(session.transport, sharded)
     waiting = consume_all if kernels is not None and kernels.waits else None
     shard = (Bindings(x.flatten(0, -2), consume=consume, consume_all=waiting),)
-    execute(call.name, call.forward, shard, session, x.device)
+    execute(call.name, call.forward.program, shard, session, x.device)
     if sharded is not None and not sharded.here:  # no tokens at all
         sharded.gather()
     return ys, kept
@@ -132,39 +132,48 @@ def column_backward(
     sharded: whose weights these are; dW_i and db_i leave through it, and are None.
 
     Which collectives are run depends on what all ranks want, not on what this rank has been given."""
-    tokens, rank, gathers, count = call.tokens, call.rank, call.gathers, len(weights)
+    (tokens, rank, program, slices, _), gathers, count = call.backward, call.gathers, len(weights)
     wholes: list[torch.Tensor | None] = []
     for grad in grads:
         wholes.append(None if grad is None else grad.contiguous().view(tokens.outer, tokens.width, grad.shape[-1]))
     wgrads = WeightGradients(call, wholes, weights, rank if sharded is not None else None)
-    session = begin(*ranks, saved.device, TENSOR_PARALLEL) if call.want_x or gathers else ALONE
+    session = call.backward.begin(ranks, saved.device) if call.want_x or gathers else ALONE
     kernels = kernels_for(session.transport, sharded)
     bindings, dx = [], None
     if call.want_x:
         terms = InputGradient(call, wholes, weights, sharded)
 
+        # Beside a share of dW_i travels what has been computed for others; beside the last, the sums that all ranks get.
+        shares = slices + 1 if call.replicated else 1
+
         def from_whole_first(owner: Owner, buffer: torch.Tensor) -> None:
             if owner == rank:
-                wgrads.from_whole(saved)  # beside it travels what has been computed for others
+                wgrads.from_whole(saved, min(1.0, (owner.index + 1) / shares))
             terms.produce(owner, buffer)
 
-        produce = terms.produce if gathers or sharded is not None else from_whole_first
+        def from_whole_last(owner: Owner, _: torch.Tensor) -> None:
+            if owner == rank and owner.index + 1 == slices:
+                wgrads.from_whole(saved)
+
+        fills = not gathers and sharded is None
+        produce = from_whole_first if fills else terms.produce
 
         def produce_all(leaving: Sequence[Leaving], value: int) -> list[list[WordLike]]:
             assert kernels is not None
             words = terms.produce_all(leaving, value, kernels, produce)
-            if not gathers:
-                wgrads.from_whole(saved)
+            if fills:
+                wgrads.from_whole(saved, max(1, shares - 1) / shares)
             return words
 
         dx = torch.empty((*call.own, weights[0].shape[1]), dtype=weights[0].dtype, device=saved.device)
         signalling = produce_all if kernels is not None and any(whole is not None for whole in wholes) else None
-        bindings.append(Bindings(target=dx.flatten(0, -2), produce=produce, produce_all=signalling))
+        consume = from_whole_last if fills and call.replicated else None
+        bindings.append(Bindings(target=dx.flatten(0, -2), produce=produce, consume=consume, produce_all=signalling))
     if gathers:
         waiting = partial(wgrads.consume_all, kernels) if kernels is not None and kernels.waits and wgrads.wanted else None
         bindings.append(Bindings(saved.flatten(0, -2), consume=wgrads.consume, consume_all=waiting))
     if bindings:
-        execute(call.name, call.backward, bindings, session, saved.device)
+        execute(call.name, program, bindings, session, saved.device)
     if sharded is not None:
         wgrads.leave(sharded, saved, whole=not gathers)
         return dx, [None] * count, [None] * count
@@ -185,8 +194,8 @@ def _announced(
     ranks: Ranks,
     sharded: ShardedWeights | None = None,
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """`column_forward`, which modes see as a gather and a product for each weight. The first whose result is not saved computes
-    all of them."""
+    """`column_forward`, which modes see as a gather (of a sharded x) and a product for each weight. The first whose result is
+    not saved computes all of them."""
 
     @cache
     def computed() -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -200,13 +209,15 @@ def _announced(
         return announced.absent(shape, x) if kept is None else kept.flatten(0, -2)
 
     shape = math.prod(call.whole), x.shape[-1]
-    part = announced.absent((math.prod(call.own), x.shape[-1]), x, answer_whole)
-    whole = announced.gathered(part, len(call.tokens.sizes), ranks[0])
+    whole = None
+    if not call.replicated:
+        part = announced.absent((math.prod(call.own), x.shape[-1]), x, answer_whole)
+        whole = announced.gathered(part, len(call.sizes), ranks[0])
     ys = []
     for number, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         y = announced.product(announced.absent(shape, x, partial(answer, number)), weight.t(), bias)
         ys.append(y.view(*call.whole, weight.shape[0]))
-    return ys, whole.view(*call.whole, x.shape[-1]) if call.keeps else None
+    return ys, whole.view(*call.whole, x.shape[-1]) if whole is not None and call.keeps else None
 
 
 def _announced_backward(
@@ -283,6 +294,7 @@ def column_parallel(
     sizes: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
     save: Save = "shard",
+    layout: Layout = "sharded",
     slices_per_rank: int | None = None,
     order: str = "pairwise",
     transport: Transport | None = None,
@@ -296,7 +308,10 @@ def column_parallel(
             before it travels). biases: [F_i] or None for every weight; empty: no biases.
         sizes: positions of every rank; None: they are exchanged first, which costs a message to every peer.
         save: what is kept for the weights' gradients: the own 'shard' of x, gathered again in backward, or the 'gathered' x.
-        slices_per_rank: m of the paper; None: 2 at two ranks whose slices then have 256 rows or more, else 1.
+        layout: 'replicated': x is [..., D], the same on every rank, and nothing is gathered; dx is summed for all ranks, behind
+            the products of dx and of the weights' gradients. `dim`, `sizes` and `save` are of no use then.
+        slices_per_rank: m of the paper; None: 2 at two ranks whose slices then have 256 rows or more, else 1. Replicated: up
+            to 4 whose slices have 256 rows or more.
         group, order, transport: as in `commfuse_dp.collectives`; group None: the default group.
 
     Returns [..., S, ..., F_i] for every weight. Differentiable in all operands: dx is summed over the ranks. All ranks must
@@ -315,6 +330,7 @@ def column_parallel(
         sizes=sizes,
         group=group,
         save=save,
+        layout=layout,
         slices_per_rank=slices_per_rank,
         order=order,
         transport=transport,
@@ -333,6 +349,7 @@ def column_parallel_of(
     slices_per_rank: int | None,
     order: str,
     transport: Transport | None,
+    layout: Layout = "sharded",
     group: dist.ProcessGroup | None = None,
     sharded: ShardedWeights | None = None,
     served: GraphPlace | None = None,
@@ -345,14 +362,14 @@ def column_parallel_of(
     if torch.compiler.is_compiling() and (transport is None or served is not None):
         from commfuse_dp.ops.sequence_ops import column_in_graph, new_place
 
-        dim = _check(name, x, weights, biases, dim, save)
+        dim = _check(name, x, weights, biases, dim, sizes, save, layout)
         found = served if served is not None else new_place(group, order, slices_per_rank, name)
-        return column_in_graph(x, list(weights), list(biases or [None] * len(weights)), dim, sizes, save, found)
+        return column_in_graph(x, list(weights), list(biases or [None] * len(weights)), dim, sizes, save, layout, found)
     if transforms_active():
         raise transformed(name)
     trainable = sharded.trainable if sharded is not None else None
     params, ranks = (*weights, *(biases or (None,) * len(weights))), (group, transport)
-    call = _prepare(name, x, weights, biases, params, dim, sizes, ranks, save, slices_per_rank, order, trainable)
+    call = _prepare(name, x, weights, biases, params, dim, sizes, ranks, save, layout, slices_per_rank, order, trainable)
     return _ColumnParallel.apply((call, ranks, sharded), x.contiguous(), *(params if sharded is None else sharded.anchors))
 
 
@@ -365,6 +382,7 @@ def column_parallel_reference(
     sizes: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
     save: Save = "shard",
+    layout: Layout = "sharded",
     slices_per_rank: int | None = None,
     order: str = "pairwise",
     transport: Transport | None = None,
@@ -375,8 +393,8 @@ def column_parallel_reference(
     biases = [None if bias is None else autocast(bias) for bias in biases]
     name = "column_parallel_reference"
     params = *weights, *(biases or (None,) * len(weights))
-    call = _prepare(name, x, weights, biases, params, dim, sizes, (group, transport), save, slices_per_rank, order)
-    whole = gather_sequence(x.contiguous(), call.dim, call.tokens.sizes, group)
+    call = _prepare(name, x, weights, biases, params, dim, sizes, (group, transport), save, layout, slices_per_rank, order)
+    whole = replicated(x, group) if call.replicated else gather_sequence(x.contiguous(), call.dim, call.sizes, group)
     return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases or [None] * len(weights), strict=True))
 
 
@@ -390,6 +408,7 @@ def _prepare(
     sizes: Sequence[int] | None,
     ranks: Ranks,
     save: str,
+    layout: Layout,
     slices_per_rank: int | None,
     order: str,
     trainable: Sequence[bool] | None = None,
@@ -398,25 +417,33 @@ def _prepare(
     and biases. trainable: of these; None: those that require a gradient."""
     divided = sizes if sizes is None else tuple(sizes)
     flags = trainable if trainable is None else tuple(trainable)
-    how = name, dim, divided, save, slices_per_rank, order, flags, len(biases)
+    how = name, dim, divided, save, layout, slices_per_rank, order, flags, len(biases)
     signature, found = find_call(ranks, how, x, params)
     if found is not None:
         return found  # type: ignore[no-any-return]
-    at = _check(name, x, weights, biases, dim, save)
+    at = _check(name, x, weights, biases, dim, sizes, save, layout)
     sited = place_of(*ranks, order, slices_per_rank, name)
     recorded = torch.is_grad_enabled()
     if trainable is None:
         trainable = [tensor is not None and tensor.requires_grad for tensor in params]
     wanted = tuple([recorded and flag for flag in (x.requires_grad, *trainable)])
-    tokens = agree_on(sited, x, at, wanted, sizes, int(x.shape[at]), features=x.shape[-1], save=save)
-    call = column_of(name, sited.how, tokens, at, beside(x, at), (x.shape[-1], x.dtype), save, wanted)
-    if sizes is not None:
+    tokens = agree_on(sited, x, at, wanted, sizes, int(x.shape[at]), layout, features=x.shape[-1], save=save)
+    shape = beside(x, at, layout)
+    call = column_of(name, sited.how, tokens, at, shape, (x.shape[-1], x.dtype), save, wanted, layout)
+    if sizes is not None or layout == "replicated":
         remember(ranks, x.device, signature, call)
     return call
 
 
 def _check(
-    name: str, x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], dim: int, save: str
+    name: str,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    dim: int,
+    sizes: Sequence[int] | None,
+    save: str,
+    layout: Layout,
 ) -> int:
     """The dimension of the sequence, counted from the front. Raises ValueError for operands that do not fit together."""
     if not weights:
@@ -425,7 +452,7 @@ def _check(
         raise ValueError(f"{name}: {len(biases)} biases for {len(weights)} weights: give one for each (None: no bias), or none")
     if save not in ("shard", "gathered"):
         raise ValueError(f"{name}: save={save!r}: must be 'shard' or 'gathered'")
-    dim = check_dim(name, x, dim)
+    dim = check_dim(name, x, dim, sizes, layout)
     for number, (weight, bias) in enumerate(zip(weights, biases or [None] * len(weights), strict=True)):
         if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
             raise ValueError(

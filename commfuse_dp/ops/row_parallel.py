@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from commfuse_dp.collectives.arguments import check_summable, even_sizes
 from commfuse_dp.collectives.bound import Owner
 from commfuse_dp.collectives.execution import Bindings, Coming, Leaving
-from commfuse_dp.collectives.sessions import begin, execute
+from commfuse_dp.collectives.sessions import execute
 from commfuse_dp.collectives.summation import fold, wide_dtype
 from commfuse_dp.device.base import WordLike
 from commfuse_dp.ops import announced
@@ -46,8 +46,8 @@ from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.ops.saved import save, saved
 from commfuse_dp.ops.sequence import (
-    TENSOR_PARALLEL,
     GraphPlace,
+    Layout,
     Ranks,
     Terms,
     agree_on,
@@ -63,7 +63,7 @@ from commfuse_dp.ops.sequence import (
     remember,
 )
 from commfuse_dp.ops.sequence_calls import Row, row_of
-from commfuse_dp.ops.sequence_reference import replicated, scatter_sequence
+from commfuse_dp.ops.sequence_reference import replicated, scatter_sequence, total
 from commfuse_dp.ops.whole_sequence import Product, kernels_for
 from commfuse_dp.transport.base import Transport
 
@@ -78,7 +78,7 @@ def row_forward(
     sharded: ShardedWeights | None = None,
 ) -> torch.Tensor:
     """Own rows of the sum, [*, s_r, *, D]. x: contiguous. sharded: whose weight and bias these are."""
-    tokens, rank = call.tokens, call.rank
+    tokens, rank, program, *_ = call.forward
     whole, right = x.view(tokens.outer, tokens.width, x.shape[-1]), weight.t()
     y = x.new_empty((*call.own, weight.shape[0]))
 
@@ -102,10 +102,10 @@ def row_forward(
             produce(owner, out)
         return words + [[] for _ in apart]  # own last
 
-    session = begin(*ranks, x.device, TENSOR_PARALLEL)
+    session = call.forward.begin(ranks, x.device)
     kernels = kernels_for(session.transport, sharded)
     sums = (Bindings(target=y.flatten(0, -2), produce=produce, produce_all=produce_all if kernels is not None else None),)
-    execute(call.name, call.forward, sums, session, x.device)
+    execute(call.name, program, sums, session, x.device)
     if sharded is not None and not sharded.here:  # no tokens at all
         sharded.gather()
     return y
@@ -122,7 +122,7 @@ def row_backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """(dx, dW, db), None where not wanted, from the gradient of the own rows. sharded: whose weight and bias these are; dW and
     db leave through it, and are None."""
-    tokens, rank = call.tokens, call.rank
+    tokens, rank, program, *_ = call.backward
     want_x, want_weight, want_bias = call.wanted
     block = tokens.outer, tokens.width, x.shape[-1]
     whole, width, narrow = x.view(block), weight.shape[0], call.narrow
@@ -173,12 +173,12 @@ def row_backward(
             sums[int(owner), owner.index] = part.sum(0, dtype=wide_dtype(part.dtype))
         return True
 
-    session = begin(*ranks, x.device, TENSOR_PARALLEL)
+    session = call.backward.begin(ranks, x.device)
     kernels = kernels_for(session.transport, sharded)
     waiting = consume_all if kernels is not None and kernels.waits and (want_x or want_weight) else None
     rows = grad.contiguous().flatten(0, -2)
     shard = (Bindings(rows, consume=consume, consume_all=waiting),)
-    execute(call.name, call.backward, shard, session, x.device)
+    execute(call.name, program, shard, session, x.device)
     db = fold([weight.new_zeros(width), *map(sums.__getitem__, sorted(sums))], bias_dtype) if want_bias else None
     if sharded is not None:
         own = (rows, tokens.blocks_of(rank).pick(whole)) if joined is None else (joined.flatten(0, -2), x.flatten(0, -2))
@@ -217,7 +217,7 @@ def _announced(
     ranks: Ranks,
     sharded: ShardedWeights | None = None,
 ) -> torch.Tensor:
-    """`row_forward`, which modes see as a product and the sum of it over the ranks."""
+    """`row_forward`, which modes see as a product and the sum of it over the ranks: scattered, or for all of them."""
 
     def answer() -> torch.Tensor:
         return row_forward(x, weight, bias, call, ranks, sharded).flatten(0, -2)
@@ -226,7 +226,8 @@ def _announced(
     shape = rows.shape[0], weight.shape[0]
     weights = announced.absent(weight.t().shape, x, lambda: announced.absent(shape, x))
     announced.product(rows, weights, None)
-    y = announced.scattered(announced.absent(shape, x, answer), len(call.tokens.sizes), ranks[0])
+    partial = announced.absent(shape, x, answer)
+    y = announced.summed(partial, ranks[0]) if call.replicated else announced.scattered(partial, len(call.sizes), ranks[0])
     return y.view(*call.own, weight.shape[0])
 
 
@@ -296,6 +297,7 @@ def row_parallel(
     sizes: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
     reduce_dtype: torch.dtype | None = None,
+    layout: Layout = "sharded",
     slices_per_rank: int | None = None,
     order: str = "pairwise",
     transport: Transport | None = None,
@@ -310,6 +312,9 @@ def row_parallel(
             / R), the last ones short or empty.
         reduce_dtype: dtype in which the partial sums travel; default x's. They are always summed in a wide type, in rank order
             (order='ring': in ring order).
+        layout: 'replicated': every rank gets the sums of all positions, [..., D], the first while the products of the next are
+            computed. `dim` and `sizes` are of no use then; nothing moves in backward, and db is not summed over the ranks, for
+            all have the same gradient.
         slices_per_rank, group, order, transport: as in `column_parallel`.
 
     Returns [..., s_r, ..., D]. Differentiable in all operands. All ranks must call it alike, and run the backwards of several
@@ -327,6 +332,7 @@ def row_parallel(
         sizes=sizes,
         group=group,
         reduce_dtype=reduce_dtype,
+        layout=layout,
         slices_per_rank=slices_per_rank,
         order=order,
         transport=transport,
@@ -344,6 +350,7 @@ def row_parallel_of(
     slices_per_rank: int | None,
     order: str,
     transport: Transport | None,
+    layout: Layout = "sharded",
     reduce_dtype: torch.dtype | None = None,
     group: dist.ProcessGroup | None = None,
     sharded: ShardedWeights | None = None,
@@ -356,15 +363,15 @@ def row_parallel_of(
     if torch.compiler.is_compiling() and (transport is None or served is not None):
         from commfuse_dp.ops.sequence_ops import new_place, row_in_graph
 
-        dim, partial_dtype = _check(name, x, weight, bias, dim, reduce_dtype)
+        dim, partial_dtype = _check(name, x, weight, bias, dim, sizes, reduce_dtype, layout)
         found = served if served is not None else new_place(group, order, slices_per_rank, name)
         divided = _divided(name, x, dim, sizes, found.world_size)
-        return row_in_graph(x, weight, bias, dim, divided, partial_dtype, found)
+        return row_in_graph(x, weight, bias, dim, divided, partial_dtype, layout, found)
     if transforms_active():
         raise transformed(name)
     trainable = sharded.trainable if sharded is not None else None
     ranks = group, transport
-    call = _prepare(name, x, weight, bias, dim, sizes, ranks, reduce_dtype, slices_per_rank, order, trainable)
+    call = _prepare(name, x, weight, bias, dim, sizes, ranks, reduce_dtype, layout, slices_per_rank, order, trainable)
     params = (weight, bias) if sharded is None else sharded.anchors
     return _RowParallel.apply((call, ranks, sharded), x.contiguous(), *params)
 
@@ -378,6 +385,7 @@ def row_parallel_reference(
     sizes: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
     reduce_dtype: torch.dtype | None = None,
+    layout: Layout = "sharded",
     slices_per_rank: int | None = None,
     order: str = "pairwise",
     transport: Transport | None = None,
@@ -386,8 +394,11 @@ def row_parallel_reference(
     all-reduce of the bias' gradient. `transport` serves the comparison of the ranks alone."""
     x, weight, bias = autocast(x), autocast(weight), None if bias is None else autocast(bias)
     name = "row_parallel_reference"
-    call = _prepare(name, x, weight, bias, dim, sizes, (group, transport), reduce_dtype, slices_per_rank, order)
-    own = scatter_sequence(F.linear(x, weight), call.dim, call.tokens.sizes, group, reduce_dtype)
+    call = _prepare(name, x, weight, bias, dim, sizes, (group, transport), reduce_dtype, layout, slices_per_rank, order)
+    if call.replicated:
+        whole = total(F.linear(x, weight), group, reduce_dtype)
+        return whole if bias is None else whole + bias
+    own = scatter_sequence(F.linear(x, weight), call.dim, call.sizes, group, reduce_dtype)
     return own if bias is None else own + replicated(bias, group)
 
 
@@ -400,6 +411,7 @@ def _prepare(
     sizes: Sequence[int] | None,
     ranks: Ranks,
     reduce_dtype: torch.dtype | None,
+    layout: Layout,
     slices_per_rank: int | None,
     order: str,
     trainable: Sequence[bool] | None = None,
@@ -408,11 +420,11 @@ def _prepare(
     weight and bias; None: those that require a gradient."""
     given = sizes if sizes is None else tuple(sizes)
     flags = trainable if trainable is None else tuple(trainable)
-    how = name, dim, given, reduce_dtype, slices_per_rank, order, flags
+    how = name, dim, given, reduce_dtype, layout, slices_per_rank, order, flags
     signature, found = find_call(ranks, how, x, (weight, bias))
     if found is not None:
         return found  # type: ignore[no-any-return]
-    at, partial_dtype = _check(name, x, weight, bias, dim, reduce_dtype)
+    at, partial_dtype = _check(name, x, weight, bias, dim, sizes, reduce_dtype, layout)
     sited = place_of(*ranks, order, slices_per_rank, name)
     divided = _divided(name, x, at, sizes, sited.world_size)
     recorded = torch.is_grad_enabled()
@@ -420,8 +432,9 @@ def _prepare(
         trainable = [tensor is not None and tensor.requires_grad for tensor in (weight, bias)]
     wanted = tuple([recorded and flag for flag in (x.requires_grad, *trainable)])
     more = {"out_features": weight.shape[0], "reduce_dtype": partial_dtype}
-    tokens = agree_on(sited, x, at, wanted, divided, divided[sited.rank], **more)
-    call = row_of(name, sited.how, tokens, at, beside(x, at), (weight.shape[0], x.dtype), partial_dtype, wanted)
+    tokens = agree_on(sited, x, at, wanted, divided, divided[sited.rank], layout, **more)
+    shape, features = beside(x, at, layout), (weight.shape[0], x.dtype)
+    call = row_of(name, sited.how, tokens, at, shape, features, partial_dtype, wanted, layout)
     remember(ranks, x.device, signature, call)
     return call
 
@@ -432,12 +445,14 @@ def _check(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     dim: int,
+    sizes: Sequence[int] | None,
     reduce_dtype: torch.dtype | None,
+    layout: Layout,
 ) -> tuple[int, torch.dtype]:
     """(dimension of the sequence, counted from the front; dtype of the partial sums).
 
     Raises ValueError for operands that do not fit together."""
-    dim = check_dim(name, x, dim)
+    dim = check_dim(name, x, dim, sizes, layout)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
             f"{name}: weight has shape {tuple(weight.shape)}: [D, {x.shape[-1]}] is needed for an input of "

@@ -26,18 +26,19 @@ from bisect import bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import accumulate
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from commfuse_dp.collectives import sessions
 from commfuse_dp.collectives.agreement import REMEMBERED, agree, calls_of
-from commfuse_dp.collectives.arguments import SUMMABLE
+from commfuse_dp.collectives.arguments import SUMMABLE, even_sizes
 from commfuse_dp.collectives.bound import Binder, Owner, Rows, Types, binder
 from commfuse_dp.collectives.execution import Bindings
 from commfuse_dp.collectives.sessions import Purpose, begin, execute
 from commfuse_dp.ops.compat import hidden, transformed, transforms_active, unseen
+from commfuse_dp.program.build import build
 from commfuse_dp.program.gather import gather
 from commfuse_dp.program.layer import backward
 from commfuse_dp.program.layout import Tensor, rectangles
@@ -49,9 +50,12 @@ from commfuse_dp.transport.base import Transport
 TENSOR_PARALLEL = Purpose("tensor parallelism")
 GATHERED = Tensor("rows", "rows")
 SUMMED = Tensor("sums", "sums")
+TOTALED = Tensor("totals", "totals")  # sums that all ranks get
+Layout = Literal["sharded", "replicated"]  # of a sequence outside of a layer
 # Every product reads its weight anew. On one core with weights of 8 MiB a pass by slices of 64, 128, 256 rows took 1.57,
 # 1.35, 1.13 times as long as by one product: benchmarks/results/2026-11-22_tensor-parallel_sweep.md.
 THIN_ROWS = 256
+MOST_ROUNDS = 4
 
 
 class Region(NamedTuple):
@@ -135,8 +139,17 @@ def tokens_of(outer: int, inner: int, sizes: tuple[int, ...]) -> Tokens:
     return Tokens(outer, inner, sizes)
 
 
-def beside(x: torch.Tensor, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of x before the sequence and after it, but for the last dimension."""
+def tokens_among(x: torch.Tensor, dim: int, sizes: tuple[int, ...], layout: Layout, world_size: int) -> Tokens:
+    """As `agree_on` finds them, of what is agreed on."""
+    if layout == "replicated":
+        return tokens_of(1, 1, even_sizes(math.prod(x.shape[:-1]), world_size))
+    return tokens_of(*map(math.prod, beside(x, dim, layout)), sizes)
+
+
+def beside(x: torch.Tensor, dim: int, layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of x before the sequence and after it, but for the last dimension; replicated: all of it is before."""
+    if layout == "replicated":
+        return tuple(x.shape[:-1]), ()
     return tuple(x.shape[:dim]), tuple(x.shape[dim + 1 : -1])
 
 
@@ -261,6 +274,11 @@ def summed_rows(width: int, partial: torch.dtype, total: torch.dtype) -> Rows:
     return Rows(SUMMED, (width,), Types.summed(partial, total))
 
 
+def totaled_rows(width: int, partial: torch.dtype, total: torch.dtype) -> Rows:
+    """As `summed_rows`."""
+    return Rows(TOTALED, (width,), Types.summed(partial, total))
+
+
 @hidden
 def gathered(x: torch.Tensor, dim: int, tokens: Tokens, sited: Place) -> torch.Tensor:
     """All positions of x, [*outer, S, *inner, K]. No autograd."""
@@ -284,23 +302,29 @@ class GraphPlace(NamedTuple):
     call: int = 0  # number of the call that it belongs to; 0: of a layer, whose calls get theirs in the graph
 
 
-def _default_slices(rows: tuple[int, ...]) -> int:
-    """At two ranks 2, as one slice would leave half of the compute with nothing to hide; unless that would make products
-    thin (`THIN_ROWS`). At more ranks 1."""
+def _default_slices(rows: tuple[int, ...], tensors: Sequence[Tensor]) -> int:
+    """As few as leave little exposed, unless they would make products thin (`THIN_ROWS`). At two ranks 2, as one slice would
+    leave half of the compute with nothing to hide; at more ranks 1. Of sums that all ranks get the last slice's way back is
+    exposed: up to `MOST_ROUNDS`."""
+    if TOTALED in tensors:
+        return max(1, min(MOST_ROUNDS, max(rows) // THIN_ROWS))
     return 2 if len(rows) == 2 and max(rows) >= 2 * THIN_ROWS else 1
 
 
 @functools.lru_cache(maxsize=1024)
 def moves(how: How, sizes: tuple[int, ...], rows: tuple[Rows, ...]) -> Binder:
-    """What gathers rows (of GATHERED), sums them up (of SUMMED), or both in one pass (a layer's backward)."""
+    """What gathers rows (of GATHERED), sums them up (of SUMMED), or both in one pass (a layer's backward); or sums them up for
+    all ranks (of TOTALED)."""
     order, slices_per_rank, rank = how
-    m = _default_slices(sizes) if slices_per_rank is None else slices_per_rank
+    tensors = [entry.tensor for entry in rows]
+    m = _default_slices(sizes, tensors) if slices_per_rank is None else slices_per_rank
 
     def problem(collective: Collective, tensor: Tensor) -> Problem:
         return Problem(collective, sizes, order, m, tensor=tensor)
 
     there, back = problem("all_gather", GATHERED), problem("reduce_scatter", SUMMED)
-    tensors = [entry.tensor for entry in rows]
+    if TOTALED in tensors:
+        return binder(build(problem("all_reduce", TOTALED), rank), rows)
     if SUMMED not in tensors:
         program = Program((there,), rank, tuple(gather(there, rank)))
     elif GATHERED not in tensors:
@@ -321,8 +345,16 @@ def place_of(
     return Place(group, transport, order, slices_per_rank, rank, world_size, name)
 
 
-def check_dim(name: str, x: torch.Tensor, dim: int) -> int:
-    """The dimension of the sequence, counted from the front."""
+def check_dim(name: str, x: torch.Tensor, dim: int, sizes: object = None, layout: Layout = "sharded") -> int:
+    """The dimension of the sequence, counted from the front; replicated: the first, for it does not matter."""
+    if layout == "replicated":
+        if sizes is not None:
+            raise ValueError(f"{name}: sizes={sizes} with layout='replicated': every rank keeps all positions; leave sizes out")
+        if x.dim() < 2:
+            raise ValueError(f"{name}: an input of shape {tuple(x.shape)}: [..., D] with at least two dimensions is needed")
+        return 0
+    if layout != "sharded":
+        raise ValueError(f"{name}: layout={layout!r}: must be 'sharded' or 'replicated'")
     if x.dim() < 2 or not -x.dim() <= dim < x.dim() or dim % x.dim() == x.dim() - 1:
         raise ValueError(
             f"{name}: dim={dim} of an input of shape {tuple(x.shape)}: the sequence must be one of its "
@@ -344,15 +376,27 @@ def check_dtype(name: str, x: torch.Tensor, others: Mapping[str, torch.Tensor | 
 
 # ---- agreement -------------------------------------------------------------------------------------------------------
 def agree_on(
-    place: Place, x: torch.Tensor, dim: int, wanted: Sequence[bool], sizes: Sequence[int] | None, own: int, **more: object
+    place: Place,
+    x: torch.Tensor,
+    dim: int,
+    wanted: Sequence[bool],
+    sizes: Sequence[int] | None,
+    own: int,
+    layout: Layout = "sharded",
+    **more: object,
 ) -> Tokens:
     """What the ranks keep, once all of them agree on the rest: see collectives/agreement.py.
 
-    own: positions that this rank keeps. sizes: what the caller says that every rank does; None: nothing. more: what else must
-    be alike.
+    own: positions that this rank keeps. sizes: what the caller says that every rank does; None: nothing. layout "replicated":
+    the rows of x are divided evenly, whatever else is said. more: what else must be alike.
     Raises ValueError if `sizes` is not of this group or says something else about this rank; MismatchError if ranks differ."""
-    known = None
-    if sizes is not None:
+    outer, inner, known = math.prod(x.shape[:dim]), math.prod(x.shape[dim + 1 : -1]), None
+    rows: object = "of the ranks' shards"
+    if layout == "replicated":
+        outer, inner, rows = 1, 1, math.prod(x.shape[:-1])
+        known = even_sizes(math.prod(x.shape[:-1]), place.world_size)
+        own = known[place.rank]
+    elif sizes is not None:
         known = tuple(int(size) for size in sizes)
         if len(known) != place.world_size or any(size < 0 for size in known):
             raise ValueError(f"{place.name}: sizes={list(known)}: one size >= 0 for each of {place.world_size} ranks is needed")
@@ -360,12 +404,13 @@ def agree_on(
             raise ValueError(
                 f"{place.name}: sizes[{place.rank}]={known[place.rank]}, but this rank has {own} positions along dim {dim}"
             )
-    outer, inner = math.prod(x.shape[:dim]), math.prod(x.shape[dim + 1 : -1])
     description: dict[str, object] = {
+        "layout": layout,
         "dim": dim,
         "dtype": x.dtype,
         "batch entries": outer,
         "columns a position": inner,
+        "rows": rows,
         "gradients wanted": tuple(wanted),
         "slices_per_rank": place.slices_per_rank,
         "order": place.order,

@@ -1,6 +1,15 @@
 """What calls of a column- or row-parallel layer come to: worked out once for every signature, found again by it (`find_call`).
 
-They refer neither to a transport nor to a group, for they are kept with the transport."""
+They refer neither to a transport nor to a group, for they are kept with the transport.
+
+| activations outside of the layer | column, forward | column, backward | row, forward | row, backward |
+| --- | --- | --- | --- | --- |
+| "sharded" along the sequence | x gathered | dx summed and scattered, x gathered | y summed and scattered | dy gathered |
+| "replicated" | nothing moves | dx summed for all | y summed for all | nothing moves |
+
+Replicated activations have no division of their own: their rows, of all sequences, are divided evenly for the sums. A pass in
+which nothing moves is one over all rows, of a rank that is alone.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +18,46 @@ from typing import NamedTuple
 
 import torch
 
-from commfuse_dp.collectives.bound import Binder
+from commfuse_dp.collectives.bound import Binder, Rows
+from commfuse_dp.collectives.sessions import ALONE, Session, begin
 from commfuse_dp.kernels.by_slices import is_narrow
-from commfuse_dp.ops.sequence import How, Tokens, gathered_rows, moves, summed_rows
+from commfuse_dp.ops.sequence import (
+    TENSOR_PARALLEL,
+    How,
+    Layout,
+    Ranks,
+    Tokens,
+    gathered_rows,
+    moves,
+    summed_rows,
+    tokens_of,
+    totaled_rows,
+)
+
+Shape = tuple[tuple[int, ...], tuple[int, ...]]  # of x, before the sequence and after it, but for the features
+
+
+class Pass(NamedTuple):
+    """A forward or a backward over the rows of `tokens`. slices: of this rank's rows, if they are summed up for all ranks.
+    alone: nothing moves, and the rank is the only one."""
+
+    tokens: Tokens
+    rank: int
+    program: Binder
+    slices: int = 0
+    alone: bool = False
+
+    def begin(self, ranks: Ranks, device: torch.device) -> Session:
+        return ALONE if self.alone else begin(*ranks, device, TENSOR_PARALLEL)
 
 
 class Column(NamedTuple):
     """What calls of one signature come to."""
 
     name: str
-    rank: int
     dim: int
-    tokens: Tokens
+    sizes: tuple[int, ...]  # positions of every rank; replicated: rows
+    replicated: bool
     narrow: bool  # x's dtype
     own: tuple[int, ...]  # shape of the own shard, but for its last dimension
     whole: tuple[int, ...]  # of all positions
@@ -29,8 +66,8 @@ class Column(NamedTuple):
     want_x: bool  # gradients: alike on all ranks
     want_weights: tuple[bool, ...]
     want_biases: tuple[bool, ...]
-    forward: Binder
-    backward: Binder
+    forward: Pass
+    backward: Pass
 
 
 @functools.lru_cache(maxsize=1024)
@@ -39,36 +76,41 @@ def column_of(
     how: How,
     tokens: Tokens,
     dim: int,
-    shape: tuple[tuple[int, ...], tuple[int, ...]],
+    shape: Shape,
     features: tuple[int, torch.dtype],
     save: str,
     wanted: tuple[bool, ...],
+    layout: Layout,
 ) -> Column:
-    """shape: of x, before the sequence and after it, but for the features.
-    features: how many, and x's dtype. wanted: gradients of x, of the weights, of the biases."""
+    """features: how many, and x's dtype. wanted: gradients of x, of the weights, of the biases. layout: of x."""
     rank = how[-1]
-    before, after = shape
     width, dtype = features
     count = len(wanted) // 2
     want_x, want_weights, want_biases = wanted[0], wanted[1 : 1 + count], wanted[1 + count :]
-    gathers = any(want_weights) and save != "gathered"
+    replicated = layout == "replicated"
+    gathers = any(want_weights) and save != "gathered" and not replicated
     x_rows, dx_rows = gathered_rows(width, dtype), summed_rows(width, dtype, dtype)
-    back = (dx_rows,) * want_x + (x_rows,) * gathers
+    if replicated:
+        forward = _alone(tokens, x_rows)
+        backward = _totaling(tokens, how, totaled_rows(width, dtype, dtype))
+    else:
+        back = (dx_rows,) * want_x + (x_rows,) * gathers
+        forward = Pass(tokens, rank, moves(how, tokens.rows, (x_rows,)))
+        backward = Pass(tokens, rank, moves(how, tokens.rows, back or (x_rows,)))
     return Column(
         name,
-        rank,
         dim,
-        tokens,
+        tokens.sizes,
+        replicated,
         is_narrow(dtype),
-        (*before, tokens.sizes[rank], *after),
-        (*before, tokens.length, *after),
-        save == "gathered" and any(want_weights),
+        *_shapes(tokens, rank, shape, layout),
+        save == "gathered" and any(want_weights) and not replicated,
         gathers,
         want_x,
         want_weights,
         want_biases,
-        moves(how, tokens.rows, (x_rows,)),
-        moves(how, tokens.rows, back or (x_rows,)),
+        forward,
+        backward,
     )
 
 
@@ -76,14 +118,14 @@ class Row(NamedTuple):
     """What calls of one signature come to."""
 
     name: str
-    rank: int
     dim: int
-    tokens: Tokens
+    sizes: tuple[int, ...]  # positions of every rank; replicated: rows
+    replicated: bool
     narrow: bool  # x's dtype
-    own: tuple[int, ...]  # shape of the own positions, but for the last dimension
+    own: tuple[int, ...]  # shape of what this rank gets, but for the last dimension
     wanted: tuple[bool, ...]  # gradients of x, weight, bias: alike on all ranks
-    forward: Binder
-    backward: Binder
+    forward: Pass
+    backward: Pass
 
 
 @functools.lru_cache(maxsize=1024)
@@ -92,21 +134,51 @@ def row_of(
     how: How,
     tokens: Tokens,
     dim: int,
-    shape: tuple[tuple[int, ...], tuple[int, ...]],
+    shape: Shape,
     features: tuple[int, torch.dtype],
     partial_dtype: torch.dtype,
     wanted: tuple[bool, ...],
+    layout: Layout,
 ) -> Row:
-    """shape: of x, before the sequence and after it, but for the features. features: of the result, and dtype."""
-    rank, (before, after), (width, dtype) = how[-1], shape, features
+    """features: of the result, and dtype. layout: of the result."""
+    rank, (width, dtype) = how[-1], features
+    replicated = layout == "replicated"
+    grads = gathered_rows(width, dtype)
+    if replicated:
+        forward = _totaling(tokens, how, totaled_rows(width, partial_dtype, dtype))
+        backward = _alone(tokens, grads)
+    else:
+        forward = Pass(tokens, rank, moves(how, tokens.rows, (summed_rows(width, partial_dtype, dtype),)))
+        backward = Pass(tokens, rank, moves(how, tokens.rows, (grads,)))
     return Row(
         name,
-        rank,
         dim,
-        tokens,
+        tokens.sizes,
+        replicated,
         is_narrow(dtype),
-        (*before, tokens.sizes[rank], *after),
+        _shapes(tokens, rank, shape, layout)[0],
         wanted,
-        moves(how, tokens.rows, (summed_rows(width, partial_dtype, dtype),)),
-        moves(how, tokens.rows, (gathered_rows(width, dtype),)),
+        forward,
+        backward,
     )
+
+
+def _totaling(tokens: Tokens, how: How, rows: Rows) -> Pass:
+    rank, program = how[-1], moves(how, tokens.rows, (rows,))
+    return Pass(tokens, rank, program, len(program.program.problem.slices(rank)))
+
+
+def _alone(tokens: Tokens, rows: Rows) -> Pass:
+    every = tokens_of(tokens.outer, tokens.inner, (tokens.length,))
+    return Pass(every, 0, moves(("pairwise", 1, 0), every.rows, (rows,)), alone=True)
+
+
+def _shapes(tokens: Tokens, rank: int, shape: Shape, layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(what this rank has outside of the layer, what the layer computes with), but for the last dimension."""
+    before, after = shape
+    if layout == "replicated":
+        return before + after, before + after
+    return (*before, tokens.sizes[rank], *after), (*before, tokens.length, *after)
+
+
+__all__ = ["Column", "Pass", "Row", "column_of", "row_of"]

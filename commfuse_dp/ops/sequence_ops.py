@@ -11,7 +11,6 @@ The module is imported while a graph is traced, and not before: what it decorate
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -21,7 +20,17 @@ import torch.distributed as dist
 from commfuse_dp.ops.column_parallel import Save, column_backward, column_forward
 from commfuse_dp.ops.operands import call_number, operand_of
 from commfuse_dp.ops.row_parallel import row_backward, row_forward
-from commfuse_dp.ops.sequence import GraphPlace, Place, agree_on, beside, gathered, place_of, shape_with, tokens_of
+from commfuse_dp.ops.sequence import (
+    GraphPlace,
+    Layout,
+    Place,
+    agree_on,
+    beside,
+    gathered,
+    place_of,
+    shape_with,
+    tokens_among,
+)
 from commfuse_dp.ops.sequence_calls import Column, Row, column_of, row_of
 
 _SAVES: tuple[Save, ...] = ("shard", "gathered")
@@ -72,6 +81,10 @@ def _flags(bits: int, count: int) -> tuple[bool, ...]:
     return tuple(bool(bits >> at & 1) for at in range(count))
 
 
+def _layout(replicated: bool) -> Layout:
+    return "replicated" if replicated else "sharded"
+
+
 # ---- columns ---------------------------------------------------------------------------------------------------------
 def column_in_graph(
     x: torch.Tensor,
@@ -80,6 +93,7 @@ def column_in_graph(
     dim: int,
     sizes: Sequence[int] | None,
     save: str,
+    layout: Layout,
     place: GraphPlace,
 ) -> tuple[torch.Tensor, ...]:
     found = list(sizes) if sizes is not None else [x.shape[dim]] * place.world_size
@@ -95,6 +109,7 @@ def column_in_graph(
         dim,
         found,
         _SAVES.index(save),
+        layout == "replicated",
         wanted,
         place.layer,
         place.rank,
@@ -111,6 +126,7 @@ class _Columns(NamedTuple):
     dim: int
     sizes: Sequence[int]
     save: int  # in _SAVES
+    replicated: bool  # x, and its gradient
     wanted: int  # gradients of x, weights, biases, in bits
     layer: torch.Tensor | None  # its number; None: the place is the call's
     rank: int
@@ -127,7 +143,15 @@ class _Columns(NamedTuple):
     @property
     def keeps(self) -> bool:
         """The gathered input is kept for backward."""
-        return _SAVES[self.save] == "gathered" and any(self.flags[1 : 1 + self.weights])
+        return _SAVES[self.save] == "gathered" and not self.replicated and any(self.flags[1 : 1 + self.weights])
+
+    @property
+    def layout(self) -> Layout:
+        return _layout(self.replicated)
+
+    def length(self, x: torch.Tensor) -> int:
+        """Positions that the layers compute with."""
+        return x.shape[self.dim] if self.replicated else sum(self.sizes)
 
     @property
     def present(self) -> list[bool]:
@@ -142,13 +166,13 @@ class _Columns(NamedTuple):
 
     def column(self, x: torch.Tensor) -> Column:
         """x: of the op, or what it has saved of it."""
-        place, shape = self.place, beside(x, self.dim)
-        tokens = tokens_of(*map(math.prod, shape), tuple(self.sizes))
-        features = x.shape[-1], x.dtype
-        return column_of(place.name, place.how, tokens, self.dim, shape, features, _SAVES[self.save], self.flags)
+        place, shape = self.place, beside(x, self.dim, self.layout)
+        tokens = tokens_among(x, self.dim, tuple(self.sizes), self.layout, place.world_size)
+        features, save = (x.shape[-1], x.dtype), _SAVES[self.save]
+        return column_of(place.name, place.how, tokens, self.dim, shape, features, save, self.flags, self.layout)
 
 
-_COLUMNS = f"SymInt count, SymInt has_bias, SymInt dim, SymInt[] sizes, SymInt save, SymInt wanted, {_AT}"
+_COLUMNS = f"SymInt count, SymInt has_bias, SymInt dim, SymInt[] sizes, SymInt save, bool replicated, SymInt wanted, {_AT}"
 _COLUMN_FORWARD = f"(Tensor x, Tensor[] params, {_COLUMNS}) -> Tensor[]"
 _COLUMN_BACKWARD = f"(Tensor[] grads, Tensor saved, Tensor[] params, {_COLUMNS}) -> Tensor[]"
 
@@ -159,7 +183,7 @@ def column_op(x: torch.Tensor, params: Sequence[torch.Tensor], *how: Any) -> lis
     told = _Columns(*how)
     weights, biases = told.split(params)
     own, more = int(x.shape[told.dim]), {"features": x.shape[-1], "save": _SAVES[told.save]}
-    agree_on(told.place, x, told.dim, told.flags, told.sizes, own, **more)
+    agree_on(told.place, x, told.dim, told.flags, told.sizes, own, told.layout, **more)
     ys, kept = column_forward(x.contiguous(), weights, biases, told.column(x), told.place.ranks)
     return [*ys, kept if kept is not None else x.new_empty(0)]
 
@@ -167,7 +191,7 @@ def column_op(x: torch.Tensor, params: Sequence[torch.Tensor], *how: Any) -> lis
 @column_op.register_fake
 def _(x: torch.Tensor, params: Sequence[torch.Tensor], *how: Any) -> list[torch.Tensor]:
     told = _Columns(*how)
-    length = sum(told.sizes)
+    length = told.length(x)
     ys = [x.new_empty(shape_with(x, told.dim, length, weight.shape[0])) for weight in params[: told.weights]]
     return [*ys, x.new_empty(shape_with(x, told.dim, length, x.shape[-1])) if told.keeps else x.new_empty(0)]
 
@@ -188,7 +212,8 @@ def column_backward_op(
 def _(grads: Sequence[torch.Tensor], saved: torch.Tensor, params: Sequence[torch.Tensor], *how: Any) -> list[torch.Tensor]:
     told = _Columns(*how)
     want_x, *want_params = told.present
-    own = shape_with(saved, told.dim, told.sizes[told.rank], saved.shape[-1])
+    positions = saved.shape[told.dim] if told.replicated else told.sizes[told.rank]
+    own = shape_with(saved, told.dim, positions, saved.shape[-1])
     dx = saved.new_empty(own) if want_x else saved.new_empty(0)
     return [
         dx,
@@ -225,11 +250,13 @@ def row_in_graph(
     dim: int,
     sizes: Sequence[int],
     partial_dtype: torch.dtype,
+    layout: Layout,
     place: GraphPlace,
 ) -> torch.Tensor:
     recorded = torch.is_grad_enabled()
     wanted = bits_of([recorded and t is not None and t.requires_grad for t in (x, weight, bias)])
-    how = dim, list(sizes), partial_dtype, wanted, place.layer, place.rank, place.call or call_number()
+    replicated = layout == "replicated"
+    how = dim, list(sizes), partial_dtype, replicated, wanted, place.layer, place.rank, place.call or call_number()
     return torch.ops.commfuse.row_parallel(x, weight, bias, *how)
 
 
@@ -239,6 +266,7 @@ class _Rows(NamedTuple):
     dim: int
     sizes: Sequence[int]
     partial_dtype: torch.dtype
+    replicated: bool  # the result
     wanted: int  # gradients of x, weight, bias, in bits
     layer: torch.Tensor | None  # its number; None: the place is the call's
     rank: int
@@ -249,13 +277,17 @@ class _Rows(NamedTuple):
         return _place_of_call(self.layer, self.call)
 
     def row(self, x: torch.Tensor, weight: torch.Tensor) -> Row:
-        place, shape = self.place, beside(x, self.dim)
-        tokens = tokens_of(*map(math.prod, shape), tuple(self.sizes))
+        place, shape = self.place, beside(x, self.dim, self.layout)
+        tokens = tokens_among(x, self.dim, tuple(self.sizes), self.layout, place.world_size)
         features, wanted = (weight.shape[0], x.dtype), _flags(self.wanted, 3)
-        return row_of(place.name, place.how, tokens, self.dim, shape, features, self.partial_dtype, wanted)
+        return row_of(place.name, place.how, tokens, self.dim, shape, features, self.partial_dtype, wanted, self.layout)
+
+    @property
+    def layout(self) -> Layout:
+        return _layout(self.replicated)
 
 
-_ROWS = f"SymInt dim, SymInt[] sizes, ScalarType partial_dtype, SymInt wanted, {_AT}"
+_ROWS = f"SymInt dim, SymInt[] sizes, ScalarType partial_dtype, bool replicated, SymInt wanted, {_AT}"
 _ROW_FORWARD = f"(Tensor x, Tensor weight, Tensor? bias, {_ROWS}) -> Tensor"
 _ROW_BACKWARD = f"(Tensor grad, Tensor x, Tensor weight, {_ROWS}) -> (Tensor, Tensor, Tensor)"
 
@@ -264,14 +296,15 @@ _ROW_BACKWARD = f"(Tensor grad, Tensor x, Tensor weight, {_ROWS}) -> (Tensor, Te
 def row_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> torch.Tensor:
     told = _Rows(*how)
     own, more = told.sizes[told.rank], {"out_features": weight.shape[0], "reduce_dtype": told.partial_dtype}
-    agree_on(told.place, x, told.dim, _flags(told.wanted, 3), told.sizes, own, **more)
+    agree_on(told.place, x, told.dim, _flags(told.wanted, 3), told.sizes, own, told.layout, **more)
     return row_forward(x.contiguous(), weight, bias, told.row(x, weight), told.place.ranks)
 
 
 @row_op.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> torch.Tensor:
     told = _Rows(*how)
-    return x.new_empty(shape_with(x, told.dim, told.sizes[told.rank], weight.shape[0]))
+    positions = x.shape[told.dim] if told.replicated else told.sizes[told.rank]
+    return x.new_empty(shape_with(x, told.dim, positions, weight.shape[0]))
 
 
 @torch.library.custom_op("commfuse::row_parallel_backward", mutates_args=(), schema=_ROW_BACKWARD)

@@ -24,9 +24,14 @@ def scatter_sequence(x: torch.Tensor, dim: int, sizes: Sizes, group: Group, redu
     )
 
 
-def replicated(bias: torch.Tensor, group: Group) -> torch.Tensor:
-    """`bias`, whose gradient is summed over the ranks."""
-    return adjoint(bias, lambda own: own.view_as(own), lambda grad: reference.all_reduce(grad, group=group))
+def replicated(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """`tensor`, whose gradient is summed over the ranks."""
+    return adjoint(tensor, lambda own: own.view_as(own), lambda grad: reference.all_reduce(grad, group=group))
+
+
+def total(x: torch.Tensor, group: Group, reduce_dtype: torch.dtype | None) -> torch.Tensor:
+    """x, summed for all ranks, which go on alike: its gradient is that of the sum."""
+    return adjoint(x, lambda own: reference.all_reduce(own, reduce_dtype=reduce_dtype, group=group), lambda grad: grad)
 
 
 def _gather(x: torch.Tensor, dim: int, sizes: Sizes, group: Group) -> torch.Tensor:

@@ -7,11 +7,10 @@ A program costs O(N m) operations to build and to hold, except a ring all-to-all
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+from commfuse_dp.program.all_reduce import all_reduce
 from commfuse_dp.program.all_to_all import exchange
 from commfuse_dp.program.gather import gather
-from commfuse_dp.program.operations import Operation, Problem, Program
+from commfuse_dp.program.operations import Problem, Program
 from commfuse_dp.program.scatter import scatter
 
 
@@ -31,9 +30,4 @@ def check_rank(problem: Problem, rank: int) -> None:
         raise ValueError(f"rank={rank}: must lie in 0 .. {problem.world_size - 1} (world_size={problem.world_size})")
 
 
-def _all_reduce(problem: Problem, rank: int) -> Iterator[Operation]:
-    yield from scatter(problem, rank)
-    yield from gather(problem, rank, total=True)
-
-
-_BUILDERS = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": _all_reduce, "all_to_all": exchange}
+_BUILDERS = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": all_reduce, "all_to_all": exchange}

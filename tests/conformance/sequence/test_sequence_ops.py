@@ -31,6 +31,7 @@ class Whole:
     def __init__(self, case: dict[str, Any]) -> None:
         generator = torch.Generator().manual_seed(case["seed"])
         self.n, self.dim, self.sizes = case["n"], case["dim"], case["sizes"]
+        self.replicated = case.get("layout") == "replicated"
         shape = [case["batch"], sum(self.sizes), D] if case["dim"] == 1 else [sum(self.sizes), case["batch"], D]
         if case["flat"]:
             shape, self.dim = [sum(self.sizes), D], 0
@@ -56,7 +57,7 @@ class Whole:
         return F.linear(torch.sin(hidden), self.last, self.last_bias)
 
     def shard(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        return tensor.split(list(self.sizes), self.dim)[rank]
+        return tensor if self.replicated else tensor.split(list(self.sizes), self.dim)[rank]
 
     def local(self, rank: int, dtype: torch.dtype) -> dict[str, Any]:
         def own(tensor: torch.Tensor | None, f: int, at: int) -> torch.Tensor | None:
@@ -76,6 +77,10 @@ class Whole:
 
 def block(local: dict[str, Any], whole: Whole, case: dict[str, Any], transport: Any) -> torch.Tensor:
     how = {"dim": whole.dim, "transport": transport, "slices_per_rank": case["m"], "order": case["order"]}
+    if whole.replicated:
+        how["layout"] = "replicated"
+        ys = column_parallel(local["x"], local["weights"], local["biases"], save=case["save"], **how)
+        return row_parallel(torch.sin(torch.cat(ys, -1)), local["last"], local["last_bias"], **how)
     given_sizes = whole.sizes if case["told"] else None
     ys = column_parallel(local["x"], local["weights"], local["biases"], sizes=given_sizes, save=case["save"], **how)
     return row_parallel(torch.sin(torch.cat(ys, -1)), local["last"], local["last_bias"], sizes=whole.sizes, **how)
@@ -95,6 +100,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "m": draw(st.sampled_from([None, 1, 2, 3])),
         "order": draw(st.sampled_from(["pairwise", "ring"])),
         "save": draw(st.sampled_from(["shard", "gathered"])),
+        "layout": draw(st.sampled_from(["sharded", "replicated"])),
         "told": draw(st.booleans()),
         "seed": draw(st.integers(0, 2**31 - 1)),
     }
