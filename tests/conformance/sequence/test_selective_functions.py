@@ -16,11 +16,13 @@ WIDTH, HEADS = 16, 4
 Function = Callable[[torch.Tensor, list[torch.Tensor], list[int] | None], torch.Tensor]
 
 
-def _block(save: str) -> Function:
+def _block(save: str, layout: Any = "sharded") -> Function:
     def compute(x: torch.Tensor, params: list[torch.Tensor], sizes: list[int] | None) -> torch.Tensor:
         up, gate, bias, down = params
-        a, b = ops.column_parallel(torch.tanh(x), [up, gate], [bias, None], save=save, sizes=sizes)
-        return torch.tanh(ops.row_parallel(torch.tanh(a * b), down, sizes=sizes))
+        if layout == "replicated":
+            x, sizes = x[:, :3], None
+        a, b = ops.column_parallel(torch.tanh(x), [up, gate], [bias, None], save=save, sizes=sizes, layout=layout)
+        return torch.tanh(ops.row_parallel(torch.tanh(a * b), down, sizes=sizes, layout=layout))
 
     return compute
 
@@ -40,6 +42,7 @@ def _attention(function: Callable[..., torch.Tensor]) -> Function:
 FUNCTIONS = {
     "block": _block("shard"),
     "block, gathered": _block("gathered"),
+    "block, replicated": _block("shard", "replicated"),
     "fused_linear": _linear,
     "ring_attention": _attention(ops.ring_attention),
     "ulysses_attention": _attention(ops.ulysses_attention),

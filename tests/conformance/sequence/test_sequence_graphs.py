@@ -25,7 +25,9 @@ def operands(rank: int, sizes: Any, bias: bool) -> list[torch.Tensor | None]:
     return [None if t is None else t.double().requires_grad_() for t in (*own, *biases)]
 
 
-def block(column: Any, row: Any, sizes: Any, save: str) -> Any:
+def block(column: Any, row: Any, sizes: Any, save: str, layout: str = "sharded") -> Any:
+    column, row = (functools.partial(function, layout=layout) for function in (column, row))
+
     def run(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, last: torch.Tensor, b: Any, c: Any) -> torch.Tensor:
         y, z = column(x, [w1, w2], [None, b] if b is not None else (), save=save, sizes=sizes)
         return row(torch.sin(torch.cat([y, z], -1)), last, c, sizes=sizes)
@@ -39,29 +41,29 @@ def gradients(function: Any, tensors: Any) -> list[torch.Tensor]:
     return [out.detach(), *torch.autograd.grad(out.square().sum(), wanted)]
 
 
-@pytest.mark.parametrize("save", ["shard", "gathered"])
-def test_torch_accepts_the_ops(save: str) -> None:
+@pytest.mark.parametrize(("save", "replicated"), [("shard", False), ("gathered", False), ("shard", True)])
+def test_torch_accepts_the_ops(save: str, replicated: bool) -> None:
     from commfuse_dp.ops import sequence_ops as ops
 
     number = ops.place_number(None, "pairwise", None, "test")
     x, w1, w2, last, b, c = operands(0, (3,), True)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    args = (x, [w1, w2, b], 2, 0b10, 1, [3], ("shard", "gathered").index(save), 0b10111, None, 0, number)
+    args = (x, [w1, w2, b], 2, 0b10, 1, [3], ("shard", "gathered").index(save), replicated, 0b10111, None, 0, number)
     torch.library.opcheck(torch.ops.commfuse.column_parallel.default, args, test_utils=tests)
     y = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
     torch.library.opcheck(torch.ops.commfuse.gather_sequence.default, (x, 1, 1, None, 0, number), test_utils=tests)
-    torch.library.opcheck(
-        torch.ops.commfuse.row_parallel.default, (y, last, c, 1, [3], torch.float64, 0b111, None, 0, number), test_utils=tests
-    )
+    args = (y, last, c, 1, [3], torch.float64, replicated, 0b111, None, 0, number)
+    torch.library.opcheck(torch.ops.commfuse.row_parallel.default, args, test_utils=tests)
 
 
 def _compiled(rank: int, world_size: int, backend: str) -> None:
-    for sizes, save in ((even_sizes(5, world_size), "shard"), (None, "gathered")):
+    cases = (even_sizes(5, world_size), "shard", "sharded"), (None, "gathered", "sharded"), (None, "shard", "replicated")
+    for sizes, *how in cases:
         tensors = operands(rank, sizes or (2,) * world_size, True)
-        run = block(column_parallel, row_parallel, sizes, save)
+        run = block(column_parallel, row_parallel, sizes, *how)
         eager = gradients(run, tensors)
         compiled = gradients(torch.compile(run, fullgraph=True, backend=backend), tensors)
-        plain = gradients(block(column_parallel_reference, row_parallel_reference, sizes, save), tensors)
+        plain = gradients(block(column_parallel_reference, row_parallel_reference, sizes, *how), tensors)
         for a, b, c in zip(compiled, eager, plain, strict=True):
             assert torch.allclose(a, b, rtol=1e-12, atol=1e-12) and torch.allclose(b, c, rtol=1e-12, atol=1e-12)
     close_transports()
@@ -89,18 +91,26 @@ def _over(rank: int, world_size: int, kind: Any) -> list[torch.Tensor]:
             for _ in range(2):
                 found.append(gradients(functools.partial(_eager, transport), tensors))
             assert all(torch.equal(a, b) for a, b in zip(*found[-2:], strict=True))
+            replicated = [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
+            replicated[0] = torch.ones(2, 7, D, dtype=dtype, requires_grad=True)
+            for _ in range(2):
+                found.append(gradients(functools.partial(_eager, transport, layout="replicated"), replicated))
+            assert all(torch.equal(a, b) for a, b in zip(*found[-2:], strict=True))
             if dtype == torch.float32 and kind == "shm":
-                plain = gradients(block(column_parallel_reference, row_parallel_reference, (3, 0, 2), "shard"), tensors)
+                plain = gradients(block(column_parallel_reference, row_parallel_reference, None, "shard", "replicated"), replicated)
                 assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(found[-1], plain, strict=True))
+                plain = gradients(block(column_parallel_reference, row_parallel_reference, (3, 0, 2), "shard"), tensors)
+                assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(found[-3], plain, strict=True))
         dist.barrier()
         return [tensor for one in found for tensor in one]
     finally:
         transport.close()
 
 
-def _eager(transport: Any, *tensors: Any) -> torch.Tensor:
+def _eager(transport: Any, *tensors: Any, layout: str = "sharded") -> torch.Tensor:
     column = functools.partial(column_parallel, transport=transport)
-    return block(column, functools.partial(row_parallel, transport=transport), (3, 0, 2), "shard")(*tensors)
+    sizes = (3, 0, 2) if layout == "sharded" else None
+    return block(column, functools.partial(row_parallel, transport=transport), sizes, "shard", layout)(*tensors)
 
 
 def test_the_same_bits_over_every_transport_and_as_the_reference(workers: Any) -> None:
