@@ -7,6 +7,8 @@
 | Colwise by itself | gathers x | hands on a stand-in | likewise, a group of one |
 | Rowwise | x is sharded by features | takes the local part | GEMM by slices, each sent as it is computed |
 
+(Colwise of a replicated x: replicated.py.)
+
 The hooks behind a forward stay: they get a DTensor that already is what they make. What comes in another way than the style
 expects (a DTensor of another layout, weights of others) goes the framework's own way. In graphs of torch.compile the layers are
 registered ops, and traced.py has what stands for the gathered x.
@@ -18,14 +20,14 @@ import functools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from commfuse_dp.integrations.attach.forwards import Hook
 from commfuse_dp.integrations.tensor_parallel.compat import Style, hooked
 from commfuse_dp.integrations.tensor_parallel.select import Group, Member
 from commfuse_dp.integrations.tensor_parallel.stand_in import StandIn
-from commfuse_dp.integrations.tensor_parallel.traced import Traced, hand_on, traced
+from commfuse_dp.integrations.tensor_parallel.traced import hand_on, traced
 from commfuse_dp.integrations.tensor_parallel.units import holds_unit, sharded_weights, stock_forward, unit_layer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,10 +40,20 @@ from commfuse_dp.errors import MismatchError
 from commfuse_dp.ops.column_parallel import column_parallel_of
 from commfuse_dp.ops.operands import register_operand
 from commfuse_dp.ops.row_parallel import row_parallel_of
-from commfuse_dp.ops.sequence import GraphPlace, Place, exchange_lengths, place_of
+from commfuse_dp.ops.sequence import GraphPlace, Layout, Place, exchange_lengths, place_of
 from commfuse_dp.transport.base import Transport
 
 Own = Callable[[nn.Module | None, int, DeviceMesh], tuple[torch.Tensor | None, torch.Tensor | None]]
+
+
+class Input(Protocol):
+    """Of column-parallel layers. local: what this rank has. sizes: positions of every rank; None: all have all."""
+
+    @property
+    def local(self) -> torch.Tensor: ...
+
+    @property
+    def sizes(self) -> tuple[int, ...] | None: ...
 
 
 class Over:
@@ -132,9 +144,17 @@ class Columns(ServedLayer):
         """`functional_call` may have put other weights in."""
         return all(holds_own(member(), 0, self.mesh) for member in self._members)
 
-    def compute(self, input: StandIn | Traced, dim: int, own: Own | None = None) -> tuple[torch.Tensor, ...]:
-        """Outputs of all members. own: what one computes with, in place of `own_parameters`."""
-        members = [member() for member in self._members]
+    def compute(
+        self,
+        input: Input,
+        dim: int,
+        own: Own | None = None,
+        *,
+        modules: Sequence[nn.Module] | None = None,
+        layout: Layout = "sharded",
+    ) -> tuple[torch.Tensor, ...]:
+        """Outputs of all members, or of these modules. own: what one computes with, in place of `own_parameters`."""
+        members = [member() for member in self._members] if modules is None else modules
         sharded = sharded_weights(members)
         if sharded is not None:
             weights, biases = list(sharded.weights), list(sharded.biases)
@@ -149,6 +169,7 @@ class Columns(ServedLayer):
             dim=dim,
             sizes=input.sizes,
             save=self._over.config.save_activations,
+            layout=layout,
             sharded=sharded,
             served=self.in_graphs,
             **self._over.options,
@@ -339,7 +360,7 @@ class ColumnGroup(Columns):
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 class RowLayer(ServedLayer):
-    """A row-parallel layer whose output is sharded along the sequence."""
+    """A row-parallel layer whose output is sharded along the sequence, or summed up for all ranks."""
 
     sharded_dim = 1
 
@@ -347,8 +368,8 @@ class RowLayer(ServedLayer):
         super().__init__(member.name, division)
         self._division = division
         layout = member.style.outputs[0]
-        assert isinstance(layout, Shard)
-        self._dim, self.mesh = layout.dim, member.style.mesh
+        self._dim = layout.dim if isinstance(layout, Shard) else None
+        self.mesh = member.style.mesh
 
     def forward(self, module: nn.Module, input: torch.Tensor) -> torch.Tensor:
         sharded = None
@@ -359,23 +380,26 @@ class RowLayer(ServedLayer):
                 weight, bias = sharded.weights[0], sharded.biases[0]
             else:
                 weight, bias = own_parameters(module, 1, self.mesh)
-        if weight is None or input.dim() < self._dim + 2 or input.shape[-1] != weight.shape[1]:
+        if weight is None or input.dim() < (self._dim or 0) + 2 or input.shape[-1] != weight.shape[1]:
             features = () if isinstance(input, DTensor) else (Shard(-1),)
             stock = DTensor.from_local(input, self.mesh, features, run_check=False) if features else input
             return stock_forward(module, stock)
-        length = int(input.shape[self._dim])
+        if self._dim is None:
+            how: dict[str, Any] = {"dim": 0, "sizes": None, "layout": "replicated"}
+        else:
+            length = int(input.shape[self._dim])
+            how = {"dim": self._dim, "sizes": self._division.divided(length)}
         y = row_parallel_of(
             self.name,
             input,
             weight,
             bias,
-            dim=self._dim,
-            sizes=self._division.divided(length),
+            **how,
             sharded=sharded,
             served=self.in_graphs,
             **self._division.options,
         )
-        return as_dtensor(y, self.mesh, self._dim, length)
+        return replicated(y, self.mesh) if self._dim is None else as_dtensor(y, self.mesh, self._dim, length)
 
 
 # ---- parameters and layouts ------------------------------------------------------------------------------------------

@@ -42,6 +42,14 @@ class Group:
 
 
 @dataclass
+class Siblings:
+    """Column-parallel layers of one module whose input every rank has whole: they may get the same one."""
+
+    name: str
+    members: list[Member]
+
+
+@dataclass
 class Selected(ABC):
     """What is served of a model, by whatever it was sharded."""
 
@@ -73,13 +81,14 @@ class Selected(ABC):
 @dataclass
 class Selection(Selected):
     groups: list[Group] = field(default_factory=list)
+    siblings: list[Siblings] = field(default_factory=list)
     rows: list[Member] = field(default_factory=list)
     stock_gathers: list[str] = field(default_factory=list)  # modules whose sharded input the framework gathers
     layer_norms: list[Member] = field(default_factory=list)  # sequence-parallel
 
     @property
     def any(self) -> bool:
-        return bool(self.groups or self.rows)
+        return bool(self.groups or self.siblings or self.rows)
 
 
 def parallelized(model: nn.Module) -> bool:
@@ -186,25 +195,41 @@ def _inside(module: nn.Module, tree: Tree) -> Iterator[tuple[str, nn.Module]]:
 
 def _take_column(member: Member, config: CommFuseConfig, tree: Tree, out: Selection) -> None:
     name, module, style = member.name, member.module, member.style
-    gathers = _is_gather(style.inputs[0], style.wanted[0])
+    gathers, whole = _is_gather(style.inputs[0], style.wanted[0]), _is_replicated(style.inputs)
     why = "fuse='never'" if config.fuse == "never" else None
-    if why is None and not gathers:
-        why = "its input is not gathered from a sequence that is sharded over the ranks"
+    if why is None and not gathers and not whole:
+        why = f"its input is laid out as {style.inputs[0]}: one that is replicated, or sharded along the sequence, is served"
     why = why or mesh_obstacle(style.mesh, out) or layer_obstacle(name, module, config, tree)
-    if why is None:
+    if why is None and gathers:
         out.groups.append(Group(name, module, style, 0, [member]))
+        return
+    if why is None:
+        _join_siblings(member, tree, out)
         return
     out.left[name] = why
     if gathers:
         out.stock_gathers.append(name)
 
 
+def _join_siblings(member: Member, tree: Tree, out: Selection) -> None:
+    def like(found: Member) -> tuple[object, ...]:
+        parent, weight = tree.parents.get(id(found.module)), found.module.weight
+        return id(parent), weight.shape[1], weight.dtype  # type: ignore[index, union-attr]
+
+    for siblings in out.siblings:
+        if like(siblings.members[0]) == like(member):
+            siblings.members.append(member)
+            return
+    out.siblings.append(Siblings(member.name, [member]))
+
+
 def _take_row(member: Member, config: CommFuseConfig, tree: Tree, out: Selection) -> None:
     name, module, style = member.name, member.module, member.style
     why = "fuse='never'" if config.fuse == "never" else None
     if why is None and not isinstance(module, nn.Embedding):
-        if not isinstance(style.outputs[0], Shard) or style.outputs[0].dim < 0:
-            why = f"its output is laid out as {style.outputs[0]}: only one that is sharded along the sequence is served"
+        layout = style.outputs[0]
+        if not isinstance(layout, Replicate) and (not isinstance(layout, Shard) or layout.dim < 0):
+            why = f"its output is laid out as {layout}: one that is replicated, or sharded along the sequence, is served"
         elif not isinstance(style.inputs[0], Shard):
             why = f"its input is laid out as {style.inputs[0]}, not sharded along its features"
     why = why or layer_obstacle(name, module, config, tree) or mesh_obstacle(style.mesh, out)

@@ -33,7 +33,8 @@ from commfuse_dp.integrations.tensor_parallel.layers import (
     ServedLayer,
     StyleHook,
 )
-from commfuse_dp.integrations.tensor_parallel.rows import left_rows, module_rows, shared_gather
+from commfuse_dp.integrations.tensor_parallel.replicated import ReplicatedColumns, WholeHook
+from commfuse_dp.integrations.tensor_parallel.rows import left_rows, module_rows, partial_sums, shared_gather, summed_gradient
 from commfuse_dp.integrations.tensor_parallel.select import Selected, Selection, select
 from commfuse_dp.integrations.tensor_parallel.units import tensor_layer
 from torch import nn
@@ -151,10 +152,17 @@ def _install(
                 _replace_hook(attachment, member.module, PassHook(member.module, member.style))
             serve(attachment.transaction, member.module, Service(member.module, group.forward))
             rows += module_rows(member.name, member.module, "column", shared_gather(found.name, member.name, names))
+    for siblings in selection.siblings:
+        columns = ReplicatedColumns(siblings, division, siblings.members[0].style.mesh)
+        names = [member.name for member in siblings.members]
+        for member in siblings.members:
+            _replace_hook(attachment, member.module, WholeHook(member))
+            serve(attachment.transaction, member.module, Service(member.module, columns.forward))
+            rows += module_rows(member.name, member.module, "column", summed_gradient(member.name, names))
     for member in selection.rows:
         _replace_hook(attachment, member.module, FeaturesHook(member.module, member.style))
         serve(attachment.transaction, member.module, Service(member.module, RowLayer(member, division).forward))
-        rows += module_rows(member.name, member.module, "row", "partial sums leave as they are computed")
+        rows += module_rows(member.name, member.module, "row", partial_sums(member.style))
     for member in selection.layer_norms:
         _replace_hook(attachment, member.module, NormHook(member.module, member.style))
     follow_forward(attachment.transaction, model, begin=division.enter, left=division.leave)
