@@ -186,7 +186,7 @@ def column_backward(
     return dx, wgrads.finish(), dbs
 
 
-def _announced(
+def announced_forward(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
@@ -220,7 +220,7 @@ def _announced(
     return ys, whole.view(*call.whole, x.shape[-1]) if whole is not None and call.keeps else None
 
 
-def _announced_backward(
+def announced_backward(
     grads: Sequence[torch.Tensor | None],
     saved: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -246,7 +246,7 @@ class _ColumnParallel(torch.autograd.Function):
         """params: weights and biases; the anchors of what is sharded, if weights are."""
         ctx.how = call, ranks, sharded = how
         ctx.set_materialize_grads(False)
-        compute = _announced if modes_active() and hides_inside() else column_forward
+        compute = announced_forward if modes_active() and hides_inside() else column_forward
         early = saved_tensors_hooks() is not None and not call.keeps
         if sharded is not None:
             if early:
@@ -271,7 +271,7 @@ class _ColumnParallel(torch.autograd.Function):
             return _backward_once(ctx, *grads)  # type: ignore[no-any-return]
         x, *weights = ctx.saved_tensors or saved(ctx)
         call, ranks, sharded = ctx.how
-        compute = _announced_backward if modes_active() and hides_inside() else column_backward
+        compute = announced_backward if modes_active() and hides_inside() else column_backward
         if sharded is None:
             dx, dws, dbs = compute(grads, x, weights, call, ranks)
             return (None, dx, *dws, *dbs)
@@ -369,7 +369,7 @@ def column_parallel_of(
         raise transformed(name)
     trainable = sharded.trainable if sharded is not None else None
     params, ranks = (*weights, *(biases or (None,) * len(weights))), (group, transport)
-    call = _prepare(name, x, weights, biases, params, dim, sizes, ranks, save, layout, slices_per_rank, order, trainable)
+    call = prepare(name, x, weights, biases, params, dim, sizes, ranks, save, layout, slices_per_rank, order, trainable)
     return _ColumnParallel.apply((call, ranks, sharded), x.contiguous(), *(params if sharded is None else sharded.anchors))
 
 
@@ -393,12 +393,12 @@ def column_parallel_reference(
     biases = [None if bias is None else autocast(bias) for bias in biases]
     name = "column_parallel_reference"
     params = *weights, *(biases or (None,) * len(weights))
-    call = _prepare(name, x, weights, biases, params, dim, sizes, (group, transport), save, layout, slices_per_rank, order)
+    call = prepare(name, x, weights, biases, params, dim, sizes, (group, transport), save, layout, slices_per_rank, order)
     whole = replicated(x, group) if call.replicated else gather_sequence(x.contiguous(), call.dim, call.sizes, group)
     return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases or [None] * len(weights), strict=True))
 
 
-def _prepare(
+def prepare(
     name: str,
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],

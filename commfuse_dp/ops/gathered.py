@@ -210,6 +210,16 @@ class ShardedWeights:
         self.weights: list[torch.Tensor] = [whole[0] for whole in wholes]
         self.biases: list[torch.Tensor | None] = [whole[1] if len(whole) > 1 else None for whole in wholes]
 
+    @classmethod
+    def again(cls, calls: Sequence[ShardedWeights]) -> ShardedWeights:
+        """For one backward of several calls. Raises CommFuseError if these are other parameters by now."""
+        found = cls.__new__(cls)
+        found.operands = tuple(operand for call in calls for operand in call.operands)
+        found.anchors = [anchor for call in calls for anchor in call.anchors]
+        found._dtype = calls[0]._dtype
+        found.renew()
+        return found
+
     def release(self) -> None:
         """The end of a forward or backward: let go of the memory."""
         self.here, self.weights, self.biases = False, [], []

@@ -14,6 +14,7 @@ which nothing moves is one over all rows, of a rank that is alone.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,6 +69,12 @@ class Column(NamedTuple):
     want_biases: tuple[bool, ...]
     forward: Pass
     backward: Pass
+
+    def of(self, numbers: Sequence[int]) -> Column:
+        """Of some of the weights; of a replicated input, for else x travels for all of them."""
+        assert self.replicated
+        weights, biases = (tuple([flags[number] for number in numbers]) for flags in (self.want_weights, self.want_biases))
+        return self._replace(want_weights=weights, want_biases=biases)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -38,6 +38,7 @@ from commfuse_dp.collectives.end_of_backward import in_backward
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.errors import MismatchError
 from commfuse_dp.ops.column_parallel import column_parallel_of
+from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.operands import register_operand
 from commfuse_dp.ops.row_parallel import row_parallel_of
 from commfuse_dp.ops.sequence import GraphPlace, Layout, Place, exchange_lengths, place_of
@@ -144,6 +145,17 @@ class Columns(ServedLayer):
         """`functional_call` may have put other weights in."""
         return all(holds_own(member(), 0, self.mesh) for member in self._members)
 
+    def parameters(
+        self, members: Sequence[nn.Module | None], own: Own | None = None
+    ) -> tuple[ShardedWeights | None, list[torch.Tensor], list[torch.Tensor | None]]:
+        """(what is sharded by data parallelism, too; weights; biases). own: in place of `own_parameters`."""
+        sharded = sharded_weights(members)
+        if sharded is not None:
+            return sharded, list(sharded.weights), list(sharded.biases)
+        take = own_parameters if own is None else own
+        weights, biases = zip(*(take(member, 0, self.mesh) for member in members), strict=True)
+        return None, list(weights), list(biases)
+
     def compute(
         self,
         input: Input,
@@ -155,12 +167,7 @@ class Columns(ServedLayer):
     ) -> tuple[torch.Tensor, ...]:
         """Outputs of all members, or of these modules. own: what one computes with, in place of `own_parameters`."""
         members = [member() for member in self._members] if modules is None else modules
-        sharded = sharded_weights(members)
-        if sharded is not None:
-            weights, biases = list(sharded.weights), list(sharded.biases)
-        else:
-            take = own_parameters if own is None else own
-            weights, biases = map(list, zip(*(take(member, 0, self.mesh) for member in members), strict=True))  # type: ignore[assignment]
+        sharded, weights, biases = self.parameters(members, own)
         return column_parallel_of(
             self.name,
             input.local,

@@ -97,7 +97,9 @@ def _over(rank: int, world_size: int, kind: Any) -> list[torch.Tensor]:
                 found.append(gradients(functools.partial(_eager, transport, layout="replicated"), replicated))
             assert all(torch.equal(a, b) for a, b in zip(*found[-2:], strict=True))
             if dtype == torch.float32 and kind == "shm":
-                plain = gradients(block(column_parallel_reference, row_parallel_reference, None, "shard", "replicated"), replicated)
+                plain = gradients(
+                    block(column_parallel_reference, row_parallel_reference, None, "shard", "replicated"), replicated
+                )
                 assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(found[-1], plain, strict=True))
                 plain = gradients(block(column_parallel_reference, row_parallel_reference, (3, 0, 2), "shard"), tensors)
                 assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(found[-3], plain, strict=True))

@@ -78,7 +78,10 @@ def whole(*, seed: int = 0, dtype: torch.dtype = torch.float64, **kw: Any) -> Ll
     return Llama(**kw).to(dtype)
 
 
-def parallelize(model: Llama, mesh: DeviceMesh, *, loss_parallel: bool = False) -> Llama:
+def parallelize(model: Llama, mesh: DeviceMesh, *, loss_parallel: bool = False, sequence: bool = True) -> Llama:
+    """sequence: its parallelism, too."""
+    if not sequence:
+        return _replicated(model, mesh)
     parallelize_module(
         model,
         mesh,
@@ -111,6 +114,19 @@ def parallelize(model: Llama, mesh: DeviceMesh, *, loss_parallel: bool = False) 
             },
         )
     return model
+
+
+def _replicated(model: Llama, mesh: DeviceMesh) -> Llama:
+    """As torchtune and PyTorch's tutorial write it: between the layers every rank has all of x."""
+    plan: dict[str, Any] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
+        "output": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for name, module in model.layers.named_modules():
+        if isinstance(module, nn.Linear):
+            rows = name.endswith(("wo", "w2"))
+            plan[f"layers.{name}"] = RowwiseParallel() if rows else ColwiseParallel()
+    return parallelize_module(model, mesh, plan)
 
 
 def batch(step: int, *, size: int = 2, length: int = 12) -> torch.Tensor:

@@ -195,7 +195,7 @@ LEFT: dict[str, tuple[Any, dict[str, Any], str, str]] = {
         "Lora computes with other weights beside it",
     ),
     "subclass": (_set("up", lambda linear: Scaled(WIDTH, WIDTH).double()), {}, "inner.side", "Scaled does not compute what"),
-    "output": (None, {"output": Replicate()}, "inner.down", "its output is laid out as"),
+    "output": (None, {"output": Shard(-1)}, "inner.down", "its output is laid out as"),
     "served": (None, {"local": True}, "", ""),
     "frozen": (_set("up", lambda linear: linear.requires_grad_(False)), {}, "", ""),
 }
