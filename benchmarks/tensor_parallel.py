@@ -7,6 +7,7 @@
     python benchmarks/tensor_parallel.py --op mlp --world-size 4 --sleep 30         more ranks than cores: compute sleeps
     python benchmarks/tensor_parallel.py --op llama --world-size 4 --dp 2 --sleep 15 --link 1.0x
                                                                                     a training step, TP 2 x DP 2
+    python benchmarks/tensor_parallel.py --op llama --plan replicated --link 1.0x   without sequence parallelism, TP 2
 
 `--link 0.56x`: a link on which vanilla's communication takes 0.56 of compute alone, both measured before. All variants
 run over one transport (tcp) in one run, alternating; `dtensor` is what a user has today: PyTorch's styles over gloo, whose
@@ -40,6 +41,7 @@ if __package__ in (None, ""):  # run as a script: make `benchmarks` importable
 from benchmarks import report
 from benchmarks.case import BenchmarkError, CaseResult
 from benchmarks.launch import run_case
+from benchmarks.tp.llama import PLANS
 from benchmarks.tp.llama import VARIANTS as LLAMA
 from benchmarks.tp.models import OPS, collective_bytes, least_bytes
 from benchmarks.tp.worker import TpCase
@@ -241,6 +243,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--dp", type=int, default=1, help="of op llama: data-parallel ranks; the others are tensor parallel")
     parser.add_argument("--layers", type=int, default=2, help="of op llama (%(default)s)")
+    parser.add_argument("--plan", choices=PLANS, default="sequence", help="of op llama: with sequence parallelism, or without")
     parser.add_argument("--vocabulary", type=int, default=2048, help="of op llama (%(default)s)")
     parser.add_argument("--sleep", dest="sleep_gflops", type=float, metavar="GFLOPS", help="sleep in place of computing")
     parser.add_argument("--slices-per-rank", type=int, help="of CommFuse (its own choice)")
@@ -260,6 +263,8 @@ def _case(arguments: argparse.Namespace) -> TpCase:
         _check_llama(arguments)
     elif arguments.dp != 1:
         raise ConfigError(f"--dp {arguments.dp}: only --op llama has data parallelism.")
+    elif arguments.plan != PLANS[0]:
+        raise ConfigError(f"--plan {arguments.plan}: only --op llama has plans of PyTorch's styles.")
     known = LLAMA if arguments.op == "llama" else KNOWN
     usual = LLAMA if arguments.op == "llama" else FORWARD if arguments.passes == "forward" else BOTH
     names = arguments.variants or ",".join(usual)

@@ -28,11 +28,13 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.parallel.style import ParallelStyle
 
 import commfuse_dp
 from benchmarks.models_llama import Llama, Shape, next_token_loss, rotary_table, rotate
 from commfuse_dp.probe import Probe
 
+PLANS = ("sequence", "replicated")
 VARIANTS = ("compute", "dtensor", "dtensor-keep", "commfuse", "commfuse-keep")
 
 
@@ -78,27 +80,30 @@ def _mesh(tp: int, dp: int, *, fake: bool) -> DeviceMesh:
     return DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=names)
 
 
-def _build(shape: Shape, mesh: DeviceMesh, seed: int, *, keep: bool) -> nn.Module:
+def _build(shape: Shape, mesh: DeviceMesh, seed: int, plan: str, *, keep: bool) -> nn.Module:
     torch.manual_seed(seed)
     model = Llama(shape)
     for block in model.layers:
         block.attention, block.feed_forward = _Attention(shape), _FeedForward(shape)
     dp = mesh["dp"].size()
-    sequence, whole = Shard(1), Replicate()
-    gather = PrepareModuleInput(input_layouts=(sequence,), desired_input_layouts=(whole,))
-    row = RowwiseParallel(output_layouts=sequence)
-    ends = {
-        "embedding": RowwiseParallel(input_layouts=whole, output_layouts=sequence),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=sequence, output_layouts=whole),
+    whole = Replicate()
+    between = Shard(1) if plan == "sequence" else whole
+    row = RowwiseParallel(output_layouts=between)
+    ends: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=whole, output_layouts=between),
+        "head": ColwiseParallel(input_layouts=between, output_layouts=whole),
     }
+    inside: dict[str, ParallelStyle] = {"attention.o": row, "feed_forward.down": row}
+    inside |= {f"attention.{name}": ColwiseParallel() for name in ("q", "k", "v")}
+    inside |= {f"feed_forward.{name}": ColwiseParallel() for name in ("gate", "up")}
+    if plan == "sequence":
+        gather = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(whole,))
+        ends |= {"norm": SequenceParallel()}
+        inside |= {"attention_norm": SequenceParallel(), "feed_forward_norm": SequenceParallel()}
+        inside |= {"attention": gather, "feed_forward": gather}
     parallelize_module(model, mesh["tp"], ends)
     for block in model.layers:
-        plan = {"attention_norm": SequenceParallel(), "attention": gather, "attention.o": row}
-        plan |= {"feed_forward_norm": SequenceParallel(), "feed_forward": gather, "feed_forward.down": row}
-        plan |= {f"attention.{name}": ColwiseParallel() for name in ("q", "k", "v")}
-        plan |= {f"feed_forward.{name}": ColwiseParallel() for name in ("gate", "up")}
-        parallelize_module(block, mesh["tp"], plan)
+        parallelize_module(block, mesh["tp"], inside)
         if dp > 1:
             fully_shard(block, mesh=mesh["dp"], reshard_after_forward=not keep)
     return fully_shard(model, mesh=mesh["dp"]) if dp > 1 else model
@@ -114,7 +119,7 @@ class LlamaVariant:
         shape = Shape(case.width, case.layers, case.heads, case.heads // 2, case.hidden, case.vocabulary)
         tp = case.world_size // case.dp
         mesh = _mesh(tp, case.dp, fake=name == "compute")
-        self._model = _build(shape, mesh, case.seed, keep=name.endswith("-keep"))
+        self._model = _build(shape, mesh, case.seed, case.plan, keep=name.endswith("-keep"))
         generator = torch.Generator().manual_seed(case.seed + rank // tp)
         self._tokens = torch.randint(shape.vocabulary, (1, case.tokens + 1), generator=generator)
         self._report: Any = None

@@ -45,6 +45,7 @@ class TpCase:
     heads: int = 16
     dp: int = 1  # of op llama: ranks = dp x tp
     layers: int = 2
+    plan: str = "sequence"  # of op llama: with sequence parallelism, or with replicated activations
     vocabulary: int = 2048
     sleep_gflops: float | None = None  # compute is replaced by sleeping, at this speed
     slices_per_rank: int | None = None

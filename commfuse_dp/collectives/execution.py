@@ -389,12 +389,25 @@ class Execution:
 
     # ---- waiting -----------------------------------------------------------------------------------------------------
     def _await(self, piece: int) -> torch.Tensor:
-        tensors = self._tensors
-        if tensors[piece] is None:
-            self._wait(lambda: tensors[piece] is not None, self._bound.source.get(piece, -1), piece)
-        tensor = tensors[piece]
-        assert tensor is not None
+        tensors, source = self._tensors, self._bound.source
+        while (tensor := tensors[piece]) is None:
+            term = self._term_for(piece)
+            if term < 0:
+                self._advance()
+                continue
+
+            def come(term: int = term) -> bool:
+                return tensors[term] is not None or tensors[piece] is not None
+
+            self._wait(come, source.get(term, -1), term)
         return tensor
+
+    def _term_for(self, piece: int) -> int:
+        """The piece that must come first for this one; -1: none, it can be made."""
+        for number, lane in enumerate(self._bound.sums):
+            if any(step.piece == piece for step in lane[self._summed[number] :]):
+                return self._missing(lane[self._summed[number]])
+        return piece
 
     def _drain(self) -> None:
         """Until all sums are made, and everything owed to others has left. What comes from others has been consumed before."""

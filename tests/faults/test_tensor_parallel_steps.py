@@ -44,10 +44,10 @@ def _attempt(model: nn.Module, tokens: torch.Tensor) -> BaseException | None:
     return None
 
 
-def _one_rank(rank: int, world_size: int, transport: str, phases: tuple[str, ...]) -> None:
+def _one_rank(rank: int, world_size: int, transport: str, phases: tuple[str, ...], sequence: bool) -> None:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-    wanted = [gradients(parallelize(whole(layers=1), mesh), batch(step)) for step in range(2)]
-    model = parallelize(whole(layers=1), mesh)
+    wanted = [gradients(parallelize(whole(layers=1), mesh, sequence=sequence), batch(step)) for step in range(2)]
+    model = parallelize(whole(layers=1), mesh, sequence=sequence)
     with applied(model, transport=transport, deadline_s=DEADLINE_S):
         for phase in phases:
             alike(gradients(model, batch(0)), wanted[0])
@@ -77,8 +77,14 @@ PHASES = ("forward", "backward", "end of backward", "end of forward")
 
 
 @pytest.mark.parametrize(
-    ("ranks", "transport"),
-    [(2, "shm"), pytest.param(2, "tcp", marks=pytest.mark.slow), pytest.param(3, "tcp", marks=pytest.mark.slow)],
+    ("ranks", "transport", "sequence"),
+    [
+        (2, "shm", True),
+        pytest.param(2, "tcp", True, marks=pytest.mark.slow),
+        pytest.param(3, "tcp", True, marks=pytest.mark.slow),
+        pytest.param(2, "shm", False, marks=pytest.mark.slow),
+        pytest.param(3, "tcp", False, marks=pytest.mark.slow),
+    ],
 )
-def test_an_exception_on_one_rank(workers: Any, ranks: int, transport: str) -> None:
-    workers(ranks).run(_one_rank, transport, PHASES, timeout=120)
+def test_an_exception_on_one_rank(workers: Any, ranks: int, transport: str, sequence: bool) -> None:
+    workers(ranks).run(_one_rank, transport, PHASES, sequence, timeout=120)

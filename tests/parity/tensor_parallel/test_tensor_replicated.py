@@ -26,6 +26,7 @@ from tests.parity.tensor_parallel.test_tensor_parallel import close, full, loss_
 from tests.support import graphs
 from tests.support.selective import selective
 from tests.support.serving import applied
+from tests.support.workers import WorkerError
 
 
 def replicated(mesh: Any, **how: Any) -> Llama:
@@ -128,6 +129,17 @@ def _twice(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 def test_a_gradient_is_summed_once_for_layers_that_share_an_input(workers: Any) -> None:
     workers(2).run(_bytes)
+
+
+def _different(rank: int, world_size: int) -> None:
+    model = replicated(mesh_of(world_size))
+    with applied(model):
+        model.layers[0].feed_forward(torch.zeros(2 + rank, 3, WIDTH, dtype=torch.float64))
+
+
+def test_ranks_that_differ(workers: Any) -> None:
+    with pytest.raises(WorkerError, match=r"feed_forward.*rank . and rank . do not fit together: rows=\d here, rows=\d there"):
+        workers(2).run(_different, timeout=60)
 
 
 class Crossed(nn.Module):
