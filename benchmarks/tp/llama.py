@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -128,7 +128,10 @@ class LlamaVariant:
                 transport=case.transport, slices_per_rank=case.slices_per_rank, deadline_s=case.deadline_s
             )
             self._report = commfuse_dp.apply(self._model, config)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3, fused=True)
+        params = list(self._model.parameters())
+        kinds = ([param for param in params if isinstance(param, DTensor) is kind] for kind in (True, False))
+        groups = [{"params": kind} for kind in kinds if kind]  # a fused step takes one kind at a time
+        self._optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=True)
 
     def step(self) -> None:
         loss = next_token_loss(self._model, self._tokens[:, :-1], self._tokens[:, 1:])
