@@ -1,5 +1,7 @@
 """A Llama under data parallelism over tensor parallelism, as users have it: PyTorch's styles, `fully_shard`, AdamW.
 
+Plan "sequence" has sequence parallelism; "replicated" keeps activations whole on every rank, as PyTorch's tutorial does.
+
 | variant | |
 | --- | --- |
 | compute | dtensor over torch's backend "fake", whose collectives do nothing; in processes of its own |

@@ -46,16 +46,16 @@ class SharedInput:
         self.ranks = ranks
         self._call, self._weights, self._biases = call, weights, biases
         self._called: dict[int, ShardedWeights | None] = {}
-        self._grads: dict[int, torch.Tensor] = {}  # of outputs, in the backward under way
-        self._task = -1
+        self._grads: dict[int, torch.Tensor] = {}
+        self._task = -1  # number of the backward that they are of
 
     def output(self, number: int, entered: torch.Tensor, sharded: ShardedWeights | None = None) -> torch.Tensor:
-        """Of one of the layers. sharded: its weight, if data parallelism shards it."""
+        """Of one of the layers, once. sharded: its weight, if data parallelism shards it."""
         return _Output.apply(self, number, sharded, entered)  # type: ignore[no-any-return]
 
     def compute(self, number: int, x: torch.Tensor, sharded: ShardedWeights | None) -> torch.Tensor:
         """Without autograd."""
-        self._called.setdefault(number, sharded)
+        self._called[number] = sharded
         compute = announced_forward if modes_active() and hides_inside() else column_forward
         if sharded is None:
             weights, biases = [self._weights[number]], [self._biases[number]]
@@ -68,18 +68,23 @@ class SharedInput:
 
     def take(self, number: int, grad: torch.Tensor | None) -> None:
         """A layer's part in the backward under way."""
-        if self._task != graph_task():  # one that did not come to x, or was broken off, has left its part behind
-            self._grads.clear()
-            self._task = graph_task()
+        grads = self._taken()
         if grad is not None:
-            self._grads[number] = self._grads[number] + grad if number in self._grads else grad
+            grads[number] = grad
+
+    def _taken(self) -> dict[int, torch.Tensor]:
+        """Gradients of outputs in the backward under way. One that did not come to x, or was broken off, may have left some."""
+        if self._task != graph_task():
+            self._task = graph_task()
+            self._grads.clear()
+        return self._grads
 
     def backward(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
         """(gradient of x, of all weights, of all biases); of sharded ones they leave, and are None."""
-        self.take(-1, None)
+        taken = self._taken()
         numbers, count = sorted(self._called), len(self._call.want_weights)
-        grads = [self._grads.get(number) for number in numbers]
-        self._grads.clear()
+        grads = [taken.get(number) for number in numbers]
+        taken.clear()
         parts = [part for part in (self._called[number] for number in numbers) if part is not None]
         sharded = ShardedWeights.again(parts) if parts else None
         own = sharded.weights if sharded is not None else [weights[number] for number in numbers]

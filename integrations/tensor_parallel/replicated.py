@@ -100,9 +100,9 @@ class ReplicatedColumns(Columns):
 
     def _output(self, module: nn.Module, input: torch.Tensor) -> torch.Tensor:
         found = self._entered
-        if found is None or found.x() is not input or found.how != _state(input):
+        if found is None or id(module) not in found.left or found.x() is not input or found.how != _state(input):
             found = self._entered = self._enter(input)
-        found.left.discard(id(module))
+        found.left.remove(id(module))
         if not found.left:
             self._entered = None  # it is not kept any longer than needed
         return found.shared.output(self._numbers[id(module)], found.entered, sharded_weights([module]))

@@ -16,13 +16,15 @@ from commfuse_dp.program.simulate import COMPUTE, RECEIVE, SEND, Costs, compute_
 ROWS = 12  # of one shard: divides by every m used here
 
 
-def seconds(collective: str, order: str, n: int, *, compute: float, wire: float, latency: float = 0.0, m: int = 1) -> tuple:
-    """(makespan, exposed) with `compute` seconds per shard and `wire` seconds to move one."""
+def seconds(
+    collective: str, order: str, n: int, *, compute: float, wire: float, latency: float = 0.0, m: int = 1, used: bool = True
+) -> tuple:
+    """(makespan, exposed) with `compute` seconds per shard and `wire` seconds to move one. used: to consume takes time, too."""
     sizes = tuple((ROWS,) * n for _ in range(n)) if collective == "all_to_all" else (ROWS,) * n
     per_row = compute / ROWS
     found = estimate(
         build_all(Problem(collective, sizes, order, m)),  # type: ignore[arg-type]
-        Costs(1.0, ROWS / wire, latency, compute_per_row(produce_s=per_row, consume_s=per_row)),
+        Costs(1.0, ROWS / wire, latency, compute_per_row(produce_s=per_row, consume_s=per_row if used else 0.0)),
     )
     return found.makespan_s, found.exposed_s
 
@@ -54,6 +56,14 @@ def test_closed_forms_where_the_wire_is_the_limit(n: int) -> None:
     both = 2 * (n - 1) * t
     assert seconds("all_reduce", "ring", n, compute=0, wire=t)[0] == pytest.approx(both)
     assert seconds("all_reduce", "pairwise", n, compute=0, wire=t)[0] == pytest.approx(both)
+
+
+@pytest.mark.parametrize(("n", "m"), list(itertools.product([2, 3, 4], [1, 2, 3, 4])))
+def test_of_an_all_reduce_the_last_rounds_totals_are_exposed(n: int, m: int) -> None:
+    """Totals of one round travel beside the products of the next: 1/m of half of the all-reduce is left."""
+    wire = 0.2
+    makespan, exposed = seconds("all_reduce", "pairwise", n, compute=1.0, wire=wire, m=m, used=False)
+    assert makespan == pytest.approx(n + (n - 1) * wire / m) and exposed == pytest.approx(makespan - n)
 
 
 def test_finer_slices_shorten_what_is_left_exposed() -> None:

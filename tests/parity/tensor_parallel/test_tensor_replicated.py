@@ -104,10 +104,10 @@ def _bytes(rank: int, world_size: int) -> None:
     with applied(model):
         _sent(model, tokens)  # ranks compare what is new to them
         assert {_sent(model, tokens) for _ in range(3)} == {once * (4 * len(model.layers) + 1)}
-        for way in (_separate, _twice, _shared):
+        for way in (_separate, _twice, _repeated, _shared):
             for block in model.layers:
                 block.feed_forward.forward = way.__get__(block.feed_forward)
-            sums = {_separate: 5, _twice: 5, _shared: 4}[way]
+            sums = 4 if way is _shared else 5
             for _ in range(2):
                 _sent(model, tokens)
             assert _sent(model, tokens) == once * (sums * len(model.layers) + 1), way
@@ -125,6 +125,11 @@ def _separate(self: Any, x: torch.Tensor) -> torch.Tensor:
 def _twice(self: Any, x: torch.Tensor) -> torch.Tensor:
     """The first of them once more, with the same input."""
     return self.w2(F.silu(self.w1(x)) * self.w3(x) + self.w1(x))
+
+
+def _repeated(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Before all of them were called."""
+    return self.w2(F.silu(self.w1(x)) * self.w1(x) + self.w3(x))
 
 
 def test_a_gradient_is_summed_once_for_layers_that_share_an_input(workers: Any) -> None:
@@ -209,6 +214,30 @@ def test_who_gets_which_input_may_change(workers: Any, prepared: bool) -> None:
 
 
 # ---- ways of calling -------------------------------------------------------------------------------------------------
+def _partly(rank: int, world_size: int) -> None:
+    """Backwards of a part of the graph, one after the other, and twice: nothing is left over for the next."""
+    mesh, tokens = mesh_of(world_size), batch(0)
+    stock, model = replicated(mesh), replicated(mesh)
+    found = []
+    with applied(model):
+        for one in (stock, model):
+            attention = one.layers[0].attention
+            x = torch.linspace(-1, 1, 5 * WIDTH, dtype=torch.float64).view(1, 5, WIDTH).requires_grad_()
+            q, k, v = attention.wq(x), attention.wk(x), attention.wv(x)
+            parts = [attention.wq.weight, attention.wk.weight, x]
+            grads = [torch.autograd.grad(k.square().sum(), parts[1], retain_graph=True)[0]]
+            grads += torch.autograd.grad((q.sin() + k + v.detach()).square().sum(), parts, retain_graph=True)
+            grads += torch.autograd.grad((q * k * v).sum(), parts, retain_graph=True)
+            grads += torch.autograd.grad((q * k * v).sum(), [x, attention.wv.weight])
+            found.append([full(grad) for grad in grads])
+        alike(*found)
+        alike(gradients(model, tokens), gradients(stock, tokens))
+
+
+def test_backwards_of_a_part(workers: Any) -> None:
+    workers(2).run(_partly)
+
+
 def _ways(rank: int, world_size: int) -> None:
     mesh, tokens = mesh_of(world_size), batch(0)
     stock, model = replicated(mesh), replicated(mesh)
@@ -273,6 +302,7 @@ def _two_dimensions(rank: int, world_size: int, settings: dict[str, Any]) -> Non
 
     def build() -> Llama:
         model = replicated(mesh["tp"])
+        model.layers[1].feed_forward.forward = _repeated.__get__(model.layers[1].feed_forward)
         for block in model.layers:
             fully_shard(block, mesh=mesh["dp"])
         return fully_shard(model, mesh=mesh["dp"])
