@@ -36,7 +36,7 @@ import torch.nn.functional as F
 
 from commfuse_dp.collectives.bound import Owner
 from commfuse_dp.collectives.execution import Bindings, Coming, Leaving
-from commfuse_dp.collectives.sessions import ALONE, execute
+from commfuse_dp.collectives.sessions import ALONE, begin, execute
 from commfuse_dp.device.base import WordLike
 from commfuse_dp.ops import announced
 from commfuse_dp.ops.column_gradients import InputGradient, WeightGradients
@@ -45,6 +45,7 @@ from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.saved import save, saved
 from commfuse_dp.ops.sequence import (
+    TENSOR_PARALLEL,
     GraphPlace,
     Layout,
     Ranks,
@@ -109,7 +110,7 @@ def column_forward(
                 place(part, kept_rows, tokens.blocks[owner.start, owner.stop])
         return whole
 
-    session = call.forward.begin(ranks, x.device)
+    session = ALONE if call.forward.alone else begin(*ranks, x.device, TENSOR_PARALLEL)
     kernels = kernels_for(session.transport, sharded)
     waiting = consume_all if kernels is not None and kernels.waits else None
     shard = (Bindings(x.flatten(0, -2), consume=consume, consume_all=waiting),)
@@ -137,7 +138,7 @@ def column_backward(
     for grad in grads:
         wholes.append(None if grad is None else grad.contiguous().view(tokens.outer, tokens.width, grad.shape[-1]))
     wgrads = WeightGradients(call, wholes, weights, rank if sharded is not None else None)
-    session = call.backward.begin(ranks, saved.device) if call.want_x or gathers else ALONE
+    session = begin(*ranks, saved.device, TENSOR_PARALLEL) if call.want_x or gathers else ALONE
     kernels = kernels_for(session.transport, sharded)
     bindings, dx = [], None
     if call.want_x:

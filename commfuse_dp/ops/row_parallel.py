@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from commfuse_dp.collectives.arguments import check_summable, even_sizes
 from commfuse_dp.collectives.bound import Owner
 from commfuse_dp.collectives.execution import Bindings, Coming, Leaving
-from commfuse_dp.collectives.sessions import execute
+from commfuse_dp.collectives.sessions import ALONE, begin, execute
 from commfuse_dp.collectives.summation import fold, wide_dtype
 from commfuse_dp.device.base import WordLike
 from commfuse_dp.ops import announced
@@ -46,6 +46,7 @@ from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.ops.saved import save, saved
 from commfuse_dp.ops.sequence import (
+    TENSOR_PARALLEL,
     GraphPlace,
     Layout,
     Ranks,
@@ -102,7 +103,7 @@ def row_forward(
             produce(owner, out)
         return words + [[] for _ in apart]  # own last
 
-    session = call.forward.begin(ranks, x.device)
+    session = begin(*ranks, x.device, TENSOR_PARALLEL)
     kernels = kernels_for(session.transport, sharded)
     sums = (Bindings(target=y.flatten(0, -2), produce=produce, produce_all=produce_all if kernels is not None else None),)
     execute(call.name, program, sums, session, x.device)
@@ -173,7 +174,7 @@ def row_backward(
             sums[int(owner), owner.index] = part.sum(0, dtype=wide_dtype(part.dtype))
         return True
 
-    session = call.backward.begin(ranks, x.device)
+    session = ALONE if call.backward.alone else begin(*ranks, x.device, TENSOR_PARALLEL)
     kernels = kernels_for(session.transport, sharded)
     waiting = consume_all if kernels is not None and kernels.waits and (want_x or want_weight) else None
     rows = grad.contiguous().flatten(0, -2)

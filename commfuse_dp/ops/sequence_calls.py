@@ -20,13 +20,10 @@ from typing import NamedTuple
 import torch
 
 from commfuse_dp.collectives.bound import Binder, Rows
-from commfuse_dp.collectives.sessions import ALONE, Session, begin
 from commfuse_dp.kernels.by_slices import is_narrow
 from commfuse_dp.ops.sequence import (
-    TENSOR_PARALLEL,
     How,
     Layout,
-    Ranks,
     Tokens,
     gathered_rows,
     moves,
@@ -40,16 +37,13 @@ Shape = tuple[tuple[int, ...], tuple[int, ...]]  # of x, before the sequence and
 
 class Pass(NamedTuple):
     """A forward or a backward over the rows of `tokens`. slices: of this rank's rows, if they are summed up for all ranks.
-    alone: nothing moves, and the rank is the only one."""
+    alone: nothing moves, and the rank is the only one (the session is `ALONE`)."""
 
     tokens: Tokens
     rank: int
     program: Binder
     slices: int = 0
     alone: bool = False
-
-    def begin(self, ranks: Ranks, device: torch.device) -> Session:
-        return ALONE if self.alone else begin(*ranks, device, TENSOR_PARALLEL)
 
 
 class Column(NamedTuple):
