@@ -51,7 +51,7 @@ class WholeHook(StyleHook):
 
 def _local(x: DTensor) -> torch.Tensor:
     """The same object for all who ask: layers are known to get the same input by it."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or x.grad_fn is None:  # a leaf would hold what leads back to it
         return x.to_local()
     how = _version(x), torch.is_grad_enabled(), in_backward()
     known = getattr(x, _LOCAL, None)
@@ -71,14 +71,14 @@ class _Entered(NamedTuple):
     """The input that the layers are being called with."""
 
     x: weakref.ref[torch.Tensor]
-    how: tuple[int, bool, bool]
+    how: tuple[int, bool, bool, bool]
     shared: SharedInput
     entered: torch.Tensor
     left: set[int]  # ids of layers that have not been called
 
 
-def _state(x: torch.Tensor) -> tuple[int, bool, bool]:
-    return _version(x), torch.is_grad_enabled(), in_backward()
+def _state(x: torch.Tensor) -> tuple[int, bool, bool, bool]:
+    return _version(x), torch.is_grad_enabled(), in_backward(), torch.is_autocast_enabled(x.device.type)
 
 
 class ReplicatedColumns(Columns):
