@@ -119,6 +119,7 @@ class Reporter:
         except Exception as error:
             lines = traceback.format_exception_only(type(error), error)
             place = traceback.extract_tb(error.__traceback__)[-1]
+            traceback.print_exc()  # of a machine that is lent, this is all that comes back
             self.fail(f"{what}: {''.join(lines).strip()} ({Path(place.filename).name}:{place.lineno})")
 
     def finish(self) -> Outcome:
