@@ -33,6 +33,10 @@ def spread_over(gemm_ms: float, part: float, copies: int, bytes_per_ms: float, m
     return Schedule(copies, nbytes, copies * nbytes / bytes_per_ms)
 
 
-def bound_ms(gemm_ms: float, copies_ms: float) -> float:
-    """Neither of the two can be faster than this together."""
-    return max(gemm_ms, copies_ms)
+def bound_ms(gemm_ms: float, copies_ms: float, slices: int) -> float:
+    """No order is faster: of so many equal slices one needs no transfer, and the last transferred one is still to be computed
+    when it comes (wgrad: the first one is computed before anything leaves)."""
+    if slices < 2:
+        return gemm_ms
+    part = gemm_ms / slices
+    return max(gemm_ms, copies_ms + part, copies_ms / (slices - 1) + gemm_ms - part)

@@ -1,8 +1,8 @@
 """Part (d): times of the kernels, and the targets.
 
 * Products, all slices there: the kernel with its fastest tiles, torch slice by slice, and one cuBLAS product of the whole.
-* Products, slices coming over the length of the GEMM: against max(GEMM, copies), both measured in the same run. The GEMM is the
-  kernel with all slices there, the copies are the same transfers alone.
+* Products, slices coming over the length of the GEMM: kernel and torch slice by slice against the least that any order of such
+  slices takes (schedule.bound_ms), of two times measured in the same run: the kernel with all slices there, the copies alone.
 * Inbox sums and publishing: bytes read and written per time, against a copy inside the device measured in the same run.
 * The host's time for a fused product, enqueued behind others; and whether the host goes on while the device stands.
 
@@ -27,6 +27,7 @@ from benchmarks.gpu.part import Options, Reporter, Row, run_part
 from benchmarks.gpu.products import Product, candidates
 from benchmarks.gpu.shapes import Kind, Shape
 from commfuse_dp.kernels import tiles
+from commfuse_dp.kernels.by_slices import words_of
 from commfuse_dp.kernels.gemms import Gemms
 from commfuse_dp.kernels.inbox_sum import inbox_sum
 from commfuse_dp.kernels.publish import PublishPlan
@@ -121,7 +122,10 @@ def product_row(report: Reporter, clock: GpuClock, kind: Kind, shape: Shape, ran
     without_words = Product(kind.op, shape, ranks, torch.bfloat16, clock.device, **how)
     slices, whole = without_words.by_slices(), product.whole()
     calls = {"kernel": lambda: kernel(0), "slices": lambda: slices(0), "whole": whole}
-    times = clock.rounds(calls, ROUNDS)
+    for _ in range(2):  # again if the device was not quiet
+        times = clock.rounds(calls, ROUNDS)
+        if not doubtful(times):
+            break
     row |= {f"{name}_ms": spread(values) for name, values in times.items()}
     row["kernel_tflops"] = teraflops(shape.operations, statistics.median(times["kernel"]))
     row["whole_over_kernel"] = paired_ratio(times["whole"], times["kernel"])
@@ -154,13 +158,13 @@ def arrivals(clock: GpuClock, product: Product, kernel: Callable[[int], None], g
             else:
                 host.copy_(there, non_blocking=True)
 
-    def together(compute: bool = True, copies: bool = True) -> None:
+    def together(compute: Callable[[int], None] | None) -> None:
         nonlocal epoch
         epoch += 1
         device.wait_event(side, device.record(device.current_stream()))
         if compute and not incoming:
-            kernel(epoch)  # it waits for nobody; the copies wait for it
-        for entry in entries.values() if copies else ():
+            compute(epoch)  # it waits for nobody; the copies wait for it
+        for entry in entries.values():
             assert entry.pad is not None
             if not incoming and compute:
                 device.wait_value(side, entry.pad, entry.index, epoch)
@@ -168,17 +172,21 @@ def arrivals(clock: GpuClock, product: Product, kernel: Callable[[int], None], g
             if incoming:
                 device.write_value(side, entry.pad, entry.index, epoch)
         if compute and incoming:
-            kernel(epoch)
+            compute(epoch)
         device.wait_event(device.current_stream(), device.record(side))
 
-    times = clock.rounds({"both": together, "copies": lambda: together(compute=False)}, ROUNDS)
+    by_slices = product.by_slices(words_of(device))
+    calls = {"kernel": lambda: together(kernel), "slices": lambda: together(by_slices), "copies": lambda: together(None)}
+    times = clock.rounds(calls, ROUNDS)
     copies_ms = statistics.median(times["copies"])
-    bound = schedule.bound_ms(gemm_ms, copies_ms)
+    bound = schedule.bound_ms(gemm_ms, copies_ms, len(product.order))
     return {
-        "arrivals_ms": spread(times["both"]),
+        "arrivals_ms": spread(times["kernel"]),
+        "slices_arrivals_ms": spread(times["slices"]),
         "copies_ms": spread(times["copies"]),
         "arrivals_bound_ms": bound,
-        "arrivals_over_bound": statistics.median(times["both"]) / bound,
+        "arrivals_over_bound": statistics.median(times["kernel"]) / bound,
+        "slices_over_bound": statistics.median(times["slices"]) / bound,
         "copy_bytes": planned.nbytes,
     }
 
@@ -207,7 +215,7 @@ def product_targets(rows: Iterable[Row]) -> list[tuple[str, float, float, bool]]
     for op in tiles.PASSES:
         late = [row["arrivals_over_bound"] for row in rows if row["op"] == op and "arrivals_over_bound" in row]
         if late:
-            text = f"{op}: time with slices coming / max(GEMM, copies), median over shapes"
+            text = f"{op}: time with slices coming / bound of its slices, median over shapes"
             found.append((text, statistics.median(late), TARGET_ARRIVALS, False))
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-from contextlib import nullcontext
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -78,6 +78,7 @@ class Plan(NamedTuple):
     constants: dict[str, Any]  # constexpr arguments; never changed
     tiles: int
     steps: int  # dgrad: of all slices' reductions
+    compiled: dict[tuple[Any, ...], Callable[..., None]]  # see `launch`
 
 
 @lru_cache(maxsize=4096)
@@ -98,28 +99,50 @@ def plan_of(problem: Problem, config: TileConfig | None, alignments: Alignments,
     if problem.op == "forward":
         constants |= {"HAS_BIAS": problem.has_bias, "ROWS_ALIGN": alignments.rows}
     steps = sum(-(-rows // config.block_k) for rows in problem.rows)
-    return Plan(config, constants, tiles.count_tiles(problem, config), steps)
+    return Plan(config, constants, tiles.count_tiles(problem, config), steps, {})
 
 
 def launch(kernel: Any, arguments: tuple[Any, ...], plan: Plan, programs: int | None) -> None:
-    """Run `kernel` with min(tiles, programs) programs on the current stream of its first argument's device."""
+    """Run `kernel` with min(tiles, programs) programs on the current stream of its first argument's device.
+
+    arguments: all that are no constants, in the kernel's order; the last one, its epoch, is not specialized. Triton finds the
+    machine code of a launch by binding all arguments by name, which takes the host longer than the launch itself. So what it
+    has found is called directly where arguments would lead there again: it depends on numbers and on how pointers are aligned.
+    """
     device, config = arguments[0].device, plan.config
-    if programs is None:
-        programs = _multiprocessors(device.index or 0) * config.per_sm if device.type == "cuda" else 1
-    grid = (min(plan.tiles, programs),)
     if INTERPRETED:
-        kernel[grid](*arguments, **plan.constants)
+        kernel[(min(plan.tiles, programs or 1),)](*arguments, **plan.constants)
         return
-
-    def run() -> None:
-        if config.tma:
-            triton.set_allocator(_scratch)
-        kernel[grid](*arguments, **plan.constants, num_warps=config.warps, num_stages=config.stages)
-
-    guard = nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
-    with guard:
+    alike = (programs, *[a if a is None or type(a) is int else a.data_ptr() % 16 for a in arguments[:-1]])
+    run = plan.compiled.get(alike)
+    if run is None:
+        most = _multiprocessors(device.index) * config.per_sm if programs is None else programs
+        run = _first(kernel, plan, min(plan.tiles, most), alike)
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            contextvars.copy_context().run(_with_scratch, run, arguments)
+    elif config.tma:
         # In a copy of the context: an allocator that the program has set for kernels of its own stays in place.
-        contextvars.copy_context().run(run)
+        contextvars.copy_context().run(_with_scratch, run, arguments)
+    else:
+        run(*arguments)
+
+
+def _first(kernel: Any, plan: Plan, programs: int, alike: tuple[Any, ...]) -> Callable[..., None]:
+    """A launch that binds, compiles if need be, and keeps what the next ones call."""
+
+    def run(*arguments: Any) -> None:
+        options = {"num_warps": plan.config.warps, "num_stages": plan.config.stages}
+        again = kernel[(programs,)](*arguments, **plan.constants, **options)[programs, 1, 1]
+        constants = [plan.constants[name] for name in kernel.arg_names[len(arguments) :]]
+        plan.compiled[alike] = lambda *given: again(*given, *constants)
+
+    return run
+
+
+def _with_scratch(run: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    triton.set_allocator(_scratch)
+    run(*arguments)
 
 
 def common_constants(problem: Problem, config: TileConfig) -> dict[str, Any]:
@@ -133,7 +156,7 @@ def common_constants(problem: Problem, config: TileConfig) -> dict[str, Any]:
         "TMA": config.tma,
         "INTERPRETED": INTERPRETED,
         "HALVES": config.halves,
-        "PRECISION": "tf32" if problem.tf32 else "ieee",
+        "PRECISION": "tf32" if problem.tf32 and not INTERPRETED else "ieee",
         "WIDEN": INTERPRETED and problem.dtype == torch.bfloat16,
         **{
             f"{name.upper()}_TRANSPOSED": value

@@ -140,6 +140,8 @@ _UNALIGNED = (  # loads of single elements: many registers for addresses
     TileConfig(64, 64, 32, warps=4, stages=3),
 )
 
+_BARRIERS = 512  # bytes of shared memory beside what is loaded and stored, at most
+
 
 def supports_tma(problem: Problem, config: TileConfig, capability: tuple[int, int]) -> bool:
     """Whether the loads of this launch can be described to the tensor memory accelerator.
@@ -152,8 +154,34 @@ def supports_tma(problem: Problem, config: TileConfig, capability: tuple[int, in
     return problem.op != "dgrad" or all(rows % config.block_k == 0 for rows in problem.rows)
 
 
+def shared_bytes(problem: Problem, config: TileConfig) -> int:
+    """Of a launch on sm_90: operands in flight, and the tile on its way out, which has room of its own in a flat loop."""
+    operands = config.stages * (config.block_m + config.block_n) * config.block_k * problem.dtype.itemsize
+    tile = config.block_m * config.block_n * problem.out_dtype.itemsize // (2 if config.halves else 1)
+    return (operands + tile if config.flat else max(operands, tile)) + _BARRIERS
+
+
+def _fitted(problem: Problem, config: TileConfig, capability: tuple[int, int]) -> TileConfig:
+    """As much of it as shared memory takes: an output in float32 is twice as wide as the operands. Below sm_90 all fit."""
+    room = (227 if capability < (12, 0) else 99) << 10
+    while capability >= (9, 0) and shared_bytes(problem, config) > room and config.stages > 2:
+        if config.flat and not config.halves:
+            config = replace(config, halves=True)
+        else:
+            config = replace(config, stages=config.stages - 1)
+    return config
+
+
 def _allowed(problem: Problem, config: TileConfig, capability: tuple[int, int]) -> bool:
     return not config.tma or supports_tma(problem, config, capability)
+
+
+def _spills(problem: Problem, config: TileConfig, capability: tuple[int, int]) -> bool:
+    """Whether it needs more registers than there are, as seen by compiling it."""
+    if problem.op == "forward":
+        return problem.transposed[1] and config.block_m > 128
+    tf32 = problem.tf32 and config.warps < 8 and config.block_n > 64  # operands are rounded in registers
+    return problem.op == "wgrad" and (tf32 or (capability < (9, 0) and config.block_n > 128))
 
 
 def candidates(problem: Problem, capability: tuple[int, int]) -> tuple[TileConfig, ...]:
@@ -167,9 +195,9 @@ def candidates(problem: Problem, capability: tuple[int, int]) -> tuple[TileConfi
     for config in table:
         if not config.tma and (problem.op != "forward" or problem.transposed[1]):  # y.T: its stores would be narrow
             config = replace(config, flat=False)
-        spilling = problem.op == "wgrad" and capability < (9, 0) and config.block_n > 128
-        if spilling or (problem.op == "forward" and problem.transposed[1] and config.block_m > 128):
-            continue  # more registers than there are
+        if _spills(problem, config, capability):
+            continue
+        config = _fitted(problem, config, capability)
         if _allowed(problem, config, capability) and config not in found:
             found.append(config)
     return tuple(found)
