@@ -153,9 +153,7 @@ def _products(device: torch.device) -> dict[str, Callable[[], object]]:
             "  tiles.problem_of": lambda product=product: product.problem,  # type: ignore[misc]
             f"  {op}: launch": partial(launching.launch, *launch.call_args.args),
             f"  {op}: kernel[grid](...)": partial(kernel[grid], *arguments, **options),
-            f"  {op}: compiled[grid](...)": partial(
-                kernel[grid](*arguments, **options)[plan.tiles, 1, 1], *arguments, *constants
-            ),
+            f"  {op}: compiled[grid](...)": partial(run, *arguments, *constants),
         }
     return found
 

@@ -1,6 +1,6 @@
 """A CUDA GPU as a `Device`: torch's streams and events, the driver's copies and stream memory operations.
 
-**Not yet run on a GPU.** Needs cuda-bindings (`pip install "commfuse_dp[cuda]"`) and a driver of CUDA 12 or newer.
+Needs cuda-bindings (`pip install "commfuse_dp[cuda]"`) and a driver of CUDA 12 or newer.
 
 [Note: Writing a word of a peer]
 `cuStreamWriteValue32` takes "the device address to write to" (CUDA driver API, Stream Memory Operations); it excludes managed
@@ -27,8 +27,9 @@ through this API is not visible to CUDA", same manual). Hence:
   see [Note: The host may stand] in base.py.
 
 [Note: Few calls]
-A call of the driver through cuda-bindings costs the host a microsecond or more, whatever it does. So:
-* waits and writes of words that follow each other in a stream are one `cuStreamBatchMemOp`, which keeps their order;
+A call of the driver costs the host two microseconds or more, whatever it does. So:
+* waits and writes of words that follow each other in a stream are one `cuStreamBatchMemOp`, which keeps their order. It is
+  called by ctypes: words are numbered, and an operation as an object of cuda-bindings takes 8 us to make, packed 0.3;
 * copies that nothing tells apart are one `cuMemcpyBatchAsync` (CUDA 12.8), whose copies run in any order: there can be no word
   between them. It takes the flag PREFER_OVERLAP_WITH_COMPUTE, a hint to use copy engines where CUDA would not by itself, as
   inside one GPU. An older driver, and the legacy default stream, which it refuses, get single copies.
@@ -42,19 +43,25 @@ allocator may remember them for ever.
 from __future__ import annotations
 
 import ctypes
+import functools
+import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from commfuse_dp.device.base import Batch, Device, Event, Span, Stream, Word, WordLike
+from commfuse_dp.device.compat import raw_stream
 from commfuse_dp.errors import TransportError
 
 MIN_DRIVER = 12000  # cuDriverGetVersion: stream memory operations are there without a kernel module's parameter
 _SPOIL_BYTES = 1 << 20  # of one copy
 _BATCH = 255  # cuStreamBatchMemOp takes fewer than 256 operations
+_WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
+# CUstreamBatchMemOpParams: operation, address, value, flags, alias.
+pack_operation = struct.Struct("<I4xQI4xI4xQ8x").pack
 _LEGACY_STREAMS = (0, 1)  # the null stream, and CU_STREAM_LEGACY
 
 PeerWrites = Literal["value", "copy"]
@@ -87,6 +94,15 @@ def _checked(result: tuple[Any, ...], call: str) -> Any:
     if int(result[0]) != 0:
         raise TransportError(f"{call} failed: {result[0].name}")
     return result[1] if len(result) > 1 else None
+
+
+@functools.cache
+def _batch_operations() -> Callable[[int, int, bytes, int], int]:
+    """cuStreamBatchMemOp(stream, count, operations, flags) -> CUresult; see [Note: Few calls]."""
+    call = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2  # there since MIN_DRIVER
+    call.argtypes = ctypes.c_void_p, ctypes.c_uint, ctypes.c_char_p, ctypes.c_uint
+    call.restype = ctypes.c_int
+    return call
 
 
 def card(device: torch.device) -> Card:
@@ -140,6 +156,21 @@ class CudaStream(Stream):
         return hash(self.handle)
 
 
+class _On:
+    """`torch.cuda.stream` on the device that is current, in a third of its time."""
+
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, before: CudaStream, stream: CudaStream) -> None:
+        self._before, self._stream = before, stream
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self._stream.torch)
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_stream(self._before.torch)
+
+
 class CudaEvent(Event):
     __slots__ = ("timed", "torch")
 
@@ -159,7 +190,7 @@ _making = threading.Lock()
 
 
 class CudaDevice(Device):
-    """Not yet run on a GPU. Raises TransportError if cuda-bindings or the driver is missing or too old."""
+    """Raises TransportError if cuda-bindings or the driver is missing or too old."""
 
     def __init__(self, device: torch.device) -> None:
         facts = card(device)
@@ -173,7 +204,7 @@ class CudaDevice(Device):
         self._eq = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
         self._threads = threading.local()
         self._known: dict[int, CudaStream] = {}
-        self.operations: dict[tuple[int, int | None], tuple[Any, Any]] = {}  # see `operation`
+        self._batch_operations = _batch_operations()
         self._copy_attributes: Any = None  # of cuMemcpyBatchAsync; made with the first batch
         self._copies_in_batches = hasattr(driver, "cuMemcpyBatchAsync")
         self._own_words: dict[int, torch.Tensor] = {}  # stream -> word for "copy"
@@ -190,10 +221,10 @@ class CudaDevice(Device):
     def current_stream(self) -> CudaStream:
         if not hasattr(self._threads, "bound"):
             self._bind()
-        stream = torch.cuda.current_stream(self.torch_device)
-        known = self._known.get(stream.cuda_stream)
+        handle = raw_stream(self.torch_device.index)
+        known = self._known.get(handle)
         if known is None:
-            known = self._known[stream.cuda_stream] = CudaStream("current", stream)
+            known = self._known[handle] = CudaStream("current", torch.cuda.current_stream(self.torch_device))
         return known
 
     def side_stream(self, name: str) -> CudaStream:
@@ -215,7 +246,9 @@ class CudaDevice(Device):
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         assert isinstance(stream, CudaStream)
-        return torch.cuda.stream(stream.torch)
+        if torch.cuda.current_device() != self.torch_device.index:
+            return torch.cuda.stream(stream.torch)
+        return _On(self.current_stream(), stream)
 
     def record(self, stream: Stream, *, timing: bool = False) -> CudaEvent:
         assert isinstance(stream, CudaStream)
@@ -284,28 +317,14 @@ class CudaDevice(Device):
         assert isinstance(stream, CudaStream)
         return CudaBatch(self, stream)
 
-    def operation(self, address: int, flags: int | None) -> tuple[Any, Any]:
-        """CUstreamBatchMemOpParams of a wait with these flags (None: of a write), and the part of it that has the value: to be
-        set anew for each call. Made once for a word, as words come again."""
-        found = self.operations.get((address, flags))
-        if found is None:
-            driver = self._driver
-            made, kinds = driver.CUstreamBatchMemOpParams(), driver.CUstreamBatchMemOpType
-            if flags is None:
-                made.operation, part = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32, made.writeValue
-            else:
-                made.operation, part = kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32, made.waitValue
-            part.operation, part.address, part.flags = made.operation, driver.CUdeviceptr(address), flags or 0
-            found = self.operations[address, flags] = made, part
-        return found
-
     def flags(self, exact: bool) -> int:
         """Of a wait."""
         return self._eq if exact else self._geq
 
-    def operate(self, stream: CudaStream, operations: list[Any]) -> None:
-        """At most _BATCH operations, all of different words or kinds, in their order."""
-        self._do(self._driver.cuStreamBatchMemOp(stream.handle, len(operations), operations, 0), "cuStreamBatchMemOp")
+    def operate(self, stream: CudaStream, operations: list[bytes]) -> None:
+        """At most _BATCH operations, in their order."""
+        status = self._batch_operations(stream.handle, len(operations), b"".join(operations), 0)
+        self._do((status,), "cuStreamBatchMemOp")
 
     def copy_bytes(self, stream: CudaStream, to: int, at: int, nbytes: int) -> None:
         """Between addresses; nbytes > 0."""
@@ -334,7 +353,7 @@ class CudaDevice(Device):
 
     def _do(self, result: tuple[Any, ...], call: str) -> None:
         if int(result[0]) != 0:
-            _checked(result, call)
+            _checked((self._driver.CUresult(result[0]),), call)
 
     # ---- out of band -------------------------------------------------------------------------------------------------
     def peek(self, pad: torch.Tensor) -> list[int]:
@@ -371,13 +390,12 @@ class CudaDevice(Device):
 class CudaBatch(Batch):
     """See [Note: Few calls]. Addresses are worked out here, without making views."""
 
-    __slots__ = ("_cuda", "_cuda_stream", "_held", "_words")
+    __slots__ = ("_cuda", "_cuda_stream", "_held")
 
     def __init__(self, device: CudaDevice, stream: CudaStream) -> None:
         super().__init__(device, stream)
         self._cuda, self._cuda_stream = device, stream
-        self._held: list[Any] = []
-        self._words: set[int] = set()  # addresses of what is held: there is one operation for each
+        self._held: list[bytes] = []
 
     def copy(self, dst: torch.Tensor, dst_start: int, src: torch.Tensor, src_start: int, nbytes: int) -> None:
         if nbytes:
@@ -403,33 +421,28 @@ class CudaBatch(Batch):
         self.write_all(((pad, place, value),))
 
     def wait_all(self, words: Sequence[WordLike], *, exact: bool = False) -> None:
-        self._hold(words, self._cuda.flags(exact))
+        self._hold(_WAIT, words, self._cuda.flags(exact))
 
     def write_all(self, words: Sequence[WordLike]) -> None:
         if self._cuda.peer_writes == "value":
-            self._hold(words, None)
+            self._hold(_WRITE, words, 0)
             return
         self.submit()
         for word in words:
             self._cuda.write_value(self._cuda_stream, *word)
 
-    def _hold(self, words: Sequence[WordLike], flags: int | None) -> None:
-        """Until `submit`, which comes by itself where a word is held already, or too many are."""
-        operations, addresses, held = self._cuda.operations, self._words, self._held
+    def _hold(self, kind: int, words: Sequence[WordLike], flags: int) -> None:
+        """Until `submit`, which comes by itself where too many are held."""
+        held = self._held
         for pad, place, value in words:
-            address = pad.data_ptr() + 4 * place
-            if address in addresses or len(held) == _BATCH:
+            if len(held) == _BATCH:
                 self.submit()
                 held = self._held
-            operation, part = operations.get((address, flags)) or self._cuda.operation(address, flags)
-            part.value = value & 0xFFFFFFFF
-            addresses.add(address)
-            held.append(operation)
+            held.append(pack_operation(kind, pad.data_ptr() + 4 * place, value & 0xFFFFFFFF, flags, 0))
 
     def submit(self) -> None:
         if self._held:
             held, self._held = self._held, []
-            self._words.clear()
             self._cuda.operate(self._cuda_stream, held)
 
 

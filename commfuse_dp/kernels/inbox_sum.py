@@ -26,9 +26,11 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
+from commfuse_dp.device.compat import raw_stream
 from commfuse_dp.kernels import nvrtc
 from commfuse_dp.kernels.packs import THREADS, TYPE_NAMES, Implementation, common_head
 
@@ -136,19 +138,31 @@ def plan_sum(
     accumulate: bool,
 ) -> tuple[nvrtc.Spec, InboxSumArgument, int]:
     """(what to compile, the argument, number of blocks); pure arithmetic on addresses, also used without a GPU."""
-    count = len(pointers)
-    pack = 16 // dtype.itemsize
-    head = common_head([(pointer, dtype.itemsize) for pointer in pointers] + [(out_pointer, out_dtype.itemsize)], pack)
-    vector = head is not None and numel >= pack
-    unrolled = count if count <= UNROLLED else 0
+    alignments = (*[pointer % 16 for pointer in pointers], out_pointer % 16)
+    spec, head, factor, blocks = _alike(alignments, numel, out_dtype, dtype, divisor)
     argument = InboxSumArgument()
-    argument.partials[:count] = pointers
+    argument.partials[: len(pointers)] = pointers
     argument.out = out_pointer
     argument.numel = numel
-    argument.count = count
-    argument.head = head if vector else 0
-    how, argument.factor = scaling(divisor, torch.float64 if torch.float64 in (dtype, out_dtype) else torch.float32)
+    argument.count = len(pointers)
+    argument.head = head
+    argument.factor = factor
     argument.accumulate = int(accumulate)
+    return spec, argument, blocks
+
+
+@lru_cache(maxsize=4096)
+def _alike(
+    alignments: Sequence[int], numel: int, out_dtype: torch.dtype, dtype: torch.dtype, divisor: float | None
+) -> tuple[nvrtc.Spec, int, float, int]:
+    """What sums have in common whose partials and output (the last one) are aligned alike: (what to compile, elements ahead of
+    the first pack, factor, number of blocks)."""
+    count = len(alignments) - 1
+    pack = 16 // dtype.itemsize
+    head = common_head([(at, dtype.itemsize) for at in alignments[:-1]] + [(alignments[-1], out_dtype.itemsize)], pack)
+    vector = head is not None and numel >= pack
+    unrolled = count if count <= UNROLLED else 0
+    how, factor = scaling(divisor, torch.float64 if torch.float64 in (dtype, out_dtype) else torch.float32)
     spec = nvrtc.Spec(
         "inbox_sum",
         (
@@ -159,9 +173,8 @@ def plan_sum(
             ("COMMFUSE_VECTOR", str(int(vector))),
         ),
     )
-    tile = tile_elements(unrolled, pack if vector else 1)
-    blocks = max(1, -(-(numel - argument.head) // tile))
-    return spec, argument, blocks
+    skipped = head if head is not None and vector else 0
+    return spec, skipped, factor, max(1, -(-(numel - skipped) // tile_elements(unrolled, pack if vector else 1)))
 
 
 def tile_elements(unrolled: int, pack: int) -> int:
@@ -196,8 +209,7 @@ def _launch(out: torch.Tensor, partials: Sequence[torch.Tensor], divisor: float 
         divisor=divisor,
         accumulate=accumulate,
     )
-    stream = torch.cuda.current_stream(out.device).cuda_stream
-    nvrtc.kernel(spec, out.device).launch(blocks, THREADS, ctypes.addressof(argument), stream)
+    nvrtc.kernel(spec, out.device).launch(blocks, THREADS, ctypes.addressof(argument), raw_stream(out.device.index))
 
 
 def _refusal(out: torch.Tensor, partials: Sequence[torch.Tensor]) -> str | None:

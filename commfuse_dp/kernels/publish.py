@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from commfuse_dp.device.compat import raw_stream
 from commfuse_dp.kernels import nvrtc
 from commfuse_dp.kernels.packs import THREADS, TYPE_NAMES, Implementation, common_head
 
@@ -148,7 +149,7 @@ class PublishPlan:
 
     def _launch(self, launches: Sequence[Launch]) -> None:
         kernels = [nvrtc.kernel(launch.spec, self._device) for launch in launches]  # all or none: no half-published segment
-        stream = torch.cuda.current_stream(self._device).cuda_stream
+        stream = raw_stream(self._device.index)
         most = BLOCKS_PER_MULTIPROCESSOR * nvrtc.multiprocessors(self._device)
         for launch, kernel in zip(launches, kernels, strict=True):
             kernel.launch(min(launch.tiles, most), THREADS, launch.argument.ctypes.data, stream)

@@ -1,7 +1,8 @@
-"""CudaDevice without a GPU: the driver is a recorder; the constants and the operations are cuda-bindings' own."""
+"""CudaDevice without a GPU: the driver is a recorder; the constants are cuda-bindings' own, whose objects read operations."""
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -9,18 +10,24 @@ from typing import Any
 import pytest
 import torch
 
-from commfuse_dp.device.cuda import CudaDevice, CudaStream
+from commfuse_dp.device.cuda import CudaDevice, CudaStream, pack_operation
 
 driver = pytest.importorskip("cuda.bindings.driver")
 
 
-def operation(op: Any) -> tuple[Any, ...]:
-    """(address, value, flags) of a write; of a wait the same behind its name."""
-    if op.operation == driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32:
-        assert op.waitValue.operation == op.operation
-        return "wait", int(op.waitValue.address), int(op.waitValue.value), op.waitValue.flags
-    assert op.writeValue.operation == op.operation == driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
-    return int(op.writeValue.address), int(op.writeValue.value), op.writeValue.flags
+def operations(packed: bytes) -> list[tuple[Any, ...]]:
+    """(address, value, flags) of each write; of a wait the same behind its name. As cuda-bindings' own objects read them."""
+    kinds, found = driver.CUstreamBatchMemOpType, []
+    size = len(pack_operation(0, 0, 0, 0, 0))
+    for start in range(0, len(packed), size):
+        memory = ctypes.create_string_buffer(packed[start : start + size], size)
+        op = driver.CUstreamBatchMemOpParams(ctypes.addressof(memory))
+        waits = op.operation == kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
+        part = op.waitValue if waits else op.writeValue
+        assert waits or op.operation == kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32
+        assert part.operation == op.operation and int(part.alias) == 0
+        found.append(("wait",) * waits + (int(part.address), int(part.value), part.flags))
+    return found
 
 
 class Recorder:
@@ -36,8 +43,6 @@ class Recorder:
             return getattr(driver, name)
 
         def call(*arguments: Any) -> tuple[Any, ...]:
-            if name == "cuStreamBatchMemOp":
-                arguments = (arguments[0], arguments[1], [operation(op) for op in arguments[2]], arguments[3])
             if name == "cuMemcpyBatchAsync":
                 (attributes,) = arguments[4]
                 order, overlap = attributes.srcAccessOrder, attributes.flags
@@ -50,6 +55,10 @@ class Recorder:
 
         return call
 
+    def batch_operations(self, stream: int, count: int, packed: bytes, flags: int) -> int:
+        status, _ = self.cuStreamBatchMemOp(stream, count, operations(packed), flags)
+        return int(status)
+
 
 def recorded(kind: type[CudaDevice] = CudaDevice) -> Any:
     """Its `_driver` is a Recorder."""
@@ -58,7 +67,8 @@ def recorded(kind: type[CudaDevice] = CudaDevice) -> Any:
     made.peer_writes = "value"
     made._driver, made._geq, made._eq = Recorder(), 0, 1
     made._threads = threading.local()
-    made._known, made._own_words, made.operations = {}, {}, {}
+    made._known, made._own_words = {}, {}
+    made._batch_operations = made._driver.batch_operations
     made._copy_attributes, made._copies_in_batches = None, True
     return made
 

@@ -99,7 +99,7 @@ def on_cuda(found):
 
         def _words(self, name, arguments):
             if name == "cuStreamBatchMemOp":
-                operations = [cuda.operation(op) for op in arguments[2]]
+                operations = arguments[2]
             else:
                 _, address, value, flags = arguments
                 operations = [("wait",) * name.startswith("cuStreamWait") + (address, value, flags)]
@@ -124,6 +124,7 @@ def on_cuda(found):
     def make():
         device = cuda.recorded(Streams)
         device._driver, device.counts = Answering(), Counter()
+        device._batch_operations = device._driver.batch_operations
         device._current = cuda.stream(1)
         device._streams = {name: cuda.stream(n) for n, name in enumerate(("gather", "scatter", "reduce", "arrivals"), start=2)}
         return device

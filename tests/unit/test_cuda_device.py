@@ -73,10 +73,8 @@ def _without_a_driver() -> bool:
     [
         lambda device: device.wait_value(stream(), PAD, 3, 5),
         lambda device: device.write_value(stream(), PAD, 3, -5),
-        lambda device: device.write_values(stream(), [Word(PAD, 0, -1), Word(PAD, 1, 2)]),
         lambda device: device.copy(BYTES, BYTES, stream()),
         lambda device: device.copy_many(stream(), [AT], [AT + 4], [4]),
-        lambda device: device.operate(stream(), [device.operation(AT, 1)[0], device.operation(AT, None)[0]]),
         lambda device: device._do(driver.cuMemcpyDtoHAsync(AT, AT, 4, 7), ""),
         lambda device: device._make_stream(),
     ],
@@ -92,7 +90,7 @@ def test_the_real_bindings_take_the_arguments(device: Any, call: Any) -> None:
 
 def test_many_words_go_in_batches_below_256(device: Any) -> None:
     pad = torch.zeros(600, dtype=torch.int32)
-    for epoch in (1, -1):  # the second time with operations made before
+    for epoch in (1, -1):
         device._driver.calls.clear()
         device.write_values(stream(), [Word(pad, n, epoch * (n + 1)) for n in range(600)])
         calls = device._driver.calls
@@ -130,6 +128,29 @@ def test_copies_and_errors(device: Any) -> None:
     device._driver.fails = "cuStreamWriteValue32"
     with pytest.raises(TransportError, match="cuStreamWriteValue32 failed: CUDA_ERROR_NOT_SUPPORTED"):
         device.write_value(stream(), PAD, 0, 1)
+    device._driver.fails = "cuStreamBatchMemOp"
+    with pytest.raises(TransportError, match="cuStreamBatchMemOp failed: CUDA_ERROR_NOT_SUPPORTED"):
+        device.write_values(stream(), [Word(PAD, 0, 1), Word(PAD, 1, 1)])
+
+
+def test_current_streams(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One object for each handle; one that is made current is so until its body ends, also by an error."""
+    current = [stream(5).torch]
+    device._threads.bound = True
+    device.torch_device = torch.device("cuda", 1)
+    monkeypatch.setattr(cuda, "raw_stream", lambda index: current[-1].cuda_stream if index == 1 else None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: "of another device")
+    before, side = device.current_stream(), stream(9)
+    assert before.handle == 5 and device.current_stream() is before
+    with pytest.raises(KeyError), device.on(side):
+        assert device.current_stream() == side
+        raise KeyError
+    assert device.current_stream() is before
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert device.on(side) == "of another device"
 
 
 def test_a_batch_keeps_its_order_with_few_calls(device: Any) -> None:
@@ -141,17 +162,16 @@ def test_a_batch_keeps_its_order_with_few_calls(device: Any) -> None:
     batch.copy(a, 0, b, 0, 0)  # nothing
     batch.write(PAD, 2, 5)
     batch.wait(PAD, 3, 6)
-    batch.write(PAD, 2, 7)  # an operation is an object of its word: the first must be gone
+    batch.write(PAD, 2, 7)
     batch.copy(a, 32, b, 32, 8)
     batch.write(PAD, 4, 8)
-    assert len(device._driver.calls) == 5  # what is not followed by anything is held back
+    assert len(device._driver.calls) == 4  # what is not followed by anything is held back
     batch.submit()
     batch.submit()
     assert device._driver.calls == [
         ("cuStreamBatchMemOp", 7, 2, [("wait", AT, 3, 0), ("wait", AT + 4, 0xFFFFFFFF, 1)], 0),
         ("cuMemcpyAsync", a.data_ptr() + 8, b.data_ptr() + 16, 24, 7),
-        ("cuStreamBatchMemOp", 7, 2, [(AT + 8, 5, 0), ("wait", AT + 12, 6, 0)], 0),
-        ("cuStreamBatchMemOp", 7, 1, [(AT + 8, 7, 0)], 0),
+        ("cuStreamBatchMemOp", 7, 3, [(AT + 8, 5, 0), ("wait", AT + 12, 6, 0), (AT + 8, 7, 0)], 0),
         ("cuMemcpyAsync", a.data_ptr() + 32, b.data_ptr() + 32, 8, 7),
         ("cuStreamBatchMemOp", 7, 1, [(AT + 16, 8, 0)], 0),
     ]

@@ -124,6 +124,8 @@ def main() -> None:
                 found += [report(arch, problem, config) for config in tiles.candidates(problem, (arch // 10, 0))]
                 odd = problem._replace(out_dtype=torch.float32, vectored=False)
                 found += [report(arch, odd, config, even=False) for config in tiles.candidates(odd, (arch // 10, 0))]
+            wide = Problem(op, 8192, 4096, (512,) * 8, torch.bfloat16, torch.float32)  # what needs most shared memory
+            found += [report(arch, wide, config) for config in tiles.candidates(wide, (arch // 10, 0))]
         for op, transposed in TENSOR_PARALLEL:  # slices of 1,024 tokens; layers of 4096 x 2048
             problem = Problem(op, 2048, 4096, (1024,) * 4, torch.bfloat16, torch.bfloat16, transposed=transposed)
             for row_bias in (False, True) if op == "forward" and not transposed[0] else (False,):
