@@ -10,6 +10,7 @@ Parts, each a program of its own (`python -m benchmarks.gpu.<part> --help`):
     timings         against cuBLAS, against max(GEMM, copies), against the copy bandwidth; host time
     peers           against torch's symm_mem fused ops
     multiprocessors copies and words end while a kernel holds every multiprocessor
+    overlap         a step of one rank, peers in the host's memory: against max(compute, transfers)
 
 Exit status: 0 if everything that ran is right; 1 if anything is wrong or was not done in time; 2 without a GPU. Targets that
 are missed are shown, and count as wrong with --strict. The record (JSON and a page) goes to benchmarks/results/gpu.
@@ -40,6 +41,7 @@ SHARES = (
     Share("timings", 110.0),
     Share("peers", 30.0),
     Share("multiprocessors", 20.0),
+    Share("overlap", 40.0),
 )
 BUDGET_S = 480.0
 OVERHEAD_S = 10.0  # of this program: imports, facts, the record

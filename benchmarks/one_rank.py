@@ -207,13 +207,17 @@ class OwnMemory(SymmetricMemory):
     """The peers' blocks are memory of this process: on a GPU of the host, so that copies are a copy engine's, as between GPUs.
     Inside one GPU each is a kernel of the driver's, which takes the host four times as long to launch in a batch."""
 
-    def __init__(self, device: torch.device, world_size: int) -> None:
-        self._device, self._world_size = device, world_size
+    def __init__(self, device: torch.device, world_size: int, random: float = 0.0) -> None:
+        """random: standard deviation of what peers have published, in bfloat16."""
+        self._device, self._world_size, self._random = device, world_size, random
 
     def allocate(self, nbytes: int, purpose: str) -> list[torch.Tensor]:
         own = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         pinned = self._device.type == "cuda"
-        return [own, *(torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(self._world_size - 1))]
+        peers = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(self._world_size - 1)]
+        for block in peers if self._random and "published" in purpose else ():
+            block.view(torch.bfloat16).normal_(std=self._random)  # its words, too, which nobody reads
+        return [own, *peers]
 
     def close(self) -> None:
         return
@@ -263,14 +267,16 @@ class Slot:
         self.grad = grad
 
 
-def lone_transport(device: Device, world_size: int, inbox_bytes: int, **settings: Any) -> SymmetricTransport:
-    """Of rank 0, whose peers do nothing."""
+def lone_transport(
+    device: Device, world_size: int, inbox_bytes: int, *, random: float = 0.0, **settings: Any
+) -> SymmetricTransport:
+    """Of rank 0, whose peers do nothing. random: see OwnMemory."""
     return SymmetricTransport(
         0,
         world_size,
         lambda item: [item] * world_size,
         device=device,
-        memory=OwnMemory(device.torch_device, world_size),
+        memory=OwnMemory(device.torch_device, world_size, random),
         channel=NobodyThere(),
         inbox_bytes=inbox_bytes,
         deadline_s=600.0,
@@ -290,17 +296,21 @@ class OneRank:
         width: int,
         window: int,
         config: dict[str, Any] | None = None,
+        random: float = 0.0,
         **settings: Any,
     ) -> None:
-        """window: layers that fit into the window of parameters; config: further settings; settings: of the transport."""
+        """window: layers that fit into the window of parameters; config: further settings; random: standard deviation of the
+        parameters, own and peers'; settings: of the transport."""
         where = device.torch_device
         nbytes = width * width * 2
         self.config = CommFuseConfig(
             prefetch_bytes=window * nbytes, inbox_bytes=4 * nbytes, slices_per_rank=1, **(config or {})
         )
-        self.transport = lone_transport(device, world_size, self.config.inbox_bytes, **settings)
+        self.transport = lone_transport(device, world_size, self.config.inbox_bytes, random=random, **settings)
         policy = Policy()
         self.slots = [Slot(f"layer{n}", (width, width), 0, world_size, where) for n in range(layers)]
+        for slot in self.slots if random else ():
+            slot.rows.normal_(std=random)
         units = [Unit(n, slot.name, [slot], policy, 1) for n, slot in enumerate(self.slots)]
         self.engine = Engine(self.transport, units, self.config, device=where, replicas=None)
         self.operands = [UnitOperand(self.engine, unit) for unit in units]
