@@ -144,7 +144,7 @@ def conditions(device: str, kernels: str) -> str:
     if device == "cpu":
         return (
             "the host's side only: driver calls, GEMMs and sums are replaced by nothing; what a driver call or a launch takes "
-            "is not in it. Not yet run on a GPU. One process as rank 0, peers that do nothing, CPU tensors."
+            "is not in it. One process as rank 0, peers that do nothing, CPU tensors."
         )
     products = "GEMMs and sums are replaced by nothing" if kernels == "none" else f"GEMMs by {kernels}"
     return f"driver calls are real; {products}. One process as rank 0; peers do nothing, their memory is the host's."

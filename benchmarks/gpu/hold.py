@@ -2,7 +2,7 @@
 
 The kernel has as many blocks as fit on the GPU at once by their threads alone, so when all have begun no multiprocessor has
 room for one more warp, and none leaves before it is told. What is enqueued in another stream then ends only if something else
-does it: a copy engine, or the channel that feeds the GPU. **Not yet run on a GPU.**
+does it: a copy engine, or the channel that feeds the GPU.
 
 [Note: It cannot hang]
 Three things end it: `release`, a timer that calls it after `limit_s` (for a host that stands in a call of the driver), and the

@@ -1,7 +1,7 @@
 """Host time of a column- and a row-parallel layer on a stream-ordered path, and the calls of the driver that they make.
 
     python -m benchmarks.micro.device_layers [--ranks 2,4,8]         no GPU: calls of the driver do nothing
-    python -m benchmarks.micro.device_layers --device cuda           on a GPU: they are real. **Not yet run on a GPU.**
+    python -m benchmarks.micro.device_layers --device cuda           on a GPU: they are real.
 
 As device_overhead.py: one process is rank 0 with peers that do nothing, and figures are the difference between two depths,
 divided by the pairs of layers between them. Products are small, but they are made: torch's own calls are part of the time, one

@@ -193,6 +193,8 @@ def test_judgement_of_sanitizers() -> None:
     )
     assert sanitizer.refused("RuntimeError: device not supported by this test\n========= ERROR SUMMARY: 0 errors") is None
     assert "not done in time" in str(sanitizer.judge(None, "x"))
+    told = sanitizer.judge(None, "========= COMPUTE-SANITIZER\n========= Invalid read\n" + "=========     Host Frame\n" * 20)
+    assert told is not None and "errors found: ========= Invalid read" in told
     assert "streams are not ordered" in str(sanitizer.judge(0, "torch.cuda._sanitizer.CUDASanitizerErrors: detected 1 errors"))
     assert sanitizer.judge(3, "a\nb") == "exit status 3: a / b"
 

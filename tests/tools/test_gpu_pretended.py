@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import clock, kernels_check, shapes, timings
+from benchmarks.gpu import clock, kernels_check, overlap, shapes, timings
 from benchmarks.gpu.part import Clock, Options, Reporter
 from benchmarks.gpu.products import Product
 from benchmarks.micro import device_overhead
@@ -121,3 +121,15 @@ def test_timings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {kind: kinds.count(kind) for kind in kinds} == counts
     assert AtOnce.stands == 1  # of the host's time while the device stands
     assert len(report.outcome.targets) == 2 + 2 + 2 * 3 + len(tiles.PASSES) * 2 + 2
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_step_beside_its_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "FLUSH_BYTES", 1 << 10)
+    monkeypatch.setattr(overlap, "ROUNDS", 2)
+    report = Reporter("overlap", Clock(1000.0))
+    overlap.measure(report, NullDevice(), 32, width=64, layers=3)
+    (row,) = report.outcome.rows
+    names = ("compute", "transfers", "in_turn", "by_layers", "commfuse")
+    assert all(row[f"{name}_ms"]["p50"] > 0 for name in names) and not report.outcome.failures
+    assert row["bound_ms"] == max(row["compute_ms"]["p50"], row["transfers_ms"]["p50"])

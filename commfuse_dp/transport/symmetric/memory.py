@@ -48,7 +48,7 @@ class SymmetricMemory(ABC):
 
 
 class TorchSymmetricMemory(SymmetricMemory):
-    """Not yet run on a GPU.
+    """CUDA memory that torch lets processes share. Run by processes on one GPU.
 
     Args:
         group: whose store the handles travel over. None: the default group.

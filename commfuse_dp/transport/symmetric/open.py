@@ -128,7 +128,7 @@ def open_symmetric(
     probe: Probe | None,
     kernels_may_wait: bool = True,
 ) -> tuple[SymmetricTransport, str]:
-    """Collective. Returns the transport and how words are written. Raises TransportError on all ranks. Not yet run on a GPU.
+    """Collective. Returns the transport and how words are written. Raises TransportError on all ranks.
 
     kernels_may_wait: False: not even if every rank has a GPU of its own, see [Note: Kernels that wait] in transport.py.
     """

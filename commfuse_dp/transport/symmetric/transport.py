@@ -1,7 +1,8 @@
 """Transport `symmetric`: GPUs of one host copy from and to each other's memory, ordered by streams and words alone.
 
 Bytes are moved by copy engines, order is made by stream memory operations: no multiprocessor is used and no thread waits, see
-[Note: Stream-ordered transports] in base.py. **Not yet run on a GPU**; its order is proved over a simulated device.
+[Note: Stream-ordered transports] in base.py. Run by processes that share one GPU, not yet on several; its order is proved over
+a simulated device.
 
 [Note: Timelines] (r = reader or receiver, o = owner; |: a wait)
 
