@@ -24,16 +24,19 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 
+from benchmarks.gpu import checkout
 from benchmarks.gpu.clock import GpuClock
 from benchmarks.gpu.figures import paired_ratio, spread
 from benchmarks.gpu.part import Options, Reporter, run_part
-from benchmarks.one_rank import OneRank, UnwaitingDevice
 from commfuse_dp.kernels import tiles
+
+if TYPE_CHECKING:  # it needs pydantic, which a GPU machine may not have
+    from benchmarks.one_rank import OneRank
 
 RANKS, WIDTH, LAYERS, WINDOW = 8, 4096, 8, 3
 TOKENS = (24576, 16384, 8192)  # transfers take less than compute, about as long, longer
@@ -49,6 +52,12 @@ def run(report: Reporter, options: Options) -> None:
     if options.device != "cuda":
         report.skip("transfers beside compute need a GPU")
         return
+    advice = checkout.advice()
+    if advice is not None:
+        report.skip(advice)
+        return
+    from benchmarks.one_rank import UnwaitingDevice
+
     torch.cuda.set_device(0)
     for tokens in TOKENS:
         if report.enough(8.0, f"{tokens} tokens"):
@@ -58,6 +67,8 @@ def run(report: Reporter, options: Options) -> None:
 
 def measure(report: Reporter, device: Any, tokens: int, width: int = WIDTH, layers: int = LAYERS) -> None:
     """One row: all variants, taking turns."""
+    from benchmarks.one_rank import OneRank
+
     where = device.torch_device
     backends = {"commfuse": "triton", "commfuse blas": "blas"} if where.type == "cuda" else {"commfuse": "blas"}
     with ExitStack() as stack:

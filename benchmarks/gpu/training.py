@@ -32,7 +32,7 @@ def run(report: Reporter, options: Options) -> None:
         report.fail(advice)
         return
     transport = "auto"
-    kinds = [(2, "float32", 1), (4, "bfloat16", 1), (2, "float32", 2), (4, "bfloat16", 2), (2, "bfloat16", 1)]
+    kinds = [(2, "bfloat16", 1), (2, "float32", 2), (4, "bfloat16", 2), (2, "float32", 1), (4, "bfloat16", 1)]
     small: dict[str, Any] = {"width": 64, "hidden": 128, "blocks": 2, "tokens": 64, "steps": 2} if options.small else {}
     for ranks, dtype, tensor_parallel in kinds[:3] if options.small else kinds:
         job = Job(ranks, dtype, options.device, transport, tensor_parallel, **small)

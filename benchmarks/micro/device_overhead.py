@@ -6,8 +6,8 @@
 
 One process is rank 0 with peers that do nothing (one_rank.py). Without a GPU this is the host's side only: streams, events,
 copies and words are replaced by nothing but a count, and so are GEMMs and sums. What a call of the driver itself takes, and the
-launch of a kernel, come on top on a GPU (driver_calls.py). There, peers are pinned memory, and whatever is waited for has come, so
-that the device never stands.
+launch of a kernel, come on top on a GPU (driver_calls.py). There, peers are pinned memory, and whatever is waited for has come:
+the device never stands.
 
 Figures are the difference between two depths, divided by the layers between them: what a step costs once is left out. Wall time
 of the calling thread, medians over steps after the first few, in which tables are written and buffers found.
