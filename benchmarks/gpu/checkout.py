@@ -37,7 +37,7 @@ def advice() -> str | None:
     command = f"{sys.executable} -m pip install {' '.join(map(repr, absent))}"
     return (
         f"{', '.join(absent)} is not installed: `{command}`, or put a folder that has it on PYTHONPATH. Without it the part "
-        "training cannot run, and counts as wrong; all other parts run."
+        "training cannot run, and counts as wrong; overlap is left out; all other parts run."
     )
 
 

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.one_rank import NullDevice, UnwaitingDevice, lone_transport
 from commfuse_dp.ops import column_parallel, row_parallel
-from commfuse_dp.ops.whole_sequence import kernels_for
+from commfuse_dp.ops.sequence.whole import kernels_for
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.budget import LEAST_RING
 

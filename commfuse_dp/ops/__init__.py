@@ -16,9 +16,9 @@ from commfuse_dp.ops.attention.reference import (
 from commfuse_dp.ops.attention.ring import ring_attention
 from commfuse_dp.ops.attention.row_parallel import row_parallel_attention
 from commfuse_dp.ops.attention.ulysses import ulysses_attention
-from commfuse_dp.ops.column_parallel import column_parallel, column_parallel_reference
 from commfuse_dp.ops.functional import fused_linear, fused_linear_reference
-from commfuse_dp.ops.row_parallel import row_parallel, row_parallel_reference
+from commfuse_dp.ops.sequence.column_parallel import column_parallel, column_parallel_reference
+from commfuse_dp.ops.sequence.row_parallel import row_parallel, row_parallel_reference
 
 __all__ = [
     "column_parallel",

@@ -28,7 +28,7 @@ from commfuse_dp.errors import ConfigError
 from commfuse_dp.kernels.choice import Row
 from commfuse_dp.ops.gathered import gather_parameters
 from commfuse_dp.ops.linear import fused_linear, register_operand
-from commfuse_dp.ops.whole_sequence import use_kernels
+from commfuse_dp.ops.sequence.whole import use_kernels
 from commfuse_dp.transport.backends import check_replicas
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.budget import Footprint

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from commfuse_dp.collectives.summation import fold
-from commfuse_dp.ops.sequence import Place, gathered, place_of, tokens_of
+from commfuse_dp.ops.sequence.rows import Place, gathered, place_of, tokens_of
 from commfuse_dp.transport.base import Transport
 
 DIM = 1  # of the sequence, in [B, S, D]

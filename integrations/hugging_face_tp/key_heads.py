@@ -23,7 +23,7 @@ from torch import nn
 from commfuse_dp.collectives.arguments import even_sizes
 from commfuse_dp.collectives.bound import Owner
 from commfuse_dp.collectives.execution import Bindings
-from commfuse_dp.ops.sequence import gathered, summed_rows, tokens_of
+from commfuse_dp.ops.sequence.rows import gathered, summed_rows, tokens_of
 
 PROJECTIONS = ("k_proj", "v_proj")
 GROUPS = "num_key_value_groups"  # attribute of attention: queries for each key head

@@ -54,7 +54,7 @@ from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.errors import ConfigError, MismatchError
 from commfuse_dp.ops import row_parallel_attention
 from commfuse_dp.ops.compat import holds_scores
-from commfuse_dp.ops.row_parallel import row_parallel_of
+from commfuse_dp.ops.sequence.row_parallel import row_parallel_of
 from commfuse_dp.transport.base import Transport
 
 log = logging.getLogger("commfuse_dp")

@@ -37,11 +37,11 @@ from commfuse_dp.collectives.arguments import even_sizes
 from commfuse_dp.collectives.end_of_backward import in_backward
 from commfuse_dp.config import CommFuseConfig
 from commfuse_dp.errors import MismatchError
-from commfuse_dp.ops.column_parallel import column_parallel_of
 from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.operands import register_operand
-from commfuse_dp.ops.row_parallel import row_parallel_of
-from commfuse_dp.ops.sequence import GraphPlace, Layout, Place, exchange_lengths, place_of
+from commfuse_dp.ops.sequence.column_parallel import column_parallel_of
+from commfuse_dp.ops.sequence.row_parallel import row_parallel_of
+from commfuse_dp.ops.sequence.rows import GraphPlace, Layout, Place, exchange_lengths, place_of
 from commfuse_dp.transport.base import Transport
 
 Own = Callable[[nn.Module | None, int, DeviceMesh], tuple[torch.Tensor | None, torch.Tensor | None]]
@@ -126,7 +126,7 @@ class ServedLayer:
 
     @property
     def place(self) -> Place:
-        """Where a graph finds it: see ops/sequence_ops.py."""
+        """Where a graph finds it: see ops/sequence/graph_ops.py."""
         over = self._over
         return place_of(None, over.transport, over.order, over.config.slices_per_rank, self.name)
 

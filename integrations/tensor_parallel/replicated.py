@@ -4,7 +4,7 @@
     backward    dx = sum over ranks      by slices, behind the products of dx and of dW_i
 
 DTensor sums dx once for every layer. Layers of one module that are called with the same x have one backward here
-(ops/shared_input.py), so it is summed once for all of them. In graphs of torch.compile each has its own.
+(ops/sequence/shared_input.py), so it is summed once for all of them. In graphs of torch.compile each has its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from commfuse_dp.collectives.end_of_backward import in_backward
-from commfuse_dp.ops.shared_input import SharedInput, enter
+from commfuse_dp.ops.sequence.shared_input import SharedInput, enter
 
 _LOCAL = "_commfuse_local"
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from commfuse_dp.ops.compat import trace_number
-from commfuse_dp.ops.sequence import GraphPlace
+from commfuse_dp.ops.sequence.rows import GraphPlace
 
 _ATTRIBUTE = "_commfuse_traced"
 
@@ -39,7 +39,7 @@ def hand_on(
     local: torch.Tensor, dim: int, group: Any, place: GraphPlace, mesh: DeviceMesh, *, local_output: bool
 ) -> torch.Tensor:
     """The gathered x, as the module that the group is in gets it; every rank has as many positions."""
-    from commfuse_dp.ops.sequence_ops import gather_in_graph
+    from commfuse_dp.ops.sequence.graph_ops import gather_in_graph
 
     x = gather_in_graph(local, dim, place)
     if not local_output:

@@ -21,9 +21,9 @@ from commfuse_dp.collectives.direct import DirectExecution
 from commfuse_dp.errors import DeadlineError, MismatchError
 from commfuse_dp.kernels import by_slices, choice
 from commfuse_dp.kernels.table import SliceTable
-from commfuse_dp.ops.column_parallel import column_parallel
-from commfuse_dp.ops.row_parallel import row_parallel
-from commfuse_dp.ops.whole_sequence import WholeSequence
+from commfuse_dp.ops.sequence.column_parallel import column_parallel
+from commfuse_dp.ops.sequence.row_parallel import row_parallel
+from commfuse_dp.ops.sequence.whole import WholeSequence
 from tests.conformance.sequence import test_sequence_ops as sequence
 from tests.simulated.test_programs_on_streams import QUIET, RING, compare, on_streams
 from tests.support.fake_device import FakeDevice, Race

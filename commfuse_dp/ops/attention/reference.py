@@ -19,7 +19,7 @@ from commfuse_dp.ops.attention import ring, row_parallel, ulysses
 from commfuse_dp.ops.attention.arguments import refuse
 from commfuse_dp.ops.attention.ulysses import laid_out, rows_first
 from commfuse_dp.ops.linear import autocast
-from commfuse_dp.ops.sequence_reference import gather_sequence, scatter_sequence
+from commfuse_dp.ops.sequence.reference import gather_sequence, scatter_sequence
 from commfuse_dp.transport.base import Transport
 
 

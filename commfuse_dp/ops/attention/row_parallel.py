@@ -36,7 +36,7 @@ from commfuse_dp.ops.attention.arguments import ATTENTION_CALL, AttentionCall, L
 from commfuse_dp.ops.attention.block import Attended, Gradients, add_gradients
 from commfuse_dp.ops.attention.places import place_of, rank_at, world_size_at
 from commfuse_dp.ops.linear import autocast
-from commfuse_dp.ops.sequence import product
+from commfuse_dp.ops.sequence.rows import product
 from commfuse_dp.program.orders import check_order
 from commfuse_dp.transport.base import Transport
 

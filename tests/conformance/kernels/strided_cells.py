@@ -184,7 +184,7 @@ def check_layers(
     close(dv, wide["dy"].t() @ wide["h"], 32)
 
 
-# ---- all slices of a sequence, as ops/whole_sequence.py gives them to the kernels --------------------------------------
+# ---- all slices of a sequence, as ops/sequence/whole.py gives them to the kernels --------------------------------------
 class OwnWords:
     """A transport alone: words of its own, and ranks that are all there are."""
 
@@ -204,8 +204,8 @@ def whole_sequences(dtype: torch.dtype) -> None:
     """Three batch entries, three ranks, of which one has nothing; a slice is up to three blocks. Twice, with other memory."""
     from commfuse_dp.collectives.bound import Owner
     from commfuse_dp.collectives.execution import Coming, Leaving
-    from commfuse_dp.ops.sequence import tokens_of
-    from commfuse_dp.ops.whole_sequence import Product, WholeSequence
+    from commfuse_dp.ops.sequence.rows import tokens_of
+    from commfuse_dp.ops.sequence.whole import Product, WholeSequence
     from commfuse_dp.program.layout import Slice
 
     tokens, width, features, rows = tokens_of(3, 1, (2, 0, 4)), 24, 20, 18

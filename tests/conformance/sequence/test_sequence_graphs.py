@@ -43,7 +43,7 @@ def gradients(function: Any, tensors: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("save", "replicated"), [("shard", False), ("gathered", False), ("shard", True)])
 def test_torch_accepts_the_ops(save: str, replicated: bool) -> None:
-    from commfuse_dp.ops import sequence_ops as ops
+    from commfuse_dp.ops.sequence import graph_ops as ops
 
     number = ops.place_number(None, "pairwise", None, "test")
     x, w1, w2, last, b, c = operands(0, (3,), True)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from commfuse_dp.ops.sequence import MOST_ROUNDS
+from commfuse_dp.ops.sequence.rows import MOST_ROUNDS
 from tests.parity.tensor_parallel.block import WIDTH, Llama, batch, parallelize, whole
 from tests.parity.tensor_parallel.test_tensor_layers import alike, gradients, mesh_of
 from tests.parity.tensor_parallel.test_tensor_parallel import close, full, loss_of, train

@@ -142,8 +142,13 @@ def tokens_of(outer: int, inner: int, sizes: tuple[int, ...]) -> Tokens:
 def tokens_among(x: torch.Tensor, dim: int, sizes: tuple[int, ...], layout: Layout, world_size: int) -> Tokens:
     """As `agree_on` finds them, of what is agreed on."""
     if layout == "replicated":
-        return tokens_of(1, 1, even_sizes(math.prod(x.shape[:-1]), world_size))
+        return tokens_of(1, 1, summed_by(x, world_size))
     return tokens_of(*map(math.prod, beside(x, dim, layout)), sizes)
+
+
+def summed_by(x: torch.Tensor, world_size: int) -> tuple[int, ...]:
+    """How many rows of a replicated x each rank sums up for all."""
+    return even_sizes(math.prod(x.shape[:-1]), world_size)
 
 
 def beside(x: torch.Tensor, dim: int, layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -294,7 +299,7 @@ def gathered(x: torch.Tensor, dim: int, tokens: Tokens, sited: Place) -> torch.T
 
 
 class GraphPlace(NamedTuple):
-    """A `Place`, as a graph knows it: see sequence_ops.py."""
+    """A `Place`, as a graph knows it: see graph_ops.py."""
 
     layer: torch.Tensor | None  # number of the served layer that it belongs to
     rank: int
@@ -394,7 +399,7 @@ def agree_on(
     rows: object = "of the ranks' shards"
     if layout == "replicated":
         outer, inner, rows = 1, 1, math.prod(x.shape[:-1])
-        known = even_sizes(math.prod(x.shape[:-1]), place.world_size)
+        known = summed_by(x, place.world_size)
         own = known[place.rank]
     elif sizes is not None:
         known = tuple(int(size) for size in sizes)

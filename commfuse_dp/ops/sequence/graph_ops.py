@@ -17,10 +17,11 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from commfuse_dp.ops.column_parallel import Save, column_backward, column_forward
 from commfuse_dp.ops.operands import call_number, operand_of
-from commfuse_dp.ops.row_parallel import row_backward, row_forward
-from commfuse_dp.ops.sequence import (
+from commfuse_dp.ops.sequence.calls import Column, Row, column_of, keeps_gathered, row_of
+from commfuse_dp.ops.sequence.column_parallel import Save, column_backward, column_forward
+from commfuse_dp.ops.sequence.row_parallel import row_backward, row_forward
+from commfuse_dp.ops.sequence.rows import (
     GraphPlace,
     Layout,
     Place,
@@ -31,7 +32,6 @@ from commfuse_dp.ops.sequence import (
     shape_with,
     tokens_among,
 )
-from commfuse_dp.ops.sequence_calls import Column, Row, column_of, row_of
 
 _SAVES: tuple[Save, ...] = ("shard", "gathered")
 _AT = "Tensor? layer, SymInt rank, SymInt call"
@@ -143,7 +143,7 @@ class _Columns(NamedTuple):
     @property
     def keeps(self) -> bool:
         """The gathered input is kept for backward."""
-        return _SAVES[self.save] == "gathered" and not self.replicated and any(self.flags[1 : 1 + self.weights])
+        return keeps_gathered(_SAVES[self.save], self.layout, self.flags[1 : 1 + self.weights])
 
     @property
     def layout(self) -> Layout:

@@ -11,9 +11,9 @@ from commfuse_dp.collectives.execution import Coming, Leaving
 from commfuse_dp.device.base import WordLike
 from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.pieces import Piece
-from commfuse_dp.ops.sequence import Terms, place, product
-from commfuse_dp.ops.sequence_calls import Column
-from commfuse_dp.ops.whole_sequence import Product, WholeSequence, join
+from commfuse_dp.ops.sequence.calls import Column
+from commfuse_dp.ops.sequence.rows import Terms, place, product
+from commfuse_dp.ops.sequence.whole import Product, WholeSequence, join
 
 
 class InputGradient:

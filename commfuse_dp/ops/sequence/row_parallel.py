@@ -45,7 +45,9 @@ from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.pieces import Piece
 from commfuse_dp.ops.saved import save, saved
-from commfuse_dp.ops.sequence import (
+from commfuse_dp.ops.sequence.calls import Row, row_of
+from commfuse_dp.ops.sequence.reference import replicated, scatter_sequence, total
+from commfuse_dp.ops.sequence.rows import (
     TENSOR_PARALLEL,
     GraphPlace,
     Layout,
@@ -63,9 +65,7 @@ from commfuse_dp.ops.sequence import (
     product_to,
     remember,
 )
-from commfuse_dp.ops.sequence_calls import Row, row_of
-from commfuse_dp.ops.sequence_reference import replicated, scatter_sequence, total
-from commfuse_dp.ops.whole_sequence import Product, kernels_for
+from commfuse_dp.ops.sequence.whole import Product, kernels_for
 from commfuse_dp.transport.base import Transport
 
 
@@ -362,7 +362,7 @@ def row_parallel_of(
     if torch.is_autocast_enabled(x.device.type):
         x, weight, bias = autocast(x), autocast(weight), None if bias is None else autocast(bias)
     if torch.compiler.is_compiling() and (transport is None or served is not None):
-        from commfuse_dp.ops.sequence_ops import new_place, row_in_graph
+        from commfuse_dp.ops.sequence.graph_ops import new_place, row_in_graph
 
         dim, partial_dtype = _check(name, x, weight, bias, dim, sizes, reduce_dtype, layout)
         found = served if served is not None else new_place(group, order, slices_per_rank, name)

@@ -46,7 +46,7 @@ from commfuse_dp.kernels.choice import Asked, Chooser, Row
 from commfuse_dp.kernels.gemms import Gemms
 from commfuse_dp.kernels.table import SliceEntry, SliceTable
 from commfuse_dp.kernels.tiles import Pass
-from commfuse_dp.ops.sequence import Blocks, Tokens
+from commfuse_dp.ops.sequence.rows import Blocks, Tokens
 from commfuse_dp.transport.base import Transport
 from commfuse_dp.transport.streams.words import WordTransport
 

@@ -39,12 +39,14 @@ from commfuse_dp.collectives.execution import Bindings, Coming, Leaving
 from commfuse_dp.collectives.sessions import ALONE, begin, execute
 from commfuse_dp.device.base import WordLike
 from commfuse_dp.ops import announced
-from commfuse_dp.ops.column_gradients import InputGradient, WeightGradients
 from commfuse_dp.ops.compat import hides_inside, modes_active, saved_tensors_hooks, transformed, transforms_active
 from commfuse_dp.ops.gathered import ShardedWeights
 from commfuse_dp.ops.linear import autocast
 from commfuse_dp.ops.saved import save, saved
-from commfuse_dp.ops.sequence import (
+from commfuse_dp.ops.sequence.calls import Column, column_of
+from commfuse_dp.ops.sequence.column_gradients import InputGradient, WeightGradients
+from commfuse_dp.ops.sequence.reference import gather_sequence, replicated
+from commfuse_dp.ops.sequence.rows import (
     TENSOR_PARALLEL,
     GraphPlace,
     Layout,
@@ -59,9 +61,7 @@ from commfuse_dp.ops.sequence import (
     product_to,
     remember,
 )
-from commfuse_dp.ops.sequence_calls import Column, column_of
-from commfuse_dp.ops.sequence_reference import gather_sequence, replicated
-from commfuse_dp.ops.whole_sequence import Product, kernels_for
+from commfuse_dp.ops.sequence.whole import Product, kernels_for
 from commfuse_dp.transport.base import Transport
 
 Save = Literal["shard", "gathered"]
@@ -361,7 +361,7 @@ def column_parallel_of(
         x, weights = autocast(x), [autocast(weight) for weight in weights]
         biases = [None if bias is None else autocast(bias) for bias in biases]
     if torch.compiler.is_compiling() and (transport is None or served is not None):
-        from commfuse_dp.ops.sequence_ops import column_in_graph, new_place
+        from commfuse_dp.ops.sequence.graph_ops import column_in_graph, new_place
 
         dim = _check(name, x, weights, biases, dim, sizes, save, layout)
         found = served if served is not None else new_place(group, order, slices_per_rank, name)

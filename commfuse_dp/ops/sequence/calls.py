@@ -21,7 +21,7 @@ import torch
 
 from commfuse_dp.collectives.bound import Binder, Rows
 from commfuse_dp.kernels.by_slices import is_narrow
-from commfuse_dp.ops.sequence import (
+from commfuse_dp.ops.sequence.rows import (
     How,
     Layout,
     Tokens,
@@ -71,6 +71,11 @@ class Column(NamedTuple):
         return self._replace(want_weights=weights, want_biases=biases)
 
 
+def keeps_gathered(save: str, layout: Layout, want_weights: Sequence[bool]) -> bool:
+    """Whether a column-parallel layer saves the gathered x for its backward; a replicated one is not gathered."""
+    return save == "gathered" and layout == "sharded" and any(want_weights)
+
+
 @functools.lru_cache(maxsize=1024)
 def column_of(
     name: str,
@@ -105,7 +110,7 @@ def column_of(
         replicated,
         is_narrow(dtype),
         *_shapes(tokens, rank, shape, layout),
-        save == "gathered" and any(want_weights) and not replicated,
+        keeps_gathered(save, layout, want_weights),
         gathers,
         want_x,
         want_weights,
@@ -182,4 +187,4 @@ def _shapes(tokens: Tokens, rank: int, shape: Shape, layout: Layout) -> tuple[tu
     return (*before, tokens.sizes[rank], *after), (*before, tokens.length, *after)
 
 
-__all__ = ["Column", "Pass", "Row", "column_of", "row_of"]
+__all__ = ["Column", "Pass", "Row", "column_of", "keeps_gathered", "row_of"]

@@ -21,18 +21,18 @@ from typing import Any
 import torch
 
 from commfuse_dp.collectives.end_of_backward import graph_task
-from commfuse_dp.ops.column_parallel import (
+from commfuse_dp.ops.compat import hides_inside, modes_active, transformed, transforms_active
+from commfuse_dp.ops.gathered import ShardedWeights
+from commfuse_dp.ops.linear import autocast
+from commfuse_dp.ops.sequence.calls import Column
+from commfuse_dp.ops.sequence.column_parallel import (
     announced_backward,
     announced_forward,
     column_backward,
     column_forward,
     prepare,
 )
-from commfuse_dp.ops.compat import hides_inside, modes_active, transformed, transforms_active
-from commfuse_dp.ops.gathered import ShardedWeights
-from commfuse_dp.ops.linear import autocast
-from commfuse_dp.ops.sequence import Ranks
-from commfuse_dp.ops.sequence_calls import Column
+from commfuse_dp.ops.sequence.rows import Ranks
 from commfuse_dp.transport.base import Transport
 
 
