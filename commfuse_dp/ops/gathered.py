@@ -9,7 +9,7 @@ The gathered tensors are ordinary tensors of the autograd graph: whoever saves t
 is gathered a second time. Meant for small parameters; they ride in the same stream of slices as the fused layers, so they
 are prefetched and reduced without a barrier of their own.
 
-`ShardedWeights` does the same for layers of tensor parallelism (sequence/) below data parallelism: there the first product takes
+`ShardedWeights` does the same for layers of tensor parallelism (sequence/) below data parallelism: the first product takes
 each slice as it comes, and the gradients leave as the last product makes them.
 """
 
