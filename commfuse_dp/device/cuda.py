@@ -99,7 +99,12 @@ def _checked(result: tuple[Any, ...], call: str) -> Any:
 @functools.cache
 def _batch_operations() -> Callable[[int, int, bytes, int], int]:
     """cuStreamBatchMemOp(stream, count, operations, flags) -> CUresult; see [Note: Few calls]."""
-    call = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2  # there since MIN_DRIVER
+    try:
+        call = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2  # there since MIN_DRIVER
+    except (OSError, AttributeError) as error:
+        raise TransportError(
+            f"the NVIDIA driver's library has no cuStreamBatchMemOp ({error}): is it for CUDA 12 or newer?"
+        ) from None
     call.argtypes = ctypes.c_void_p, ctypes.c_uint, ctypes.c_char_p, ctypes.c_uint
     call.restype = ctypes.c_int
     return call

@@ -31,6 +31,7 @@ def run(out: Path, **changes: Any) -> dict[str, Any]:
     return run_demo(**{**options, **changes})
 
 
+@pytest.mark.slow
 def test_demo_compares_both_variants_and_writes_its_files(tmp_path: Path) -> None:
     summary = run(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["summary.json", "timeline.png", "trace.json"]

@@ -93,12 +93,12 @@ rank = "import sys, time; print(sys.argv[1], flush=True); time.sleep(300)"
 launch.python_module = lambda name: [sys.executable, "-c", rank, worker.PROGRESS + "round 1/5000"]
 sys.exit(train_step.main(sys.argv[1:]))
 """
-OWN_RANKS = pytest.mark.parametrize("own_ranks", [False, pytest.param(True, marks=pytest.mark.slow)])
 
 
 @needs_link
-@OWN_RANKS
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("own_ranks", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_leaves_nothing(number: int, own_ranks: bool) -> None:
     process = subprocess.Popen(
         [

@@ -23,10 +23,8 @@ def write(path: Path, stage: int, **more: Any) -> str:
     return str(path)
 
 
-AGAINST_STOCK = pytest.mark.parametrize("against_stock", [False, pytest.param(True, marks=pytest.mark.slow)])
-
-
-@AGAINST_STOCK
+@pytest.mark.slow
+@pytest.mark.parametrize("against_stock", [False, True])
 def test_a_deepspeed_script(tmp_path, against_stock):
     file = write(tmp_path / "ds.json", 3, optimizer=adamw())
     command = [*TORCHRUN, str(PROGRAMS / "train.py"), "--deepspeed_config", file]

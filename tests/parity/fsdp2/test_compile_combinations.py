@@ -125,18 +125,12 @@ def combinations(rank: int, world_size: int, backend: str, cells: list[tuple[str
 
 
 ALL = set(itertools.product(COMPILED, CHECKPOINTED, (False, True)))
-FEW = {("model", "inner", True)}  # test_compile has blocks; what does not compile is in other tests, too
-
-
-def test_combinations(workers):
-    for failed in workers(2).run(combinations, "aot_eager", sorted(FEW), timeout=280):
-        assert not failed, "\n\n".join(failed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_all_other_combinations(workers):
-    for failed in workers(2).run(combinations, "aot_eager", sorted(ALL - FEW), timeout=850):
+def test_combinations(workers):
+    for failed in workers(2).run(combinations, "aot_eager", sorted(ALL), timeout=850):
         assert not failed, "\n\n".join(failed)
 
 

@@ -32,7 +32,7 @@ def train(rank: int, world_size: int, transport: str) -> None:
     assert len({received[policy] for policy in saving}) == 1 and received["products"] < received["nothing"], received
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("shm", marks=pytest.mark.slow)])
 def test_gradients_of_stock(workers: Any, transport: str) -> None:
     workers(2).run(train, transport)
 

@@ -49,7 +49,7 @@ def _policies(rank: int, world_size: int, save: str) -> None:
     assert again == AGAIN[save], again
 
 
-@pytest.mark.parametrize("save", ["shard", "gathered"])
+@pytest.mark.parametrize("save", ["shard", pytest.param("gathered", marks=pytest.mark.slow)])
 def test_gradients_and_what_moves(workers: Any, save: str) -> None:
     workers(2).run(_policies, save)
 
