@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping
 
 import torch
@@ -39,6 +40,19 @@ class GpuClock:
                 marks[name].append(self.one(calls[name]))
         torch.cuda.synchronize(self.device)
         return {name: [start.elapsed_time(stop) for start, stop in pairs] for name, pairs in marks.items()}
+
+
+def host_microseconds(call: Callable[[], object], calls: int) -> list[float]:
+    """What each of so many calls takes the host, behind one that may compile; the device is idle when the first begins."""
+    call()
+    torch.cuda.synchronize()
+    spent = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        call()
+        spent.append(1e6 * (time.perf_counter() - start))
+    torch.cuda.synchronize()
+    return spent
 
 
 def copy_bandwidth(clock: GpuClock, nbytes: int = 1 << 30, rounds: int = 9) -> float:

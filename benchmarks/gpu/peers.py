@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.launching import run_ranks
 from benchmarks.gpu.part import Options, Reporter, run_part
+from benchmarks.gpu.ranks.launching import run_ranks
 
 SIZE = 2
 # bfloat16 products of unit-variance operands over 4096 to 8192 terms, rounded once: half a unit in the last place of the
@@ -34,7 +34,7 @@ def run(report: Reporter, options: Options) -> None:
         arguments = ["1" if options.small else "0", side]
         limit = max(share * (report.clock.left - 2.0), 5.0)
         try:
-            ranks = run_ranks("benchmarks.gpu.peers_rank", SIZE, arguments, limit_s=limit, extra=environment, collect=collect)
+            ranks = run_ranks("benchmarks.gpu.ranks.peers", SIZE, arguments, limit_s=limit, extra=environment, collect=collect)
         except RuntimeError as error:
             if side == "commfuse":
                 raise

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import schedule, shapes
-from benchmarks.gpu.clock import GpuClock, copy_bandwidth, host_link_bandwidth
+from benchmarks.gpu.clock import GpuClock, copy_bandwidth, host_link_bandwidth, host_microseconds
 from benchmarks.gpu.figures import doubtful, gib_per_s, paired_ratio, spread, teraflops
 from benchmarks.gpu.part import Options, Reporter, Row, run_part
 from benchmarks.gpu.products import Product, candidates
@@ -284,14 +284,7 @@ def host_time(report: Reporter, device: torch.device) -> None:
     }
     medians = {}
     for op, call in calls.items():
-        call()  # measures and compiles
-        torch.cuda.synchronize()
-        spent = []
-        for _ in range(HOST_CALLS):
-            start = time.perf_counter()
-            call()
-            spent.append(1e6 * (time.perf_counter() - start))
-        torch.cuda.synchronize()
+        spent = host_microseconds(call, HOST_CALLS)
         medians[op] = statistics.median(spent)
         report.row(kind="host", op=op, microseconds=spread(spent))
     report.target("host time of a forward product", medians["forward"], TARGET_HOST_FORWARD_US, at_least=False, unit="us")

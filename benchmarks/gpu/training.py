@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import checkout
-from benchmarks.gpu.launching import run_ranks
 from benchmarks.gpu.part import Options, Reporter, run_part
-from benchmarks.gpu.training_model import STEP_SIZE, Job, batch, build
+from benchmarks.gpu.ranks.launching import run_ranks
+from benchmarks.gpu.ranks.training_model import STEP_SIZE, Job, batch, build
 
 RUN_S = 40.0  # a run needs 23 to 35 s on an H100 or H200; the first one compiles kernels
 # Sums over ranks and slices are done in another order than in one process; in float32 that alone may be all the difference, so
@@ -47,7 +47,7 @@ def check(report: Reporter, job: Job, what: str) -> None:
     """Run the ranks and one process, and compare all gradients of all steps."""
     limit = max(report.clock.left - 2.0, 5.0)
     ranks = run_ranks(
-        "benchmarks.gpu.training_rank",
+        "benchmarks.gpu.ranks.training",
         job.world_size,
         [job.dumps()],
         limit_s=limit,

@@ -11,32 +11,17 @@ from __future__ import annotations
 import ctypes
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
-import triton
 
+from benchmarks.gpu.clock import host_microseconds
 from benchmarks.gpu.part import no_gpu
 
 CALLS, WARM_UP = 300, 20
-
-
-def microseconds(call: Callable[[], object]) -> tuple[float, float]:
-    """(median, 90th percentile) of one call."""
-    for _ in range(WARM_UP):
-        call()
-    torch.cuda.synchronize()
-    spent = []
-    for _ in range(CALLS):
-        start = time.perf_counter()
-        call()
-        spent.append(1e6 * (time.perf_counter() - start))
-    torch.cuda.synchronize()
-    return statistics.median(spent), statistics.quantiles(spent, n=10)[-1]
 
 
 def driver_calls(device: torch.device) -> dict[str, Callable[[], object]]:
@@ -127,6 +112,8 @@ def launches(device: torch.device) -> dict[str, Callable[[], object]]:
 
 def _products(device: torch.device) -> dict[str, Callable[[], object]]:
     """Of each product: all of it; the launch; what Triton does for a launch, and its part without the binding of arguments."""
+    import triton
+
     from benchmarks.gpu.products import Product
     from benchmarks.gpu.shapes import Shape
     from commfuse_dp.device.cuda import CudaDevice
@@ -150,7 +137,7 @@ def _products(device: torch.device) -> dict[str, Callable[[], object]]:
         constants = [plan.constants[name] for name in kernel.arg_names[len(arguments) :]]
         found |= {
             f"product {op}": call,
-            "  tiles.problem_of": lambda product=product: product.problem,  # type: ignore[misc]
+            f"  {op}: tiles.problem_of": lambda product=product: product.problem,  # type: ignore[misc]
             f"  {op}: launch": partial(launching.launch, *launch.call_args.args),
             f"  {op}: kernel[grid](...)": partial(kernel[grid], *arguments, **options),
             f"  {op}: compiled[grid](...)": partial(run, *arguments, *constants),
@@ -169,7 +156,8 @@ def main() -> int:
     for table in (driver_calls, launches):
         for name, call in table(device).items():
             try:
-                middle, late = microseconds(call)
+                spent = host_microseconds(call, WARM_UP + CALLS)[WARM_UP:]
+                middle, late = statistics.median(spent), statistics.quantiles(spent, n=10)[-1]
                 print(f"{name:55} {middle:8.2f} us   90 %: {late:8.2f} us", flush=True)
             except Exception as error:
                 print(f"{name:55} {type(error).__name__}: {str(error).splitlines()[0][:150]}", flush=True)

@@ -113,15 +113,16 @@ def launch(kernel: Any, arguments: tuple[Any, ...], plan: Plan, programs: int | 
     if INTERPRETED:
         kernel[(min(plan.tiles, programs or 1),)](*arguments, **plan.constants)
         return
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(kernel, arguments, plan, programs)
+        return
     alike = (programs, *[a if a is None or type(a) is int else a.data_ptr() % 16 for a in arguments[:-1]])
     run = plan.compiled.get(alike)
     if run is None:
         most = _multiprocessors(device.index) * config.per_sm if programs is None else programs
         run = _first(kernel, plan, min(plan.tiles, most), alike)
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            contextvars.copy_context().run(_with_scratch, run, arguments)
-    elif config.tma:
+    if config.tma:
         # In a copy of the context: an allocator that the program has set for kernels of its own stays in place.
         contextvars.copy_context().run(_with_scratch, run, arguments)
     else:

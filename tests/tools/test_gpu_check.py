@@ -327,7 +327,7 @@ def test_no_part_imports_what_may_be_missing() -> None:
     modules = [
         "benchmarks.gpu_check",
         *parts,
-        "benchmarks.gpu.peers_rank",
+        "benchmarks.gpu.ranks.peers",
         "commfuse_dp.kernels.gemms",
         "commfuse_dp.device.cuda",
     ]

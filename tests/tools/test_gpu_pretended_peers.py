@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import clock, multiprocessors, peers, peers_rank, shapes
+from benchmarks.gpu import clock, multiprocessors, peers, shapes
 from benchmarks.gpu.part import Clock, Reporter
 from benchmarks.gpu.products import Product
+from benchmarks.gpu.ranks import peers as peers_rank
 from commfuse_dp.device import cuda
 from commfuse_dp.kernels import by_slices
 from commfuse_dp.kernels.inbox_sum import inbox_sum

@@ -75,3 +75,24 @@ def test_all_tiles_fit_into_shared_memory(op: tiles.Pass, out_dtype: torch.dtype
     found = tiles.candidates(problem, (9, 0))
     assert len(found) >= 6 and max(tiles.shared_bytes(problem, config) for config in found) <= 227 << 10
     assert tiles.default(problem, (9, 0)).flat
+
+
+def test_on_a_device_that_is_not_current(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [1]
+
+    class Guard:
+        def __init__(self, device: torch.device) -> None:
+            self.index = device.index
+
+        def __enter__(self) -> None:
+            current.append(self.index)
+
+        def __exit__(self, *error: object) -> None:
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    plan = launching.Plan(TileConfig(64, 64, 64, tma=True), {"EVEN": True, "BLOCK": 128}, 5, 0, {})
+    for _ in range(2):
+        launching.launch(kernel, (pointer(256), 64, 1), plan, None)
+    assert [launch[0] for launch in kernel.launches] == ["bound", "compiled"] and current == [1]

@@ -1,6 +1,6 @@
 """One rank of the training part: FSDP2, tensor parallelism or both and commfuse_dp.apply, plain SGD; stores all gradients.
 
-Started as `python -m benchmarks.gpu.training_rank FOLDER JOB`, the job as JSON.
+Started as `python -m benchmarks.gpu.ranks.training FOLDER JOB`, the job as JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from benchmarks.gpu import checkout
-from benchmarks.gpu.training_model import STEP_SIZE, Job, Net, batch, build, loss_of
+from benchmarks.gpu.ranks.training_model import STEP_SIZE, Job, Net, batch, build, loss_of
 from commfuse_dp.launch.ranks import die_with_parent
 
 
