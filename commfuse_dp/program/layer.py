@@ -3,10 +3,15 @@
     forward     | parameters: own first      |                           consume | r | r+1 | r+2 | r+3
     backward    | gradients:  own last       | interleaved, so that every        | produce r+1 | consume r+1 | ... | r | r
                 | parameters: own last       | slice's transfer has compute beside it
+    through     | rows:       half of the own first  | consume r | consume r+1 | ... | consume r
+                | results:    own last               |           | produce r+1 | ... | produce r
     step        | forward of layer 0, 1, ..., backward of layer ..., 1, 0
 
 In a backward a partial gradient is produced, and leaves, before parameters of the same owner are consumed: that is the first
 use of the link's time. With several slices per rank the owner's slices of both kinds alternate.
+
+Through a function of rows (a mixture's experts) what is produced for an owner is made of what that owner's rows hold: so they are
+consumed before it. Half of the own slices cover the way of what comes, the others that of what has been sent.
 """
 
 from __future__ import annotations
@@ -31,24 +36,42 @@ def backward(parameters: Problem | None, gradients: Problem | None, rank: int) -
     if parameters is not None and gradients is None:
         return forward(parameters, rank)
     problems = tuple(problem for problem in (parameters, gradients) if problem is not None)
-    consumed = list(arrivals(parameters, rank, own_last=True)) if parameters is not None else []
-    produced = list(productions(gradients, rank, beside=True)) if gradients is not None else []
     order = problems[0].scatter_owners(rank) if problems else ()
-    head = consumed[:1]
-    tail = [step for step in produced if not isinstance(step[0], Produce)]
-    by_owner: dict[int, tuple[list[list[Operation]], list[list[Operation]]]] = {owner: ([], []) for owner in order}
-    for step in produced:
-        if isinstance(step[0], Produce):
-            by_owner[step[0].slice.owner][0].append(step)
-    for step in consumed[1:]:
+    head, consumed, produced, tail = _by_owner(parameters, gradients, rank)
+    pairs = [pair for owner in order for pair in itertools.zip_longest(produced.get(owner, []), consumed.get(owner, []))]
+    steps = [head, *(step for pair in pairs for step in pair if step is not None), *tail]
+    return Program(problems, rank, tuple(itertools.chain.from_iterable(steps)))
+
+
+def through(rows: Problem, results: Problem, rank: int) -> Program:
+    """Consume all slices of the rows, and produce the partial results of each behind it. Both are cut alike."""
+    head, consumed, produced, tail = _by_owner(rows, results, rank)
+    early = (len(consumed[rank]) + 1) // 2
+    first, consumed[rank] = consumed[rank][:early], [[]] * early + consumed[rank][early:]
+    pairs = [pair for owner in rows.scatter_owners(rank) for pair in zip(consumed[owner], produced[owner], strict=True)]
+    steps = [head, *first, *itertools.chain.from_iterable(pairs), *tail]
+    return Program((rows, results), rank, tuple(itertools.chain.from_iterable(steps)))
+
+
+Steps = dict[int, list[list[Operation]]]  # by owner: of every slice, in order
+
+
+def _by_owner(
+    gathered: Problem | None, summed: Problem | None, rank: int
+) -> tuple[list[Operation], Steps, Steps, list[list[Operation]]]:
+    """(what leaves at once, steps that consume, steps that produce, sums that remain)"""
+    coming = list(arrivals(gathered, rank, own_last=True)) if gathered is not None else [[]]
+    made = list(productions(summed, rank, beside=True)) if summed is not None else []
+    owners = range((gathered or summed).world_size) if gathered or summed else ()  # type: ignore[union-attr]
+    consumed, produced = ({owner: [] for owner in owners} for _ in range(2))  # type: tuple[Steps, Steps]
+    for step in coming[1:]:
         compute = step[-1]
         assert isinstance(compute, Consume)
-        by_owner[compute.piece.slice.owner][1].append(step)
-    steps = list(head)
-    for owner in order:
-        for pair in itertools.zip_longest(*by_owner[owner]):
-            steps += [step for step in pair if step is not None]
-    return Program(problems, rank, tuple(itertools.chain.from_iterable(steps + tail)))
+        consumed[compute.piece.slice.owner].append(step)
+    for step in made:
+        if isinstance(step[0], Produce):
+            produced[step[0].slice.owner].append(step)
+    return coming[0], consumed, produced, [step for step in made if not isinstance(step[0], Produce)]
 
 
 def step(programs: Iterable[Program]) -> Program:

@@ -4,6 +4,7 @@
 | --- | --- | --- |
 | `divide` | [B, S, D] -> own positions [B, s_r, D], nothing moves | the gradients of all positions are gathered |
 | `gather` | [B, s_r, D] -> [B, S, D] | own positions of the gradient, nothing moves |
+| `split` | [B, S, D] -> own features [B, S, D_r], nothing moves | the gradients of all features are gathered |
 | `summed` | a parameter | its gradient, of own positions only, summed over the ranks |
 
 Outside of the shards ranks compute alike, so a gradient there is the whole one on every rank (as transformers has it), and is
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from commfuse_dp.collectives.arguments import even_sizes
 from commfuse_dp.collectives.summation import fold
 from commfuse_dp.ops.sequence.rows import Place, gathered, place_of, tokens_of
 from commfuse_dp.transport.base import Transport
@@ -47,6 +49,10 @@ def gather(x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
     return _Across.apply(x, sizes, site, _whole, _own)
 
 
+def split(x: torch.Tensor, site: Site) -> torch.Tensor:
+    return _Split.apply(x, even_sizes(int(x.shape[-1]), site.transport.world_size), site)
+
+
 def summed(param: torch.Tensor, site: Site) -> torch.Tensor:
     return _Summed.apply(param, site)
 
@@ -72,6 +78,22 @@ class _Across(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         return ctx.back(grad, *ctx.how), None, None, None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
+        ctx.how = sizes, site
+        rank = site.transport.rank
+        return x.narrow(-1, sum(sizes[:rank]), sizes[rank]).contiguous()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        sizes, site = ctx.how
+        features = grad.unsqueeze(-1)  # in the place of a sequence
+        whole = gathered(features, grad.dim() - 1, tokens_of(grad.shape[:-1].numel(), 1, sizes), site.place)
+        return whole.squeeze(-1), None, None
 
 
 class _Summed(torch.autograd.Function):

@@ -35,6 +35,7 @@ class HuggingFaceStyle(NamedTuple):
     mesh: DeviceMesh | None
     stock: Callable[..., Any]  # the forward that transformers has put into the module's dictionary
     finish: Callable[..., Any] | None = None  # (module, DTensor, mesh) -> output in the layout that the style promises
+    whole: bool = False  # a column-parallel layer's output, a row-parallel one's input: every rank has all features of it
     why: str | None = None  # a layout that is not served
 
 
@@ -53,15 +54,16 @@ def style_of(module: nn.Module) -> HuggingFaceStyle | None:
     if kind not in (COLUMN, ROW) or not isinstance(mesh, DeviceMesh) or finish is None or not all(layouts):
         known = isinstance(mesh, DeviceMesh)
         return HuggingFaceStyle(OTHER, kind, mesh if known else None, forward)
-    return HuggingFaceStyle(kind, kind, mesh, forward, finish, _layout_obstacle(kind, *layouts))
+    whole = isinstance(layouts[1 if kind == COLUMN else 0], Replicate)
+    return HuggingFaceStyle(kind, kind, mesh, forward, finish, whole, _layout_obstacle(kind, *layouts))
 
 
 def _layout_obstacle(kind: str, inputs: Any, outputs: Any) -> str | None:
     """Which of its layouts is not one of those that are served."""
     if kind == COLUMN and not isinstance(inputs, Replicate):
         return f"its input is laid out as {inputs}, not replicated"
-    if kind == ROW and inputs != Shard(-1):
-        return f"its input is laid out as {inputs}, not sharded along its features"
+    if kind == ROW and inputs not in (Shard(-1), Replicate()):
+        return f"its input is laid out as {inputs}, neither replicated nor sharded along its features"
     if kind == ROW and not isinstance(outputs, Replicate):
         return f"its output is laid out as {outputs}, not replicated"
     return None

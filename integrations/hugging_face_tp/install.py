@@ -91,7 +91,7 @@ def _install_block(attachment: Attachment, block: Block, running: Running) -> li
         row = RowLayer(found, running)
         _hold(attachment, found, row.forward)
         reason = "partial sums leave as they are computed"
-        if len(block.rows) == 1 and attends(block.module):
+        if len(block.rows) == 1 and not found.style.whole and attends(block.module):
             project(attachment.transaction, block.module, row)
             reason = "attention and partial sums by slices of queries, which leave as they are computed"
         rows += module_rows(found.name, found.module, "row", reason)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from commfuse_dp.integrations.attach.forwards import Hook, own_class
 from commfuse_dp.integrations.hugging_face_tp.attention import Deferred
-from commfuse_dp.integrations.hugging_face_tp.boundary import DIM, Site, divide, gather, summed
+from commfuse_dp.integrations.hugging_face_tp.boundary import DIM, Site, divide, gather, split, summed
 from commfuse_dp.integrations.hugging_face_tp.compat import ROW, holds_compiled, wants_hidden_states
 from commfuse_dp.integrations.hugging_face_tp.key_heads import PROJECTIONS, KeyHeads, own_head
 from commfuse_dp.integrations.hugging_face_tp.select import Block, Styled
@@ -307,8 +307,8 @@ class HeldForward:
         if unit is None or module is None or not holds_unit(module) or mesh is None or finish is None:
             return self._stock(x)
         if not isinstance(x, DTensor):
-            split = self._style.kind == ROW
-            x = as_dtensor(x, mesh, x.dim() - 1, module.in_features) if split else replicated(x, mesh)  # type: ignore[arg-type]
+            own = self._style.kind == ROW and not self._style.whole
+            x = as_dtensor(x, mesh, x.dim() - 1, module.in_features) if own else replicated(x, mesh)  # type: ignore[arg-type]
         y = unit.stock(module, x)
         with torch.enable_grad():  # else it would add a bias that is in y already
             return finish(module, y, mesh)
@@ -379,6 +379,7 @@ class RowLayer(ServedLayer):
         self._running = running
         assert found.style.mesh is not None
         self.mesh = found.style.mesh
+        self._splits = found.style.whole
 
     def defers(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Whether attention may be left to this layer, slice by slice."""
@@ -410,7 +411,7 @@ class RowLayer(ServedLayer):
 
     def _features(self, x: Any) -> torch.Tensor:
         if not isinstance(x, DTensor):
-            return x
+            return split(x, self._running.site(self.name)) if self._splits else x
         if x.placements not in ((Shard(x.dim() - 1),), (Shard(-1),)):
             x = x.redistribute(placements=[Shard(-1)])
         return x.to_local()

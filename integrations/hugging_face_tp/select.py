@@ -201,7 +201,8 @@ def _block(name: str, module: nn.Module, config: CommFuseConfig, tree: Tree) -> 
         if style.kind != REPLICATED:
             why = _obstacle(found, config, tree, module)
             block.obstacle = block.obstacle or (f"{inner}: {why}" if why is not None else None)
-    block.obstacle = block.obstacle or unknown
+    if not all(found.style.whole for found in (*block.columns, *block.rows)):
+        block.obstacle = block.obstacle or unknown  # its gradient would be partial
     if not block.columns or not block.rows:
         block.obstacle = block.obstacle or f"{name} has no column-parallel layers with a row-parallel one behind them"
     dtypes = {param.dtype for found in block.columns for param in found.module.parameters(recurse=False)}

@@ -185,7 +185,8 @@ def _features(found: Styled, block: Block) -> int:
         return block.key_heads.width
     mesh = found.style.mesh
     assert mesh is not None and isinstance(found.module.weight, torch.Tensor)
-    return even_sizes(int(found.module.weight.shape[0]), mesh.size())[mesh.get_local_rank()]
+    features = int(found.module.weight.shape[0])
+    return features if found.style.whole else even_sizes(features, mesh.size())[mesh.get_local_rank()]
 
 
 def _fixed(seed: int, features: int, like: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ from commfuse_dp.collectives.sessions import Purpose, begin, execute
 from commfuse_dp.ops.compat import hidden, transformed, transforms_active, unseen
 from commfuse_dp.program.build import build
 from commfuse_dp.program.gather import gather
-from commfuse_dp.program.layer import backward
+from commfuse_dp.program.layer import backward, through
 from commfuse_dp.program.layout import Tensor, rectangles
 from commfuse_dp.program.operations import Collective, Problem, Program
 from commfuse_dp.program.orders import check_order
@@ -51,6 +51,8 @@ TENSOR_PARALLEL = Purpose("tensor parallelism")
 GATHERED = Tensor("rows", "rows")
 SUMMED = Tensor("sums", "sums")
 TOTALED = Tensor("totals", "totals")  # sums that all ranks get
+TOKENS = Tensor("tokens", "rows")  # gathered, and
+RESULTS = Tensor("results", "sums")  # what a function makes of them, summed up
 Layout = Literal["sharded", "replicated"]  # of a sequence outside of a layer
 # Every product reads its weight anew. On one core with weights of 8 MiB a pass by slices of 64, 128, 256 rows took 1.57,
 # 1.35, 1.13 times as long as by one product: benchmarks/results/2026-11-22_tensor-parallel_sweep.md.
@@ -318,8 +320,8 @@ def _default_slices(rows: tuple[int, ...], tensors: Sequence[Tensor]) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def moves(how: How, sizes: tuple[int, ...], rows: tuple[Rows, ...]) -> Binder:
-    """What gathers rows (of GATHERED), sums them up (of SUMMED), or both in one pass (a layer's backward); or sums them up for
-    all ranks (of TOTALED)."""
+    """What gathers rows (of GATHERED), sums them up (of SUMMED), or both in one pass (a layer's backward); sums them up for all
+    ranks (of TOTALED); or gathers TOKENS and sums up their RESULTS."""
     order, slices_per_rank, rank = how
     tensors = [entry.tensor for entry in rows]
     m = _default_slices(sizes, tensors) if slices_per_rank is None else slices_per_rank
@@ -330,6 +332,9 @@ def moves(how: How, sizes: tuple[int, ...], rows: tuple[Rows, ...]) -> Binder:
     there, back = problem("all_gather", GATHERED), problem("reduce_scatter", SUMMED)
     if TOTALED in tensors:
         return binder(build(problem("all_reduce", TOTALED), rank), rows)
+    if RESULTS in tensors:
+        rows_in, rows_out = problem("all_gather", TOKENS), problem("reduce_scatter", RESULTS)
+        return binder(through(rows_in, rows_out, rank), rows)
     if SUMMED not in tensors:
         program = Program((there,), rank, tuple(gather(there, rank)))
     elif GATHERED not in tensors:
