@@ -23,7 +23,7 @@ from commfuse_dp.collectives.summation import fold
 from commfuse_dp.ops.sequence.rows import Place, gathered, place_of, tokens_of
 from commfuse_dp.transport.base import Transport
 
-DIM = 1  # of the sequence, in [B, S, D]
+DIM = 1  # of the sequence, in [B, S, D]; tokens of all entries in a row are [T, D]
 
 
 class Site(NamedTuple):
@@ -59,11 +59,11 @@ def summed(param: torch.Tensor, site: Site) -> torch.Tensor:
 
 def _own(x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
     rank = site.transport.rank
-    return x.narrow(DIM, sum(sizes[:rank]), sizes[rank]).contiguous()
+    return x.narrow(x.dim() - 2, sum(sizes[:rank]), sizes[rank]).contiguous()
 
 
 def _whole(x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
-    return gathered(x, DIM, tokens_of(x.shape[0], 1, sizes), site.place)
+    return gathered(x, x.dim() - 2, tokens_of(x.shape[:-2].numel(), 1, sizes), site.place)
 
 
 class _Across(torch.autograd.Function):

@@ -3,6 +3,7 @@
 | style of the plan | on the module | read from it |
 | --- | --- | --- |
 | colwise, rowwise, ... | `forward` in its dictionary: a closure over style, mesh and own forward | all three |
+| moe_tp_experts | likewise; parameters of the module are sharded by styles of their own | likewise |
 | replicated_with_grad_allreduce | likewise, over its own forward | that it is one |
 
 Another version may keep it otherwise. Then nothing is found, or what is found has the kind `OTHER`, and its module stays
@@ -23,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 HOME = "transformers.distributed.tensor_parallel"
-COLUMN, ROW, REPLICATED, OTHER = "ColwiseParallel", "RowwiseParallel", "ReplicatedWithGradAllReduce", "another style"
-_NAMES = {COLUMN: "column-parallel", ROW: "row-parallel", REPLICATED: "replicated"}
+COLUMN, ROW, EXPERTS = "ColwiseParallel", "RowwiseParallel", "MoeExpertsParallel"
+REPLICATED, OTHER = "ReplicatedWithGradAllReduce", "another style"
 
 
 class HuggingFaceStyle(NamedTuple):
@@ -35,6 +36,7 @@ class HuggingFaceStyle(NamedTuple):
     mesh: DeviceMesh | None
     stock: Callable[..., Any]  # the forward that transformers has put into the module's dictionary
     finish: Callable[..., Any] | None = None  # (module, DTensor, mesh) -> output in the layout that the style promises
+    own: Callable[..., Any] | None = None  # of experts: the forward that the module had
     whole: bool = False  # a column-parallel layer's output, a row-parallel one's input: every rank has all features of it
     why: str | None = None  # a layout that is not served
 
@@ -50,12 +52,14 @@ def style_of(module: nn.Module) -> HuggingFaceStyle | None:
     if forward.__qualname__.startswith(f"{REPLICATED}."):
         return HuggingFaceStyle(REPLICATED, REPLICATED, None, forward)
     kind, finish = type(style).__name__, getattr(style, "transform_output_post_forward", None)
+    if kind == EXPERTS and isinstance(mesh, DeviceMesh):
+        return HuggingFaceStyle(EXPERTS, kind, mesh, forward, own=original)
     layouts = getattr(style, "input_layouts", None), getattr(style, "output_layouts", None)
     if kind not in (COLUMN, ROW) or not isinstance(mesh, DeviceMesh) or finish is None or not all(layouts):
         known = isinstance(mesh, DeviceMesh)
         return HuggingFaceStyle(OTHER, kind, mesh if known else None, forward)
     whole = isinstance(layouts[1 if kind == COLUMN else 0], Replicate)
-    return HuggingFaceStyle(kind, kind, mesh, forward, finish, whole, _layout_obstacle(kind, *layouts))
+    return HuggingFaceStyle(kind, kind, mesh, forward, finish, whole=whole, why=_layout_obstacle(kind, *layouts))
 
 
 def _layout_obstacle(kind: str, inputs: Any, outputs: Any) -> str | None:
@@ -83,6 +87,12 @@ def wants_hidden_states(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Whether this call of a transformers model returns what goes in and out of its decoder layers."""
     own = getattr(getattr(module, "config", None), "output_hidden_states", False)
     return bool(kwargs.get("output_hidden_states") or own)
+
+
+def wants_router_logits(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether this call of a transformers model returns the scores by which tokens are given to experts."""
+    own = getattr(getattr(module, "config", None), "output_router_logits", False)
+    return bool(kwargs.get("output_router_logits") or own)
 
 
 def holds_compiled(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from commfuse_dp.integrations.attach.forwards import Service, serve
 from commfuse_dp.integrations.attach.report import ParameterRow
 from commfuse_dp.integrations.hugging_face_tp.attention import attends, project
 from commfuse_dp.integrations.hugging_face_tp.compat import hooks_of_fsdp
+from commfuse_dp.integrations.hugging_face_tp.experts import Experts, HeldExperts
 from commfuse_dp.integrations.hugging_face_tp.key_heads import GROUPS
 from commfuse_dp.integrations.hugging_face_tp.layers import (
     BlockEnters,
@@ -51,13 +52,18 @@ def install(
     for name, module in selection.whole:
         before(module, WholeEnters(module, name, running), first=True)
     for owner in selection.owners:
-        before(owner, OwnerEnters(owner, running, [found.module for found in selection.heads]))
+        mixtures = any(layer.experts for layer in selection.layers)
+        before(owner, OwnerEnters(owner, running, [found.module for found in selection.heads], mixtures))
     for layer in selection.layers:
         before(layer.module, LayerEnters(layer.module, layer.name, running), first=True)
         after(layer.module, LayerLeaves(layer.module, layer.name, running), with_kwargs=True)
         serve(attachment.transaction, layer.module, Service(layer.module, layer_forward(running)))
         for block in layer.blocks:
             rows += _install_block(attachment, block, running)
+        for found in layer.experts:
+            attachment.transaction.set(vars(found.module), "forward", HeldExperts(found, Experts(found, running)))
+            reason = "tokens come by slices, and partial sums leave as they are computed"
+            rows += module_rows(found.name, found.module, "column", reason)
     for name, module in [*selection.norms, *(pair for layer in selection.layers for pair in layer.replicated)]:
         serve(attachment.transaction, module, Service(module, replicated_forward(name, running)))
     for name, module in [*selection.norms, *((found.name, found.module) for found in selection.heads)]:

@@ -8,6 +8,8 @@
 | column-parallel linears | one GEMM each; an all-reduce of dx each | one gather, all GEMMs by slices; one sum of dx |
 | row-parallel linear | one GEMM, then an all-reduce | GEMM by slices, each sent as it is computed: own positions |
 | block that is not served | input whole, output whole | the same, between a gather and a division |
+| mixture of experts | router and all else on all positions | own positions |
+| its experts | all tokens, then an all-reduce; two more in backward | tokens come slice by slice, results leave likewise (experts.py) |
 
 Whatever else reads what a layer hands on gets it gathered, so nothing outside has to know of shards. A forward that has fewer
 positions than ranks (a step of generation), returns the hidden states of its layers, or calls something compiled, is stock's
@@ -26,7 +28,7 @@ import torch
 from commfuse_dp.integrations.attach.forwards import Hook, own_class
 from commfuse_dp.integrations.hugging_face_tp.attention import Deferred
 from commfuse_dp.integrations.hugging_face_tp.boundary import DIM, Site, divide, gather, split, summed
-from commfuse_dp.integrations.hugging_face_tp.compat import ROW, holds_compiled, wants_hidden_states
+from commfuse_dp.integrations.hugging_face_tp.compat import ROW, holds_compiled, wants_hidden_states, wants_router_logits
 from commfuse_dp.integrations.hugging_face_tp.key_heads import PROJECTIONS, KeyHeads, own_head
 from commfuse_dp.integrations.hugging_face_tp.select import Block, Styled
 from commfuse_dp.integrations.hugging_face_tp.trial import INPUT, replaced_input
@@ -68,6 +70,7 @@ class Running(Over):
     def __init__(self, transport: Transport, config: CommFuseConfig) -> None:
         super().__init__(transport, config)
         self.sizes: tuple[int, ...] | None = None  # positions of every rank; None: no layer runs, or not in shards
+        self.entries = 1  # of the batch
         self.allowed = False  # whether the forward that calls the layers may run in shards
         self.least = transport.world_size  # positions of a forward that does; stock serves shorter ones
 
@@ -75,16 +78,21 @@ class Running(Over):
         return Site(name, self.transport, self.order)
 
     @contextlib.contextmanager
-    def sharded(self, sizes: tuple[int, ...] | None) -> Iterator[None]:
-        before, self.sizes = self.sizes, sizes
+    def sharded(self, sizes: tuple[int, ...] | None, entries: int) -> Iterator[None]:
+        before, self.sizes, self.entries = (self.sizes, self.entries), sizes, entries
         try:
             yield
         finally:
-            self.sizes = before
+            self.sizes, self.entries = before
+
+    def sizes_of(self, x: torch.Tensor) -> tuple[int, ...]:
+        """Of every rank, along the last dimension but one: positions, or tokens of all entries in a row. A layer runs in shards."""
+        assert self.sizes is not None
+        return self.sizes if x.dim() > 2 else tuple(size * self.entries for size in self.sizes)
 
     def standing_for(self, name: str, local: torch.Tensor, sizes: tuple[int, ...], group: Any = None) -> StandIn:
         """For all positions, of which `local` are this rank's."""
-        shape = (*local.shape[:DIM], sum(sizes), *local.shape[DIM + 1 :])
+        shape = (*local.shape[:-2], sum(sizes), local.shape[-1])
 
         def whole() -> torch.Tensor:
             if group is not None:
@@ -109,10 +117,11 @@ class _OwnHook(Hook):
 
 
 class OwnerEnters(_OwnHook):
-    """Before the forward that calls the layers. behind: modules that follow them, outside of it."""
+    """Before the forward that calls the layers. behind: modules that follow them, outside of it. mixtures: of experts, in shards."""
 
-    def __init__(self, module: nn.Module, running: Running, behind: Iterable[nn.Module]) -> None:
+    def __init__(self, module: nn.Module, running: Running, behind: Iterable[nn.Module], mixtures: bool) -> None:
         super().__init__(module, "", running)
+        self._mixtures = mixtures
         self._behind = [weakref.ref(follower) for follower in behind]
         self._warned = False
 
@@ -137,6 +146,8 @@ class OwnerEnters(_OwnHook):
         """(why this forward is transformers' own, what to do about that)"""
         if wants_hidden_states(module, kwargs):
             return "hidden states of all layers are returned", "call the model without output_hidden_states"
+        if self._mixtures and wants_router_logits(module, kwargs):
+            return "scores of all experts are returned", "call the model without output_router_logits"
         # A compiled layer behind one that is not would be traced with what stands for a gathered tensor.
         if holds_compiled(module):
             return "compiled modules are called", "leave its layers uncompiled"
@@ -216,7 +227,8 @@ class RootLeaves(_OwnHook):
 def layer_forward(running: Running) -> Callable[..., Any]:
     def compute(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         sizes = kwargs.pop(_SIZES, None)
-        with running.sharded(sizes):
+        x = args[0] if args else kwargs.get(INPUT)
+        with running.sharded(sizes, 1 if sizes is None else int(x.shape[0])):
             return own_class(layer).forward(layer, *args, **kwargs)  # type: ignore[attr-defined]
 
     return compute
@@ -262,10 +274,10 @@ class BlockEnters(_OwnHook):
         self._group = group
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        sizes = self.running.sizes
-        if sizes is None or not self.concerns(module):
+        if self.running.sizes is None or not self.concerns(module):
             return None
         x = args[0] if args else kwargs[INPUT]
+        sizes = self.running.sizes_of(x)
         if self._group is None or not self._group.holds_own():
             return replaced_input(gather(x, sizes, self.running.site(self.name)), args, kwargs)
         return replaced_input(self.running.standing_for(self.name, x, sizes, self._group), args, kwargs)
@@ -275,11 +287,10 @@ class BlockLeaves(_OwnHook):
     """Of a block that is not served: the layer goes on with its own positions of the output."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        sizes = self.running.sizes
-        if sizes is None or not self.concerns(module):
+        if self.running.sizes is None or not self.concerns(module):
             return None
         first, rest = (output[0], tuple(output[1:])) if isinstance(output, tuple) else (output, None)
-        own = divide(first, sizes, self.running.site(self.name))
+        own = divide(first, self.running.sizes_of(first), self.running.site(self.name))
         return own if rest is None else (own, *rest)
 
 
@@ -340,7 +351,7 @@ class ColumnGroup(Columns):
         if type(x) is not StandIn or x.group is not self:
             return stock(x)
         if x.outputs is None:
-            ys = self.compute(x, DIM, self._own)
+            ys = self.compute(x, x.dim() - 2, self._own)
             x.outputs = {id(member()): y for member, y in zip(self._members, ys, strict=True)}
         y = x.outputs.pop(id(module), None)
         return stock(x) if y is None else self._finish(module, y)  # None: called a second time with the same input
@@ -396,14 +407,16 @@ class RowLayer(ServedLayer):
         if running.sizes is None:
             return stock(x)
         if not holds_own(module, 1, self.mesh):  # others have been put in
-            return divide(stock(x), running.sizes, running.site(self.name))
+            whole = stock(x)
+            return divide(whole, running.sizes_of(whole), running.site(self.name))
         sharded = sharded_weights([module]) if deferred is None else None
         if sharded is not None:
             weight, bias = sharded.weights[0], sharded.biases[0]
         else:
             weight, bias = own_parameters(module, 1, self.mesh)  # type: ignore[assignment]
         if deferred is None:
-            local, how = self._features(x), {"dim": DIM, "sizes": running.sizes, "sharded": sharded, **running.options}
+            local = self._features(x)
+            how = {"dim": local.dim() - 2, "sizes": running.sizes_of(local), "sharded": sharded, **running.options}
             return row_parallel_of(self.name, local, weight, bias, **how)
         q, k, v, causal, scale, _ = deferred.call
         y = row_parallel_attention(q, k, v, weight, causal=causal, scale=scale, dim=DIM, sizes=running.sizes, **running.options)

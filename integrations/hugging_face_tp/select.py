@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from commfuse_dp.integrations.attach.rules import full_name, original_type
+from commfuse_dp.integrations.attach.rules import excluded, full_name, original_type
 from commfuse_dp.integrations.hugging_face_tp import compat
-from commfuse_dp.integrations.hugging_face_tp.compat import COLUMN, REPLICATED, ROW, HuggingFaceStyle
+from commfuse_dp.integrations.hugging_face_tp.compat import COLUMN, EXPERTS, REPLICATED, ROW, HuggingFaceStyle
 from commfuse_dp.integrations.hugging_face_tp.key_heads import KeyHeads, key_heads_of
 from commfuse_dp.integrations.hugging_face_tp.trial import layer_obstacle_by_trial, norm_obstacle_by_trial
 from commfuse_dp.integrations.tensor_parallel.select import Selected, Tree, layer_obstacle, mesh_obstacle
@@ -61,8 +61,19 @@ class Block:
 class DecoderLayer:
     name: str
     module: nn.Module
-    blocks: list[Block]
-    replicated: list[tuple[str, nn.Module]]  # modules with parameters that all ranks have alike
+    blocks: list[Block] = field(default_factory=list)
+    experts: list[Styled] = field(default_factory=list)  # of mixtures, which run in shards like the layer itself
+    replicated: list[tuple[str, nn.Module]] = field(default_factory=list)  # modules with parameters that all ranks have alike
+
+
+class _How(NamedTuple):
+    """What may run in shards."""
+
+    mixtures: bool
+    others: bool  # parts made of parts, without tensor-parallel layers
+
+
+_HOWS = (_How(True, True), _How(True, False), _How(False, True), _How(False, False))
 
 
 @dataclass
@@ -121,11 +132,7 @@ def _take_stack(name: str, stack: nn.ModuleList, config: CommFuseConfig, tree: T
     owner = tree.parents[id(stack)]
     before = len(out.layers)
     for number, module in enumerate(stack):
-        layer, why = _layer(f"{name}.{number}", module, config, tree, out.mesh)
-        if why is None and all(block.obstacle is not None for block in layer.blocks):
-            why = "; ".join(dict.fromkeys(str(block.obstacle) for block in layer.blocks)) or "no layer inside can be served"
-        if why is None:
-            why = layer_obstacle_by_trial(layer.module, owner, layer.blocks)
+        layer, why = _tried(f"{name}.{number}", module, config, tree, out.mesh, owner)
         if why is not None:
             out.left.update(dict.fromkeys(_names(layer.name, module), why))
             out.whole.append((layer.name, module))
@@ -145,24 +152,74 @@ def _take_stack(name: str, stack: nn.ModuleList, config: CommFuseConfig, tree: T
                 _take_norm(full_name(prefix, inner), child, out)
 
 
+def _tried(
+    name: str, module: nn.Module, config: CommFuseConfig, tree: Tree, mesh: DeviceMesh | None, owner: nn.Module
+) -> tuple[DecoderLayer, str | None]:
+    """The layer, and why it cannot run in shards. What may stand in the way gets its input whole: first of all parts without
+    tensor-parallel layers (other kinds of attention), then mixtures of experts."""
+    first = None
+    for how in _HOWS:
+        layer, why = _layer(name, module, config, tree, mesh, how)
+        why = why or _without_any(layer) or layer_obstacle_by_trial(module, owner, layer.blocks, layer.experts)
+        if why is None:
+            break
+        first = first or why
+    for block in layer.blocks:
+        if first and any(style.kind == EXPERTS for inner in block.module.modules() if (style := compat.style_of(inner))):
+            block.obstacle = first
+    return layer, why and first
+
+
+def _without_any(layer: DecoderLayer) -> str | None:
+    """Why nothing of it can be served."""
+    if layer.experts or not all(block.obstacle is not None for block in layer.blocks):
+        return None
+    return "; ".join(dict.fromkeys(str(block.obstacle) for block in layer.blocks)) or "no layer inside can be served"
+
+
 def _layer(
-    name: str, module: nn.Module, config: CommFuseConfig, tree: Tree, mesh: DeviceMesh | None
+    name: str, module: nn.Module, config: CommFuseConfig, tree: Tree, mesh: DeviceMesh | None, how: _How
 ) -> tuple[DecoderLayer, str | None]:
     """The layer, and why it cannot run in shards, as far as that is seen without a trial."""
-    layer, why = DecoderLayer(name, module, [], []), None
+    layer, why = DecoderLayer(name, module), None
     if "forward" in vars(module):
         why = f"the forward of this {original_type(module).__name__} was replaced"
     if next(module.parameters(recurse=False), None) is not None:
         why = why or f"{original_type(module).__name__} has parameters of its own beside its layers"
     if any(isinstance(inner, FSDPModule) for inner in module.modules() if inner is not module):
         why = why or "fully_shard was applied to a module inside of it"
+    return layer, why or _take_parts(layer, name, module, config, tree, mesh, how)
+
+
+def _take_parts(
+    layer: DecoderLayer,
+    name: str,
+    module: nn.Module,
+    config: CommFuseConfig,
+    tree: Tree,
+    mesh: DeviceMesh | None,
+    how: _How,
+) -> str | None:
+    """What the layer, or a mixture in it, consists of. Returns an obstacle."""
+    why = None
     for inner, child in module.named_children():
+        full = f"{name}.{inner}"
         if _styled_inside(child):
-            if compat.style_of(child) is not None:
-                why = why or f"{name}.{inner} is tensor-parallel directly inside of {original_type(module).__name__}"
-            layer.blocks.append(_block(f"{name}.{inner}", child, config, tree))
+            style = compat.style_of(child)
+            if how.mixtures and style is not None and style.kind == EXPERTS:
+                layer.experts.append(Styled(full, child, style))
+                why = why or _experts_obstacle(full, child, config, tree)
+            elif how.mixtures and style is None and _is_mixture(child):
+                why = why or _take_parts(layer, full, child, config, tree, mesh, how)
+            else:
+                if style is not None:
+                    why = why or f"{full} is tensor-parallel directly inside of {original_type(module).__name__}"
+                layer.blocks.append(_block(full, child, config, tree))
             continue
-        for deeper, holder in child.named_modules(prefix=f"{name}.{inner}"):
+        if not how.others and any(True for _ in child.children()) and any(True for _ in child.parameters()):
+            layer.blocks.append(Block(full, child, obstacle="no style of tensor parallelism was applied inside of it"))
+            continue
+        for deeper, holder in child.named_modules(prefix=full):
             params = list(holder.parameters(recurse=False))
             if params and ("forward" in vars(holder) or hasattr(holder, "parametrizations")):
                 why = why or f"the forward of {deeper} was replaced"
@@ -172,7 +229,22 @@ def _layer(
                 why = why or f"parameters of {deeper} are used elsewhere, too"
             if params:
                 layer.replicated.append((deeper, holder))
-    return layer, why
+    return why
+
+
+def _is_mixture(module: nn.Module) -> bool:
+    """Whether it calls experts, and has nothing to compute with but its parts."""
+    if "forward" in vars(module) or next(module.parameters(recurse=False), None) is not None:
+        return False
+    return any(style.kind == EXPERTS for child in module.children() if (style := compat.style_of(child)))
+
+
+def _experts_obstacle(name: str, module: nn.Module, config: CommFuseConfig, tree: Tree) -> str | None:
+    if any(True for child in module.children() for _ in child.parameters()) or hasattr(module, "parametrizations"):
+        return f"{name} has more than parameters of its own"
+    if len(tree.names[id(module)]) > 1 or any(len(tree.holders[id(param)]) > 1 for param in module.parameters()):
+        return f"{name} is used elsewhere, too"
+    return excluded(name, config)
 
 
 def _over(mesh: DeviceMesh | None, param: torch.Tensor) -> bool:
@@ -206,7 +278,8 @@ def _block(name: str, module: nn.Module, config: CommFuseConfig, tree: Tree) -> 
     if not block.columns or not block.rows:
         block.obstacle = block.obstacle or f"{name} has no column-parallel layers with a row-parallel one behind them"
     dtypes = {param.dtype for found in block.columns for param in found.module.parameters(recurse=False)}
-    heads = key_heads_of(module, block.columns[0].style.mesh.size()) if block.obstacle is None else None  # type: ignore[union-attr]
+    own = block.obstacle is None and not block.columns[0].style.whole  # heads, of what each rank computes with
+    heads = key_heads_of(module, block.columns[0].style.mesh.size()) if own else None  # type: ignore[union-attr]
     if isinstance(heads, str):
         block.obstacle = heads
     else:

@@ -28,15 +28,16 @@ from commfuse_dp.collectives.arguments import even_sizes
 if TYPE_CHECKING:
     from commfuse_dp.integrations.hugging_face_tp.select import Block, Styled
 
-_POSITIONS, _SHARD = 5, slice(1, 3)
+_POSITIONS, _SHARD, _ALL = 5, slice(1, 3), slice(None)
 INPUT = "hidden_states"  # how transformers calls the input of layers and blocks
 
 
-def layer_obstacle_by_trial(layer: nn.Module, owner: nn.Module, blocks: Sequence[Block]) -> str | None:
+def layer_obstacle_by_trial(
+    layer: nn.Module, owner: nn.Module, blocks: Sequence[Block], experts: Sequence[Styled]
+) -> str | None:
     """Why a decoder layer cannot run in shards (None: it can). owner: has the layers, and their rotary embedding."""
     served = [block for block in blocks if block.obstacle is None]
-    width = int(served[0].rows[0].module.out_features)
-    like = next(served[0].rows[0].module.parameters())
+    width, like = _hidden(served, experts, owner)
     name = original_type(layer).__name__
     with _trying(like.device) as changes:
         x = _fixed(-1, width, like)
@@ -44,19 +45,20 @@ def layer_obstacle_by_trial(layer: nn.Module, owner: nn.Module, blocks: Sequence
         for tuples in (False, True) if len(served) < len(blocks) else (False,):  # what an unserved block returns
             try:
                 _train(changes, layer)
-                _make_whole(changes, layer, [module for block in blocks for module in _answered(block)])
+                answered = [module for block in blocks for module in _answered(block)]
+                _make_whole(changes, layer, [*answered, *(found.module for found in experts)])
                 arguments = _arguments(layer, owner, x)
-                runs = _Runs(changes, blocks, tuples)
+                runs = _Runs(changes, blocks, experts, tuples)
                 whole, again = (runs.run(layer, x, arguments) for _ in range(2))
                 if isinstance(whole, torch.Tensor) and not _close(again, whole):
                     return f"{name} draws random numbers (dropout) between its tensor-parallel layers: shards would draw others"
-                part = runs.run(layer, x[:, _SHARD], arguments, sharded=True)
+                part = runs.run(layer, _part(x), arguments, sharded=True)
             except Exception as error:
                 why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 continue
             if not isinstance(whole, torch.Tensor) or not isinstance(part, torch.Tensor):
                 continue
-            if part.shape == (1, 2, width) and _close(part, whole[:, _SHARD]):
+            if part.shape == (1, 2, width) and _close(part, _part(whole)):
                 return None
             return f"{name} does not compute every position of the sequence by itself between its tensor-parallel layers"
     return f"{name} could not be tried on a shard of the sequence ({why})"
@@ -69,11 +71,24 @@ def norm_obstacle_by_trial(module: nn.Module, width: int) -> str | None:
         x = _fixed(-1, width, like)
         try:
             _make_whole(changes, module, ())
-            whole, part = (original_type(module).forward(module, rows) for rows in (x, x[:, _SHARD]))  # type: ignore[attr-defined]
+            whole, part = (original_type(module).forward(module, rows) for rows in (x, _part(x)))  # type: ignore[attr-defined]
         except Exception as error:
             return f"it could not be tried: {type(error).__name__}: {error}"
-    same = isinstance(whole, torch.Tensor) and whole.shape == x.shape and _close(part, whole[:, _SHARD])
+    same = isinstance(whole, torch.Tensor) and whole.shape == x.shape and _close(part, _part(whole))
     return None if same else "it does not compute every position by itself"
+
+
+def _hidden(served: Sequence[Block], experts: Sequence[Styled], owner: nn.Module) -> tuple[int, torch.Tensor]:
+    """How wide what a layer is given is, and a tensor of its dtype and device."""
+    if served:
+        row = served[0].rows[0].module
+        return int(row.out_features), next(row.parameters())  # type: ignore[arg-type]
+    return int(getattr(owner, "config").hidden_size), next(experts[0].module.parameters())  # noqa: B009
+
+
+def _part(whole: torch.Tensor) -> torch.Tensor:
+    """The shard's positions."""
+    return whole[..., _SHARD, :]
 
 
 @contextlib.contextmanager
@@ -95,6 +110,8 @@ def _answered(block: Block) -> list[nn.Module]:
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or not a.dtype.is_floating_point:
+        return torch.equal(a, b)
     tolerance = 8 * torch.finfo(a.dtype).eps
     return torch.allclose(a.double(), b.double(), rtol=tolerance, atol=tolerance * float(b.abs().max()))
 
@@ -119,9 +136,11 @@ def _arguments(layer: nn.Module, owner: nn.Module, x: torch.Tensor) -> dict[str,
 class _Runs:
     """Two runs of a layer, whose tensor-parallel layers answer alike in both."""
 
-    def __init__(self, changes: Transaction, blocks: Sequence[Block], tuples: bool) -> None:
+    def __init__(self, changes: Transaction, blocks: Sequence[Block], experts: Sequence[Styled], tuples: bool) -> None:
         self._changes = changes
         self._blocks = blocks
+        self._experts = experts
+        self._routed: dict[int, tuple[torch.Tensor, ...]] = {}  # what experts were given, whole
         self._tuples = tuples
         self._inputs: dict[int, torch.Tensor] = {}  # of a block, whole
 
@@ -138,6 +157,8 @@ class _Runs:
             for number, found in enumerate(block.rows):
                 fixed = _fixed(100 * seed + 50 + number, int(found.module.out_features), x)
                 self._answer(found.module, _row(fixed, sharded))
+        for number, found in enumerate(self._experts):
+            self._answer(found.module, self._summed(1000 + number, found, sharded))
         return original_type(layer).forward(layer, x, **arguments)  # type: ignore[attr-defined]
 
     def _answer(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -153,7 +174,7 @@ class _Runs:
                 self._inputs[id(module)] = given
                 return stock(module, *args, **kwargs)
             whole = self._inputs[id(module)]
-            if not _close(given, whole[:, _SHARD]):
+            if not _close(given, _part(whole)):
                 raise ValueError(f"the input of {block.name} depends on other positions")
             stand_in = StandIn(given, tuple(whole.shape), lambda: whole)
             args, kwargs = replaced_input(stand_in, args, kwargs)
@@ -164,12 +185,22 @@ class _Runs:
     def _unserved(self, seed: int, block: Block, width: int, sharded: bool) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = args[0] if args else kwargs[INPUT]
-            if sharded and not _close(given, self._inputs[id(block)][:, _SHARD]):
+            if sharded and not _close(given, _part(self._inputs[id(block)])):
                 raise ValueError(f"the input of {block.name} depends on other positions")
             self._inputs.setdefault(id(block), given)
-            out = _fixed(100 * seed + 99, width, given)
-            out = out[:, _SHARD] if sharded else out
+            out = _answer_to(given, _fixed(100 * seed + 99, width, given), _SHARD if sharded else _ALL)
             return (out, None) if self._tuples else out
+
+        return forward
+
+    def _summed(self, seed: int, found: Styled, sharded: bool) -> Callable[..., torch.Tensor]:
+        def forward(x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            given = (x, index, weights)
+            if not sharded:
+                self._routed[id(found)] = given
+            elif not all(part.dim() == 2 and _close(part, _part(whole)) for part, whole in zip(given, self._routed[id(found)], strict=True)):
+                raise ValueError(f"what {found.name} are given depends on other positions, or on chance")
+            return _answer_to(x, _fixed(seed, x.shape[-1], x), _SHARD if sharded else _ALL)
 
         return forward
 
@@ -194,21 +225,23 @@ def _fixed(seed: int, features: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _column(fixed: torch.Tensor) -> Callable[..., torch.Tensor]:
-    def forward(input: torch.Tensor) -> torch.Tensor:
-        if input.shape[:2] != fixed.shape[:2]:
-            raise ValueError(f"a column-parallel layer was given {tuple(input.shape)}, not the whole sequence")
-        return fixed.clone()
-
-    return forward
+    return lambda input: _answer_to(input, fixed, _ALL)
 
 
 def _row(fixed: torch.Tensor, sharded: bool) -> Callable[..., torch.Tensor]:
     def forward(input: torch.Tensor) -> torch.Tensor:
-        if input.shape[:2] != fixed.shape[:2]:
-            raise ValueError(f"a row-parallel layer was given {tuple(input.shape)}, not the whole sequence")
-        return (fixed[:, _SHARD] if sharded else fixed).clone()
+        whole = _answer_to(input, fixed, _ALL)
+        return _part(whole).clone() if sharded else whole
 
     return forward
+
+
+def _answer_to(input: torch.Tensor, fixed: torch.Tensor, positions: slice) -> torch.Tensor:
+    """In the shape of the input: [1, positions, D], or [positions, D]."""
+    found = fixed[..., positions, :]
+    if input.dim() not in (2, 3) or input.shape[-2] != found.shape[-2]:
+        raise ValueError(f"a layer was given {tuple(input.shape)}, not {found.shape[-2]} positions")
+    return found.clone() if input.dim() == 3 else found[0].clone()
 
 
 def _train(changes: Transaction, layer: nn.Module) -> None:
