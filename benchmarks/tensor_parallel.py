@@ -8,6 +8,7 @@
     python benchmarks/tensor_parallel.py --op llama --world-size 4 --dp 2 --sleep 15 --link 1.0x
                                                                                     a training step, TP 2 x DP 2
     python benchmarks/tensor_parallel.py --op llama --plan replicated --link 1.0x   without sequence parallelism, TP 2
+    python benchmarks/tensor_parallel.py --op llama --plan mixtral --link 1gbit     a Mixtral of transformers, TP 2
 
 `--link 0.56x`: a link on which vanilla's communication takes 0.56 of compute alone, both measured before. All variants
 run over one transport (tcp) in one run, alternating; `dtensor` is what a user has today: PyTorch's styles over gloo, whose
@@ -243,7 +244,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--dp", type=int, default=1, help="of op llama: data-parallel ranks; the others are tensor parallel")
     parser.add_argument("--layers", type=int, default=2, help="of op llama (%(default)s)")
-    parser.add_argument("--plan", choices=PLANS, default="sequence", help="of op llama: with sequence parallelism, or without")
+    parser.add_argument(
+        "--plan", choices=PLANS, default="sequence", help="of op llama: with sequence parallelism, or without; a Mixtral"
+    )
     parser.add_argument("--vocabulary", type=int, default=2048, help="of op llama (%(default)s)")
     parser.add_argument("--sleep", dest="sleep_gflops", type=float, metavar="GFLOPS", help="sleep in place of computing")
     parser.add_argument("--slices-per-rank", type=int, help="of CommFuse (its own choice)")
@@ -267,6 +270,10 @@ def _case(arguments: argparse.Namespace) -> TpCase:
         raise ConfigError(f"--plan {arguments.plan}: only --op llama has plans of PyTorch's styles.")
     known = LLAMA if arguments.op == "llama" else KNOWN
     usual = LLAMA if arguments.op == "llama" else FORWARD if arguments.passes == "forward" else BOTH
+    if arguments.plan == "mixtral":
+        known = usual = ("dtensor", "commfuse")  # transformers' collectives cannot be left out
+        if arguments.dp != 1 or arguments.link.endswith("x"):
+            raise ConfigError("--plan mixtral: has no --dp, and --link takes a rate, or none: compute alone is not measured.")
     names = arguments.variants or ",".join(usual)
     variants = tuple(name for name in names.split(",") if name)
     if not variants or any(name not in known for name in variants) or len(set(variants)) < len(variants):

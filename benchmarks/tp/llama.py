@@ -1,6 +1,7 @@
 """A Llama under data parallelism over tensor parallelism, as users have it: PyTorch's styles, `fully_shard`, AdamW.
 
-Plan "sequence" has sequence parallelism; "replicated" keeps activations whole on every rank, as PyTorch's tutorial does.
+Plan "sequence" has sequence parallelism; "replicated" keeps activations whole on every rank, as PyTorch's tutorial does;
+"mixtral" is a Mixtral of transformers by its own plan, in place of the Llama ("dtensor" is then transformers alone).
 
 | variant | |
 | --- | --- |
@@ -34,9 +35,10 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 import commfuse_dp
 from benchmarks.models_llama import Llama, Shape, next_token_loss, rotary_table, rotate
+from benchmarks.tp import mixtral
 from commfuse_dp.probe import Probe
 
-PLANS = ("sequence", "replicated")
+PLANS = ("sequence", "replicated", "mixtral")
 VARIANTS = ("compute", "dtensor", "dtensor-keep", "commfuse", "commfuse-keep")
 
 
@@ -120,8 +122,11 @@ class LlamaVariant:
         self.losses: list[torch.Tensor] = []
         shape = Shape(case.width, case.layers, case.heads, case.heads // 2, case.hidden, case.vocabulary)
         tp = case.world_size // case.dp
-        mesh = _mesh(tp, case.dp, fake=name == "compute")
-        self._model = _build(shape, mesh, case.seed, case.plan, keep=name.endswith("-keep"))
+        if case.plan == "mixtral":
+            self._model = mixtral.build(shape, case.seed)
+        else:
+            mesh = _mesh(tp, case.dp, fake=name == "compute")
+            self._model = _build(shape, mesh, case.seed, case.plan, keep=name.endswith("-keep"))
         generator = torch.Generator().manual_seed(case.seed + rank // tp)
         self._tokens = torch.randint(shape.vocabulary, (1, case.tokens + 1), generator=generator)
         self._report: Any = None

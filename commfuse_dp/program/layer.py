@@ -10,8 +10,8 @@
 In a backward a partial gradient is produced, and leaves, before parameters of the same owner are consumed: that is the first
 use of the link's time. With several slices per rank the owner's slices of both kinds alternate.
 
-Through a function of rows (a mixture's experts) what is produced for an owner is made of what that owner's rows hold: so they are
-consumed before it. Half of the own slices cover the way of what comes, the others that of what has been sent.
+Through a function of rows (a mixture's experts) what is produced for an owner is made of what that owner's rows hold, so they
+are consumed before it. Half of the own slices cover the way of what comes, the other half that of what was sent.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ def backward(parameters: Problem | None, gradients: Problem | None, rank: int) -
 def through(rows: Problem, results: Problem, rank: int) -> Program:
     """Consume all slices of the rows, and produce the partial results of each behind it. Both are cut alike."""
     head, consumed, produced, tail = _by_owner(rows, results, rank)
-    early = (len(consumed[rank]) + 1) // 2
-    first, consumed[rank] = consumed[rank][:early], [[]] * early + consumed[rank][early:]
+    own = consumed[rank]
+    early = (len(own) + 1) // 2
+    first = [step[-1:] for step in own[:early]]
+    consumed[rank] = [step[:-1] for step in own[:early]] + own[early:]  # what a step sends stays in its place
     pairs = [pair for owner in rows.scatter_owners(rank) for pair in zip(consumed[owner], produced[owner], strict=True)]
     steps = [head, *first, *itertools.chain.from_iterable(pairs), *tail]
     return Program((rows, results), rank, tuple(itertools.chain.from_iterable(steps)))
@@ -63,7 +65,8 @@ def _by_owner(
     coming = list(arrivals(gathered, rank, own_last=True)) if gathered is not None else [[]]
     made = list(productions(summed, rank, beside=True)) if summed is not None else []
     owners = range((gathered or summed).world_size) if gathered or summed else ()  # type: ignore[union-attr]
-    consumed, produced = ({owner: [] for owner in owners} for _ in range(2))  # type: tuple[Steps, Steps]
+    consumed: Steps = {owner: [] for owner in owners}
+    produced: Steps = {owner: [] for owner in owners}
     for step in coming[1:]:
         compute = step[-1]
         assert isinstance(compute, Consume)

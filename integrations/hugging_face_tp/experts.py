@@ -32,7 +32,9 @@ class Experts:
         transport, slices, order = (running_options[key] for key in ("transport", "slices_per_rank", "order"))
         self._place = place_of(None, transport, order, slices, found.name)
 
-    def forward(self, module: nn.Module, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, stock: Any) -> torch.Tensor:
+    def forward(
+        self, module: nn.Module, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, stock: Any
+    ) -> torch.Tensor:
         running = self._running
         if running.sizes is None:
             return stock(x, index, weights)
@@ -43,7 +45,9 @@ class Experts:
         names = [name for name, param in module._parameters.items() if param is not None]
         own = [_local(param) for param in module._parameters.values() if param is not None]
 
-        def compute(x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, params: Sequence[torch.Tensor]) -> torch.Tensor:
+        def compute(
+            x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, params: Sequence[torch.Tensor]
+        ) -> torch.Tensor:
             held: Any = module._parameters
             before = dict(held)
             held.update(zip(names, params, strict=True))

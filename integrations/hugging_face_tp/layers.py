@@ -9,7 +9,7 @@
 | row-parallel linear | one GEMM, then an all-reduce | GEMM by slices, each sent as it is computed: own positions |
 | block that is not served | input whole, output whole | the same, between a gather and a division |
 | mixture of experts | router and all else on all positions | own positions |
-| its experts | all tokens, then an all-reduce; two more in backward | tokens come slice by slice, results leave likewise (experts.py) |
+| its experts | all tokens, then an all-reduce; two more in backward | tokens come, and results leave, slice by slice |
 
 Whatever else reads what a layer hands on gets it gathered, so nothing outside has to know of shards. A forward that has fewer
 positions than ranks (a step of generation), returns the hidden states of its layers, or calls something compiled, is stock's
@@ -86,7 +86,7 @@ class Running(Over):
             self.sizes, self.entries = before
 
     def sizes_of(self, x: torch.Tensor) -> tuple[int, ...]:
-        """Of every rank, along the last dimension but one: positions, or tokens of all entries in a row. A layer runs in shards."""
+        """Of every rank, along the last dimension but one: positions, or tokens of all entries. A layer runs in shards."""
         assert self.sizes is not None
         return self.sizes if x.dim() > 2 else tuple(size * self.entries for size in self.sizes)
 
@@ -117,7 +117,7 @@ class _OwnHook(Hook):
 
 
 class OwnerEnters(_OwnHook):
-    """Before the forward that calls the layers. behind: modules that follow them, outside of it. mixtures: of experts, in shards."""
+    """Before the forward that calls the layers. behind: modules that follow them. mixtures: some run in shards."""
 
     def __init__(self, module: nn.Module, running: Running, behind: Iterable[nn.Module], mixtures: bool) -> None:
         super().__init__(module, "", running)
@@ -227,7 +227,7 @@ class RootLeaves(_OwnHook):
 def layer_forward(running: Running) -> Callable[..., Any]:
     def compute(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         sizes = kwargs.pop(_SIZES, None)
-        x = args[0] if args else kwargs.get(INPUT)
+        x = args[0] if args else kwargs[INPUT]
         with running.sharded(sizes, 1 if sizes is None else int(x.shape[0])):
             return own_class(layer).forward(layer, *args, **kwargs)  # type: ignore[attr-defined]
 

@@ -23,7 +23,7 @@ from commfuse_dp.integrations.attach.rules import excluded, full_name, original_
 from commfuse_dp.integrations.hugging_face_tp import compat
 from commfuse_dp.integrations.hugging_face_tp.compat import COLUMN, EXPERTS, REPLICATED, ROW, HuggingFaceStyle
 from commfuse_dp.integrations.hugging_face_tp.key_heads import KeyHeads, key_heads_of
-from commfuse_dp.integrations.hugging_face_tp.trial import layer_obstacle_by_trial, norm_obstacle_by_trial
+from commfuse_dp.integrations.hugging_face_tp.trial import layer_obstacle_by_trial, norm_obstacle_by_trial, width_of
 from commfuse_dp.integrations.tensor_parallel.select import Selected, Tree, layer_obstacle, mesh_obstacle
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -142,6 +142,8 @@ def _take_stack(name: str, stack: nn.ModuleList, config: CommFuseConfig, tree: T
             if block.obstacle is not None:
                 reason = f"{block.obstacle}; {block.name} gets its input whole, and its output is divided"
                 out.left.update(dict.fromkeys(_names(block.name, block.module), reason))
+            elif block.rows[0].style.whole:
+                out.left.update(dict.fromkeys(_names(block.name, block.module), "computes on all positions and features"))
         reason = "it computes with its own positions of the sequence; its gradient is summed over the ranks"
         out.left.update({inner: reason for inner, _ in layer.replicated})
     if len(out.layers) > before:
@@ -149,7 +151,7 @@ def _take_stack(name: str, stack: nn.ModuleList, config: CommFuseConfig, tree: T
         prefix = name.rpartition(".")[0]
         for inner, child in owner.named_children():
             if child is not stack and any(True for _ in child.parameters(recurse=False)) and not _styled_inside(child):
-                _take_norm(full_name(prefix, inner), child, out)
+                _take_norm(full_name(prefix, inner), child, owner, out)
 
 
 def _tried(
@@ -302,12 +304,10 @@ def _names(name: str, module: nn.Module) -> Iterator[str]:
 
 
 # ---- behind them -----------------------------------------------------------------------------------------------------
-def _take_norm(name: str, module: nn.Module, out: Selection) -> None:
-    row = out.layers[-1].blocks[0].rows or out.layers[-1].blocks[-1].rows
-    width = row[0].module.out_features if row else None
-    if not isinstance(width, int) or "forward" in vars(module):
+def _take_norm(name: str, module: nn.Module, owner: nn.Module, out: Selection) -> None:
+    if "forward" in vars(module):
         return
-    why = norm_obstacle_by_trial(module, width)
+    why = norm_obstacle_by_trial(module, width_of(out.layers[-1].blocks, owner))
     if why is None:
         out.norms.append((name, module))
     out.left[name] = why or "it computes with its own positions of the sequence; its gradient is summed over the ranks"

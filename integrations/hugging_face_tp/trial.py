@@ -4,7 +4,7 @@ Between a row-parallel layer and the next column-parallel one a layer must compu
 scales). That is not read from the class but seen: in both runs the tensor-parallel layers answer with fixed numbers, with all
 positions or with those of the shard; column-parallel layers are given the whole input, or what stands for it (`StandIn`). The
 output of the second run must be the shard's positions of the first one's. No rank waits for another here, no parameter changes.
-Layers are tried as in training, where dropout shows: two runs over all positions differ.
+Layers are tried as in training, where dropout shows: the state of the random numbers is another one behind it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def layer_obstacle_by_trial(
 ) -> str | None:
     """Why a decoder layer cannot run in shards (None: it can). owner: has the layers, and their rotary embedding."""
     served = [block for block in blocks if block.obstacle is None]
-    width, like = _hidden(served, experts, owner)
+    width = width_of(served, owner)
+    like = next((served[0].rows[0] if served else experts[0]).module.parameters())
     name = original_type(layer).__name__
     with _trying(like.device) as changes:
         x = _fixed(-1, width, like)
@@ -49,8 +50,9 @@ def layer_obstacle_by_trial(
                 _make_whole(changes, layer, [*answered, *(found.module for found in experts)])
                 arguments = _arguments(layer, owner, x)
                 runs = _Runs(changes, blocks, experts, tuples)
-                whole, again = (runs.run(layer, x, arguments) for _ in range(2))
-                if isinstance(whole, torch.Tensor) and not _close(again, whole):
+                before = _random_state(like.device)
+                whole = runs.run(layer, x, arguments)
+                if not torch.equal(_random_state(like.device), before):
                     return f"{name} draws random numbers (dropout) between its tensor-parallel layers: shards would draw others"
                 part = runs.run(layer, _part(x), arguments, sharded=True)
             except Exception as error:
@@ -78,12 +80,10 @@ def norm_obstacle_by_trial(module: nn.Module, width: int) -> str | None:
     return None if same else "it does not compute every position by itself"
 
 
-def _hidden(served: Sequence[Block], experts: Sequence[Styled], owner: nn.Module) -> tuple[int, torch.Tensor]:
-    """How wide what a layer is given is, and a tensor of its dtype and device."""
-    if served:
-        row = served[0].rows[0].module
-        return int(row.out_features), next(row.parameters())  # type: ignore[arg-type]
-    return int(getattr(owner, "config").hidden_size), next(experts[0].module.parameters())  # noqa: B009
+def width_of(blocks: Sequence[Block], owner: nn.Module) -> int:
+    """Features of a position between the parts of a decoder layer."""
+    config: Any = getattr(owner, "config", None)
+    return next((int(row.module.out_features) for block in blocks for row in block.rows), getattr(config, "hidden_size", 0))  # type: ignore[arg-type]
 
 
 def _part(whole: torch.Tensor) -> torch.Tensor:
@@ -116,6 +116,13 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a.double(), b.double(), rtol=tolerance, atol=tolerance * float(b.abs().max()))
 
 
+def _random_state(device: torch.device) -> torch.Tensor:
+    """Of what the layer draws from."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.cat((torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device)))
+
+
 def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -124,6 +131,8 @@ def _arguments(layer: nn.Module, owner: nn.Module, x: torch.Tensor) -> dict[str,
     """What transformers' models hand to a decoder layer."""
     positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
     found = {"attention_mask": None, "position_ids": positions, "past_key_values": None, "use_cache": False}
+    if "shared_kv_states" in inspect.signature(original_type(layer).forward).parameters:  # type: ignore[attr-defined]
+        found["shared_kv_states"] = {}  # Gemma4's: later layers attend to keys and values of earlier ones
     rotary = getattr(owner, "rotary_emb", None)
     if rotary is not None:
         kinds: Any = getattr(getattr(owner, "config", None), "layer_types", None)
@@ -198,8 +207,11 @@ class _Runs:
             given = (x, index, weights)
             if not sharded:
                 self._routed[id(found)] = given
-            elif not all(part.dim() == 2 and _close(part, _part(whole)) for part, whole in zip(given, self._routed[id(found)], strict=True)):
-                raise ValueError(f"what {found.name} are given depends on other positions, or on chance")
+            elif not all(
+                part.dim() == 2 and _close(part, _part(whole))
+                for part, whole in zip(given, self._routed[id(found)], strict=True)
+            ):
+                raise ValueError(f"what {found.name} are given depends on other positions")
             return _answer_to(x, _fixed(seed, x.shape[-1], x), _SHARD if sharded else _ALL)
 
         return forward

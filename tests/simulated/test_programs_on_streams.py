@@ -21,6 +21,7 @@ from commfuse_dp.transport.base import CHANNEL_COLLECTIVE, Sending, Tag, Transpo
 from commfuse_dp.transport.streams import growth
 from commfuse_dp.transport.symmetric.core import Core
 from tests.conformance.collectives.worlds import left_fold, rows
+from tests.conformance.sequence import test_experts as experts
 from tests.conformance.sequence import test_sequence_ops as sequence
 from tests.support import fake_nccl, fake_symmetric
 from tests.support.fake_device import FakeWorld, Race
@@ -169,6 +170,14 @@ def test_tensor_parallel_layers(case: dict[str, Any], kind: str, ring: int) -> N
 @given(sequence.cases().filter(lambda case: case["n"] > 1), st.sampled_from(KINDS), st.sampled_from([512, RING]))
 def test_more_tensor_parallel_layers(case: dict[str, Any], kind: str, ring: int) -> None:
     compare(case, kind, ring)
+
+
+@settings(max_examples=8, suppress_health_check=QUIET, deadline=None)
+@given(experts.cases().filter(lambda case: case["n"] > 1), st.sampled_from(KINDS), st.sampled_from([512, RING]))
+def test_experts(case: dict[str, Any], kind: str, ring: int) -> None:
+    whole = experts.Whole(case)
+    for rank, found in enumerate(on_streams(kind, whole.n, whole.run, seed=case["seed"], ring=ring)):
+        whole.check(rank, found, 1e-12)
 
 
 def _release_early(monkeypatch: pytest.MonkeyPatch) -> None:

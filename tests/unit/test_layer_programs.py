@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commfuse_dp.program.hosts import Hosts
-from commfuse_dp.program.layer import backward, forward, step
+from commfuse_dp.program.layer import backward, forward, step, through
 from commfuse_dp.program.layout import Tensor
 from commfuse_dp.program.operations import Collective, Consume, Problem, Produce, Program, Reduce, Send
 from commfuse_dp.program.simulate import Costs, compute_per_row, estimate
@@ -63,6 +63,11 @@ def prove(world: dict, credit: int = 1) -> None:
             assert sum(proof.rows_sent) == sum(map(minimum_rows, programs[0].problems))
 
 
+def experts(world: dict, rank: int) -> Program:
+    rows, results = (problem(world, kind, kind, layer=0) for kind in ("all_gather", "reduce_scatter"))
+    return through(rows, results, rank)
+
+
 def whole_step(world: dict, rank: int) -> Program:
     layers = [layer(world, number, rank, trained=number != 1) for number in range(3)]
     return step([there for there, _ in layers] + [back for _, back in reversed(layers)])
@@ -72,6 +77,21 @@ def whole_step(world: dict, rank: int) -> Program:
 @given(world=worlds(largest=16), credit=st.integers(1, 2))
 def test_every_layer_is_proved(world: dict, credit: int) -> None:
     prove(world, credit)
+
+
+@settings(max_examples=20)
+@given(world=worlds(largest=16), credit=st.integers(1, 2), seed=st.integers(0, 2**32))
+def test_what_goes_through_a_function_is_proved(world: dict, credit: int, seed: int) -> None:
+    """And what is produced for a slice comes behind its rows."""
+    programs = [experts(world, rank) for rank in range(world["n"])]
+    assert verify(programs, credit=credit) == verify(programs, credit=credit, pick=random.Random(seed))
+    for program in programs:
+        seen = set()
+        for op in program.compute_lane:
+            if isinstance(op, Consume):
+                seen.add((op.piece.slice.owner, op.piece.slice.index))
+            elif isinstance(op, Produce):
+                assert (op.slice.owner, op.slice.index) in seen
 
 
 @pytest.mark.slow

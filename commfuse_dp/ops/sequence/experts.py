@@ -1,24 +1,24 @@
-"""A function of tokens whose weights are divided among the ranks, such as a mixture's experts: each rank has a part of every one.
+"""A function of tokens whose weights are divided among the ranks, such as a mixture's experts: each rank has a part of each.
 
-    y = sharded_experts(name, compute, x, index, weights, params, sizes, place)     # y: of the own tokens, summed over the ranks
+    y = sharded_experts(name, compute, x, index, weights, params, sizes, place)     # y: of own tokens, summed over the ranks
 
-R ranks; rank j keeps t_j tokens x_j [t_j, D] with the experts that they go to, index_j and weights_j [t_j, k]. E(x, index, weights)
-is what this rank's parts make of some tokens, [t, D]; the sum over the ranks is the result.
+R ranks; rank j keeps t_j tokens x_j [t_j, D], and the experts that they go to: index_j and weights_j [t_j, k]. E(x, index,
+weights), [t, D], is what this rank's parts make of some tokens; the sum over the ranks is the result.
 
-| pass | computed for a slice of rank j's tokens | moves | order |
-| --- | --- | --- | --- |
-| forward | P_j = E(x_j, index_j, weights_j) | x_j, index_j, weights_j in, as one message; P_j to j | own first and last |
-| backward | dx_j, dweights_j, terms of the parameters' gradients | dy_j in; dx_j, dweights_j to j | likewise |
+| pass | computed for a slice of rank j's tokens | moves |
+| --- | --- | --- |
+| forward | P_j = E(x_j, index_j, weights_j) | x_j, index_j, weights_j in, as one message; P_j to j |
+| backward | dx_j, dweights_j, terms of the parameters' gradients | dy_j in; dx_j, dweights_j to j |
 
-So what is gathered and what is summed up, 4 U in all (U = (R-1)/R x tokens x D), moves beside the experts' own compute: it is the
-program `through` of program/layer.py. E is any function that autograd follows: each slice's graph is made in forward and taken
-apart in backward.
+What is gathered and what is summed up, 4 U in all (U = (R-1)/R x tokens x D), moves beside the experts' own compute: it is the
+program `through` of program/layer.py. E is any function that autograd follows: the graph of each slice is made in forward and
+gone through in backward.
 
 [Note: Graphs beside autograd's]
-A graph of a slice cannot be saved for backward, and held by the node it would defeat activation checkpointing, which computes
+The graph of a slice cannot be saved for backward, and held by the node it would defeat activation checkpointing, which computes
 a forward again and hands what it has saved to the first forward's node. So graphs are held by the memory of a tensor that is
-saved: who drops the tensor drops them, who hands it on (detached, even) hands them on. Hooks on saved tensors do not reach
-inside. A hook that has copied the tensor has lost them: then backward gathers the tokens and computes them again.
+saved: who drops the tensor drops them, and who hands it on, detached even, hands them on. Hooks on saved tensors do not reach
+inside. A hook that copies the tensor loses them: then backward gathers the tokens and computes them again.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _Packed(NamedTuple):
     features: int
     k: int
     weights: torch.dtype
-    index: torch.dtype
+    indices: torch.dtype
 
     @classmethod
     def of(cls, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> tuple[_Packed, torch.Tensor]:
@@ -107,7 +107,11 @@ class _Packed(NamedTuple):
         narrow, wide = _WHOLE_NUMBERS[rows.dtype.itemsize], self.weights.itemsize > rows.dtype.itemsize
         x, weights, index = rows.split((self.features, int(rows.shape[1]) - self.features - self.k, self.k), dim=1)
         weights = weights.contiguous()
-        return x, index.contiguous().view(narrow).to(self.index), weights.view(self.weights) if wide else weights.to(self.weights)
+        return (
+            x,
+            index.contiguous().view(narrow).to(self.indices),
+            weights.view(self.weights) if wide else weights.to(self.weights),
+        )
 
 
 def sharded_experts(
@@ -123,8 +127,8 @@ def sharded_experts(
     """The own tokens' sum over the ranks of what each rank's parts of the experts make of them.
 
     Args:
-        compute: (x [t, D], index [t, k], weights [t, k], params) -> [t, D], for any number of tokens; the same function on all
-            ranks, each with its own params. It may be called for slices of any rank's tokens, in any order.
+        compute: (x [t, D], index [t, k], weights [t, k], params) -> [t, D], for any t: token by token, by the same function on
+            all ranks, each with its own params.
         x: [t_r, D], this rank's tokens; index: [t_r, k], whole numbers; weights: [t_r, k], in floating point.
         params: this rank's parts of the experts.
         sizes: t_j of every rank.
@@ -134,17 +138,19 @@ def sharded_experts(
     """
     if x.dim() != 2 or index.shape != weights.shape or index.dim() != 2 or index.shape[0] != x.shape[0]:
         raise ValueError(
-            f"{name}: x {tuple(x.shape)}, index {tuple(index.shape)}, weights {tuple(weights.shape)}: [t, D], [t, k] and [t, k] "
+            f"{name}: x {tuple(x.shape)}, index {tuple(index.shape)}, weights {tuple(weights.shape)}: [t, D], [t, k], [t, k] "
             "are needed"
         )
     if index.dtype.is_floating_point or not weights.dtype.is_floating_point:
-        raise ValueError(f"{name}: index is {index.dtype}, weights {weights.dtype}: whole numbers and floating point are needed")
+        raise ValueError(
+            f"{name}: index is {index.dtype}, weights {weights.dtype}: whole numbers and floating point are needed"
+        )
     check_dtype(name, x, {})
     wanted = (x.requires_grad, weights.requires_grad, any(param.requires_grad for param in params))
     trains = torch.is_grad_enabled() and any(wanted)
     if place.slices_per_rank is None:
         place = place._replace(slices_per_rank=SLICES_PER_RANK)
-    more = {"features": x.shape[1], "experts of a token": index.shape[1], "dtype of weights": weights.dtype}
+    more: dict[str, Any] = {"features": x.shape[1], "experts of a token": index.shape[1], "dtype of weights": weights.dtype}
     agree_on(place, x, 0, wanted, sizes, int(x.shape[0]), **more)
     call = _Call(name, compute, place, tuple(sizes), trains)
     y: torch.Tensor = _Experts.apply(call, x, index, weights, *params)

@@ -32,10 +32,37 @@ def _reasons(rank: int, n: int, kind: str, sizes: dict[str, Any], settings: dict
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, str]]] = {
     "whole inputs of o_proj": (
-        "phi3",
+        "olmo2",
         {},
         {},
-        {"layers.0.self_attn.o_proj.weight": "stock: model.layers.0.self_attn.o_proj: its input is laid out as R, not sharded"},
+        {
+            "layers.0.self_attn.o_proj.weight": "row: partial sums leave as they are computed",
+            "layers.0.self_attn.q_norm.weight": "stock: computes on all positions and features",
+        },
+    ),
+    "routing by chance": (
+        "phimoe",
+        {"num_local_experts": 4},
+        {},
+        {"layers.0.mlp.experts.down_proj": "stock: PhimoeDecoderLayer draws random numbers"},
+    ),
+    "noise before routing": (
+        "mixtral",
+        {"num_local_experts": 4, "router_jitter_noise": 0.1},
+        {},
+        {
+            "layers.0.mlp.experts.down_proj": "stock: MixtralDecoderLayer draws random numbers",
+            "layers.0.self_attn.q_proj.weight": "column: one gather",
+        },
+    ),
+    "other attention": (
+        "olmo_hybrid",
+        {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 4},
+        {},
+        {
+            "layers.0.linear_attn.q_proj.weight": "stock: no style of tensor parallelism was applied inside of it; model",
+            "layers.0.mlp.down_proj.weight": "row: partial sums",
+        },
     ),
     **{
         f"dropout of {kind}": (
@@ -57,8 +84,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, str]]] = {
         {"num_local_experts": 4},
         {},
         {
-            "layers.0.mlp.experts.gate_up_proj": "stock: model.layers.0.mlp.experts: its style MoeExpertsParallel is none that",
+            "layers.0.mlp.experts.gate_up_proj": "column: tokens come by slices, and partial sums leave",
+            "layers.0.mlp.gate.weight": "stock: it computes with its own positions of the sequence; its gradient is summed",
             "layers.0.self_attn.q_proj.weight": "column: one gather of model.layers.0.self_attn's input with",
+        },
+    ),
+    "experts excluded": (
+        "mixtral",
+        {"num_local_experts": 4},
+        {"exclude": ("model.layers.0.mlp.experts",)},
+        {
+            "layers.0.mlp.experts.gate_up_proj": "stock: excluded by 'model.layers.0.mlp.experts'; model.layers.0.mlp gets its",
+            "layers.1.mlp.experts.gate_up_proj": "column: tokens come by slices",
         },
     ),
     "excluded": (
