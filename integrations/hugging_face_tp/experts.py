@@ -28,9 +28,7 @@ class Experts:
         assert found.style.own is not None
         self.name, self._running, self._style = found.name, running, found.style
         self._module = weakref.ref(found.module)
-        running_options = running.options
-        transport, slices, order = (running_options[key] for key in ("transport", "slices_per_rank", "order"))
-        self._place = place_of(None, transport, order, slices, found.name)
+        self._place = place_of(None, running.transport, running.order, running.config.slices_per_rank, found.name)
 
     def forward(
         self, module: nn.Module, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, stock: Any
@@ -56,7 +54,8 @@ class Experts:
             finally:
                 held.update(before)
 
-        return sharded_experts(self.name, compute, x, index, weights, own, sizes, self._place)
+        experts = next((param.shape[0] for param in own if param.dim() == 3), 1)
+        return sharded_experts(self.name, compute, x, index, weights, own, sizes, self._place, experts)
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:

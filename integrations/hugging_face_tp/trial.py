@@ -130,7 +130,7 @@ def _generator(seed: int) -> torch.Generator:
 def _arguments(layer: nn.Module, owner: nn.Module, x: torch.Tensor) -> dict[str, Any]:
     """What transformers' models hand to a decoder layer."""
     positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
-    found = {"attention_mask": None, "position_ids": positions, "past_key_values": None, "use_cache": False}
+    found: dict[str, Any] = {"attention_mask": None, "position_ids": positions, "past_key_values": None, "use_cache": False}
     if "shared_kv_states" in inspect.signature(original_type(layer).forward).parameters:  # type: ignore[attr-defined]
         found["shared_kv_states"] = {}  # Gemma4's: later layers attend to keys and values of earlier ones
     rotary = getattr(owner, "rotary_emb", None)

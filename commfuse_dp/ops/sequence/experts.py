@@ -47,7 +47,10 @@ from commfuse_dp.ops.sequence.rows import (
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
 _WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-SLICES_PER_RANK = 2  # the first of the own ones covers the way of what comes, the last one that of what has been sent
+# Every expert reads its weights anew for each slice. On one core with experts of 2 MiB each, two ranks without a link, slices of
+# 64, 128, 256, 512 tokens an expert took 1.21, 1.06, 0.99, 0.93 times as long as stock does with all tokens at once:
+# benchmarks/results/2026-11-28_mixture.md.
+THIN = 128
 
 
 class _Slice(NamedTuple):
@@ -79,12 +82,46 @@ class _Call(NamedTuple):
     compute: Compute
     place: Place
     sizes: tuple[int, ...]  # tokens of every rank
+    at_once: bool  # all tokens are one slice
     trains: bool
 
     def run(self, rows: tuple[Rows, ...], bindings: Sequence[Bindings], device: torch.device) -> None:
         place = self.place
         session = begin(place.group, place.transport, device, TENSOR_PARALLEL)
         execute(self.name, moves((place.order, place.slices_per_rank, place.rank), self.sizes, rows), bindings, session, device)
+
+    def through(
+        self, own: torch.Tensor, function: Callable[[int, torch.Tensor], torch.Tensor], out: torch.Tensor | None
+    ) -> None:
+        """out = of the own rows, the sum over the ranks of what function(first row, rows) makes of the slices of all ranks' rows.
+        None: it is called for what it does."""
+        gather = gathered_rows(own.shape[1], own.dtype)
+        partials: dict[int, torch.Tensor] = {}
+
+        def consume(owner: Owner, rows: torch.Tensor) -> None:
+            partials[owner.start] = function(owner.start, rows)
+
+        if self.at_once:
+            whole = own.new_empty(sum(self.sizes), own.shape[1])
+            whole.split(self.sizes)[self.place.rank].copy_(own)
+            self.run((gather,), (Bindings(own, target=whole),), own.device)
+            partials[0] = function(0, whole)
+            if out is not None:
+                self.sum(partials, out)
+        elif out is None:
+            self.run((gather,), (Bindings(own, consume=consume),), own.device)
+        else:
+            rows = gather._replace(tensor=TOKENS), Rows(RESULTS, (out.shape[1],), Types.summed(out.dtype, out.dtype))
+            self.run(rows, (Bindings(own, consume=consume), _leaving(partials, out)), own.device)
+
+    def sum(self, partials: dict[int, torch.Tensor], out: torch.Tensor) -> None:
+        """partials: by the first row of each slice."""
+        bindings = Bindings(partials[0], target=out) if self.at_once else _leaving(partials, out)
+        self.run((summed_rows(out.shape[1], out.dtype, out.dtype),), (bindings,), out.device)
+
+
+def _leaving(partials: dict[int, torch.Tensor], out: torch.Tensor) -> Bindings:
+    return Bindings(target=out, produce=lambda owner, buffer: buffer.copy_(partials.pop(owner.start)))
 
 
 class _Packed(NamedTuple):
@@ -123,6 +160,7 @@ def sharded_experts(
     params: Sequence[torch.Tensor],
     sizes: Sequence[int],
     place: Place,
+    experts: int = 1,
 ) -> torch.Tensor:
     """The own tokens' sum over the ranks of what each rank's parts of the experts make of them.
 
@@ -132,6 +170,8 @@ def sharded_experts(
         x: [t_r, D], this rank's tokens; index: [t_r, k], whole numbers; weights: [t_r, k], in floating point.
         params: this rank's parts of the experts.
         sizes: t_j of every rank.
+        experts: among how many tokens are divided, each to k of them. Slices would be thin where few come to each: then,
+            unless place says how many there are to be, all tokens are gathered, computed at once and summed up.
 
     Returns [t_r, D]. Differentiable in x, weights and params. Raises ValueError for arguments that do not fit; MismatchError,
     on all ranks and before data moves, if the ranks' do not fit together; and what collectives raise.
@@ -148,13 +188,21 @@ def sharded_experts(
     check_dtype(name, x, {})
     wanted = (x.requires_grad, weights.requires_grad, any(param.requires_grad for param in params))
     trains = torch.is_grad_enabled() and any(wanted)
-    if place.slices_per_rank is None:
-        place = place._replace(slices_per_rank=SLICES_PER_RANK)
-    more: dict[str, Any] = {"features": x.shape[1], "experts of a token": index.shape[1], "dtype of weights": weights.dtype}
+    place, at_once = _cut(place, sizes, int(index.shape[1]) / experts)
+    more: dict[str, Any] = {"features": x.shape[1], "experts": experts, "of a token": index.shape[1], "weights": weights.dtype}
     agree_on(place, x, 0, wanted, sizes, int(x.shape[0]), **more)
-    call = _Call(name, compute, place, tuple(sizes), trains)
+    call = _Call(name, compute, place, tuple(sizes), at_once, trains)
     y: torch.Tensor = _Experts.apply(call, x, index, weights, *params)
     return y
+
+
+def _cut(place: Place, sizes: Sequence[int], share: float) -> tuple[Place, bool]:
+    """(with a number of slices, whether there is one only of all tokens). share: of tokens that come to an expert."""
+    if place.slices_per_rank is not None or not sizes:
+        return place, False
+    of_an_expert = max(sizes) * share
+    slices = 2 if of_an_expert >= 4 * THIN and len(sizes) == 2 else 1  # else half of what is sent has nothing beside it
+    return place._replace(slices_per_rank=slices), of_an_expert < THIN
 
 
 class _Experts(torch.autograd.Function):
@@ -165,19 +213,9 @@ class _Experts(torch.autograd.Function):
         with unseen():
             packing, packed = _Packed.of(x, index, weights)
             graphs = _Graphs([param.detach().requires_grad_(call.trains and param.requires_grad) for param in params])
-            partials: dict[int, torch.Tensor] = {}
             needs = call.trains and x.requires_grad, call.trains and weights.requires_grad
-
-            def consume(owner: Owner, rows: torch.Tensor) -> None:
-                partials[owner.start] = _computed(call, graphs, owner, packing.taken(rows), needs)
-
-            def produce(owner: Owner, buffer: torch.Tensor) -> None:
-                buffer.copy_(partials.pop(owner.start))
-
-            y = x.new_empty(x.shape)
-            tokens = Rows(TOKENS, (packed.shape[1],), Types.moved(x.dtype))
-            results = Rows(RESULTS, (x.shape[1],), Types.summed(x.dtype, x.dtype))
-            call.run((tokens, results), (Bindings(packed, consume=consume), Bindings(target=y, produce=produce)), x.device)
+            y = torch.empty_like(x, memory_format=torch.contiguous_format)
+            call.through(packed, lambda start, rows: _computed(call, graphs, start, packing.taken(rows), needs), y)
         if call.trains:
             ctx.call, ctx.packing = call, packing
             ctx.save_for_backward(packed, graphs.token(), *params)
@@ -201,7 +239,7 @@ class _Experts(torch.autograd.Function):
 def _computed(
     call: _Call,
     graphs: _Graphs,
-    owner: Owner,
+    start: int,
     given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     needs: tuple[bool, bool],
 ) -> torch.Tensor:
@@ -215,7 +253,7 @@ def _computed(
     weights.requires_grad_(needs[1])
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
         out = call.compute(x, index, weights, graphs.params)
-    graphs.slices[owner.start] = _Slice((x, weights), out)
+    graphs.slices[start] = _Slice((x, weights), out)
     return out.detach()
 
 
@@ -232,12 +270,7 @@ def _again(
     needs: tuple[bool, bool],
 ) -> _Graphs:
     graphs = _Graphs([param.detach().requires_grad_(want) for param, want in zip(params, wanted, strict=True)])
-
-    def consume(owner: Owner, rows: torch.Tensor) -> None:
-        _computed(call, graphs, owner, packing.taken(rows), needs)
-
-    rows = gathered_rows(packed.shape[1], packed.dtype)
-    call.run((rows,), (Bindings(packed, consume=consume),), packed.device)
+    call.through(packed, lambda start, rows: _computed(call, graphs, start, packing.taken(rows), needs), None)
     return graphs
 
 
@@ -249,13 +282,11 @@ def _backward(
     totals: list[torch.Tensor | None] = [None] * len(graphs.params)
     for at in trained:
         totals[at] = torch.zeros_like(graphs.params[at])
-    # By the first row of a slice: gradients of x and of weights; in one message, if they are of one dtype.
-    partials: tuple[dict[int, torch.Tensor], ...] = {}, {}
-    widths = (packing.features if needs[0] else 0, packing.k if needs[1] else 0)
-    together = grad.dtype == packing.weights and all(needs)
+    together = grad.dtype == packing.weights and all(needs)  # gradients of x and weights, in one message
+    late: dict[int, torch.Tensor] = {}  # of weights, by the first row of a slice
 
-    def consume(owner: Owner, dy: torch.Tensor) -> None:
-        inputs, out = graphs.slices[owner.start]
+    def terms(start: int, dy: torch.Tensor) -> torch.Tensor:
+        inputs, out = graphs.slices[start]
         leaves = [leaf for leaf, need in zip(inputs, needs, strict=True) if need]
         every = [*leaves, *(graphs.params[at] for at in trained)]
         found: Sequence[torch.Tensor | None] = [None] * len(every)
@@ -264,31 +295,18 @@ def _backward(
         for at, term in zip(trained, found[len(leaves) :], strict=True):
             if term is not None:
                 totals[at] += term  # type: ignore[operator]
-        terms = [torch.zeros_like(leaf) if term is None else term for leaf, term in zip(leaves, found, strict=False)]
-        if together:
-            terms = [torch.cat(terms, dim=1)]
-        for kept, term in zip(partials if needs[0] else partials[1:], terms, strict=False):
-            kept[owner.start] = term
+        made = [torch.zeros_like(leaf) if term is None else term for leaf, term in zip(leaves, found, strict=False)]
+        if needs[1] and not together:
+            late[start] = made.pop()
+        return torch.cat(made, dim=1) if made else dy.new_empty(len(dy), 0)
 
-    def leaving(kept: dict[int, torch.Tensor], out: torch.Tensor) -> Bindings:
-        return Bindings(target=out, produce=lambda owner, buffer: buffer.copy_(kept.pop(owner.start)))
-
-    dx, dweights = (
-        grad.new_empty((grad.shape[0], width), dtype=dtype)
-        for width, dtype in zip(widths, (grad.dtype, packing.weights), strict=True)
-    )
-    both = grad.new_empty(grad.shape[0], sum(widths)) if together else dx
-    if needs[0]:
-        rows = Rows(TOKENS, (grad.shape[1],), Types.moved(grad.dtype))
-        results = Rows(RESULTS, (both.shape[1],), Types.summed(grad.dtype, grad.dtype))
-        call.run((rows, results), (Bindings(grad, consume=consume), leaving(partials[0], both)), grad.device)
-    else:
-        call.run((gathered_rows(grad.shape[1], grad.dtype),), (Bindings(grad, consume=consume),), grad.device)
-    if together:
-        dx, dweights = (part.contiguous() for part in both.split(widths, dim=1))
-    elif needs[1]:
-        sums = summed_rows(packing.k, packing.weights, packing.weights)
-        call.run((sums,), (leaving(partials[1], dweights),), grad.device)
+    widths = packing.features if needs[0] else 0, packing.k if together else 0
+    summed = grad.new_empty(grad.shape[0], sum(widths))
+    call.through(grad, terms, summed if needs[0] else None)
+    dx, dweights = (part.contiguous() for part in summed.split(widths, dim=1))
+    if needs[1] and not together:
+        dweights = grad.new_empty((grad.shape[0], packing.k), dtype=packing.weights)
+        call.sum(late, dweights)
     return dx if needs[0] else None, dweights if needs[1] else None, totals
 
 

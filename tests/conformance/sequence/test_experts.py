@@ -75,7 +75,9 @@ class Whole:
         index = self.tokens(self.index, rank)
 
         def experts(x: torch.Tensor, weights: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
-            return sharded_experts("experts", compute, x, index, weights, params, self.sizes, place)
+            return sharded_experts(
+                "experts", compute, x, index, weights, params, self.sizes, place, self.case.get("experts", 1)
+            )
 
         y = experts(*leaves) if around is None else around(experts, *leaves)
         if y.requires_grad:
@@ -108,6 +110,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "k": draw(st.integers(1, 3)),
         "order": draw(st.sampled_from(["pairwise", "ring"])),
         "slices": draw(st.sampled_from([None, 1, 3])),
+        "experts": draw(st.sampled_from([EXPERTS, 0.01])),  # of which come few or many tokens to each
         "wanted": draw(st.sampled_from([(True,) * 4, (False, True, True, True), (True, False, False, True), (False,) * 4])),
         "dtype": torch.float64,
         "weights": torch.float64,
@@ -115,7 +118,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-CASE = {"n": 3, "sizes": [5, 0, 4], "k": 2, "order": "pairwise", "slices": None, "wanted": (True,) * 4, "seed": 7}
+CASE = {"n": 3, "sizes": [5, 0, 4], "k": 2, "order": "pairwise", "slices": 2, "wanted": (True,) * 4, "seed": 7}
 EXACT = {**CASE, "dtype": torch.float64, "weights": torch.float64}
 
 
@@ -172,9 +175,9 @@ def _twice(experts: Any, *leaves: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("around", [_checkpointed, _reentrant, _copied, _twice])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_what_is_saved(around: Any, frozen: bool) -> None:
-    compare({**EXACT, "wanted": (True, True, True, not frozen)}, around=around)
+@pytest.mark.parametrize(("frozen", "slices"), [(False, 2), (True, 2), (False, None)])
+def test_what_is_saved(around: Any, frozen: bool, slices: int | None) -> None:
+    compare({**EXACT, "wanted": (True, True, True, not frozen), "slices": slices}, around=around)
 
 
 def test_graphs_end_with_what_is_saved() -> None:
@@ -194,9 +197,10 @@ def test_graphs_end_with_what_is_saved() -> None:
     assert len(module._alive) == before
 
 
-def test_messages_and_bytes_are_the_minimum() -> None:
+@pytest.mark.parametrize("slices", [2, None])
+def test_bytes_are_the_minimum(slices: int | None) -> None:
     """Forward: x, weights, index in, and results out; backward: gradients in, those of x and weights out."""
-    case = {**EXACT, "sizes": [8, 8, 8]}
+    case = {**EXACT, "sizes": [8, 8, 8], "slices": slices}
     whole = Whole(case)
 
     def body(rank: int, transport: Any) -> int:
@@ -232,6 +236,6 @@ def test_ranks_that_do_not_fit_together() -> None:
         index, weights = torch.zeros(2, 1 + rank, dtype=torch.long), torch.ones(2, 1 + rank)
         sharded_experts("experts", compute, torch.ones(2, D), index, weights, (), (2, 2), place)
 
-    with pytest.raises(CommFuseError, match="experts of a token") as found:
+    with pytest.raises(CommFuseError, match="of a token") as found:
         in_world(2, body)
     assert isinstance(found.value, MismatchError)
