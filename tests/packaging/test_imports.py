@@ -41,6 +41,7 @@ def files() -> list[tuple[str, Path]]:
     return [("package" if path in above else room, path) for room, path in found]
 
 
+@functools.cache
 def imports(path: Path) -> list[tuple[int, str]]:
     """(line, module) of every import in a file, also those inside functions and `importlib.import_module("...")`; not those
     for type checking only."""

@@ -110,7 +110,7 @@ def taken(case: Case) -> list[list[list[Program]]]:
     return run_ranks(case.world_size, body)
 
 
-@pytest.mark.parametrize("case", [*CASES, LARGE[0], *map(slow, LARGE[1:])], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *map(slow, LARGE)], ids=str)
 def test_programs_of_engines_are_proved(case: Case) -> None:
     ranks = taken(case)
     for of_unit in zip(*ranks, strict=True):

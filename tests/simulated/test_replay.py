@@ -133,7 +133,7 @@ def reduce_into(totals: dict[Any, Any], waiting: dict[Any, Any], names: list[Any
 
 
 CELLS = [(kind, seed) for kind in KINDS for seed in (3, 8)]
-QUICK = [*CELLS[:4], ("device", 3), ("device, small window", 8)]
+QUICK = [*CELLS[:4], ("device, small window", 8)]
 MARKED = [cell if cell in QUICK else pytest.param(*cell, marks=pytest.mark.slow) for cell in CELLS]
 
 

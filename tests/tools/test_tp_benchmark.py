@@ -79,6 +79,7 @@ def test_a_step_of_tensor_and_data_parallelism(tmp_path: Path) -> None:
         (["--heads", "3"], "divisible"),
         (["--dp", "2"], "llama"),
         (["--op", "llama", "--dp", "2"], "two or more"),
+        (["--op", "llama", "--plan", "mixtral", "--link", "1.0x"], "takes a rate"),
         (["--op", "llama", "--vocabulary", "33"], "vocabulary"),
         (["--sleep", "0"], "above 0"),
     ],

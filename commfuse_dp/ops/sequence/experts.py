@@ -47,9 +47,8 @@ from commfuse_dp.ops.sequence.rows import (
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
 _WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Every expert reads its weights anew for each slice. On one core with experts of 2 MiB each, two ranks without a link, slices of
-# 64, 128, 256, 512 tokens an expert took 1.21, 1.06, 0.99, 0.93 times as long as stock does with all tokens at once:
-# benchmarks/results/2026-11-28_mixture.md.
+# Tokens of an expert in a slice. Each reads its weights anew for every slice: on one core without a link a step by slices of
+# 64, 128, 256, 512 took 1.21, 1.06, 0.99, 0.93 times as long as stock's: benchmarks/results/2026-11-28_mixture.md.
 THIN = 128
 
 
@@ -93,8 +92,8 @@ class _Call(NamedTuple):
     def through(
         self, own: torch.Tensor, function: Callable[[int, torch.Tensor], torch.Tensor], out: torch.Tensor | None
     ) -> None:
-        """out = of the own rows, the sum over the ranks of what function(first row, rows) makes of the slices of all ranks' rows.
-        None: it is called for what it does."""
+        """function(first row, rows) of slices of all ranks' rows, summed over the ranks: the own rows of it to out, if it is
+        not called for what it does alone."""
         gather = gathered_rows(own.shape[1], own.dtype)
         partials: dict[int, torch.Tensor] = {}
 

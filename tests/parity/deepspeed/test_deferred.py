@@ -92,7 +92,8 @@ def moved(rank: int, world_size: int, stage: int) -> tuple[Result, Result]:
     return both(rank, world_size, Case(settings(stage), steps=3, train=offloaded, block={**DEFER, "transport": "tcp"}))
 
 
-@pytest.mark.parametrize("stage", [slow(1), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
 def test_what_is_under_way_goes_along_when_states_are_offloaded(workers, stage):
     for stock, ours in workers(2).run(moved, stage, timeout=60):
         check(stock, ours)

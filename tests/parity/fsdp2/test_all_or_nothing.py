@@ -155,7 +155,7 @@ def every_stage(rank: int, world_size: int, everywhere: bool, transport: str, st
     return failures
 
 
-@pytest.mark.parametrize(("everywhere", "transport"), [(True, "shm"), (False, "tcp")])
+@pytest.mark.parametrize(("everywhere", "transport"), [slow(True, "shm"), (False, "tcp")])
 @pytest.mark.parametrize("stride", [slow(1), slow(4), 9])
 def test_apply_that_fails_at_any_stage(workers, everywhere, transport, stride):
     """In make test at every stage, at every ninth of its calls."""

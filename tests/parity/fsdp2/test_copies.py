@@ -232,7 +232,7 @@ def called_functionally(rank: int, world_size: int, compiled: bool) -> None:
     commfuse_dp.remove(net)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_functional_call_computes_with_what_it_is_given(workers, compiled):
     workers(2).run(called_functionally, compiled, timeout=120)
 

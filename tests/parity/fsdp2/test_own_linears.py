@@ -93,5 +93,6 @@ def trained(rank: int, world_size: int, name: str) -> None:
         commfuse_dp.apply(twin.fused, settings("shm"))
 
 
+@pytest.mark.slow
 def test_trained_as_by_stock(workers):
     workers(2).run(all_trained, timeout=300)

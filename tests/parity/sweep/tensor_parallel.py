@@ -59,6 +59,7 @@ UNSERVED = {
     "hrm_text": "its layers are called in a way of their own",
     "hunyuan_v1_moe": "its layers are called in a way of their own",
     "hy_v4": "attention is tensor-parallel itself",
+    "lfm2_moe": "a tiny one has no experts",
     "longcat_flash": "two attentions and a mixture in one layer",
     "mimo_v2_flash": "attention is tensor-parallel itself (attention sinks)",
     "phimoe": "routes by chance",

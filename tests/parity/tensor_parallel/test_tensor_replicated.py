@@ -271,6 +271,7 @@ def _checkpointed(reentrant: bool) -> Callable[..., Any]:
     return lambda block, x: checkpoint(block, x, use_reentrant=reentrant)
 
 
+@pytest.mark.slow
 def test_ways_of_calling(workers: Any) -> None:
     workers(2).run(_ways, timeout=120)
 

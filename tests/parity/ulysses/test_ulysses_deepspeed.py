@@ -166,7 +166,7 @@ def one_has_none(rank: int, n: int, when: str) -> None:
             transport.close()
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_a_rank_that_can_open_no_transport_leaves_nobody_waiting(workers: Any, when: str) -> None:
     workers(2).run(one_has_none, when, timeout=60)
 
