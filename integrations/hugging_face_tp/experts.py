@@ -7,7 +7,6 @@ goes transformers' own way, between a gather and a division.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,10 +23,11 @@ from commfuse_dp.ops.sequence.rows import place_of
 
 
 class Experts:
+    """Of one mixture."""
+
     def __init__(self, found: Styled, running: Running) -> None:
         assert found.style.own is not None
-        self.name, self._running, self._style = found.name, running, found.style
-        self._module = weakref.ref(found.module)
+        self.name, self._running, self._compute = found.name, running, found.style.own
         self._place = place_of(None, running.transport, running.order, running.config.slices_per_rank, found.name)
 
     def forward(
@@ -50,7 +50,8 @@ class Experts:
             before = dict(held)
             held.update(zip(names, params, strict=True))
             try:
-                return self._style.own(x, index, weights)  # type: ignore[misc]
+                out: torch.Tensor = self._compute(x, index, weights)
+                return out
             finally:
                 held.update(before)
 
@@ -63,6 +64,8 @@ def _local(param: torch.Tensor) -> torch.Tensor:
 
 
 class HeldExperts(HeldForward):
+    """In place of the forward that transformers keeps in the module of the experts."""
+
     def __init__(self, found: Styled, experts: Experts) -> None:
         super().__init__(found, experts.forward)
 

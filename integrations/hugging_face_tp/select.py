@@ -5,6 +5,7 @@
       self_attn                     block: q_proj, k_proj, v_proj share one gather; o_proj sums and scatters
       post_attention_layernorm      replicated
       mlp                           block; one that cannot be served gets its input whole, and its output is divided
+      mlp, if it has experts        in shards like the layer: router replicated, shared experts a block, experts by themselves
     norm                            replicated
     lm_head                         column-parallel, with a gather of its own
 

@@ -2,8 +2,9 @@
 
 Between a row-parallel layer and the next column-parallel one a layer must compute every position by itself (norms, residuals,
 scales). That is not read from the class but seen: in both runs the tensor-parallel layers answer with fixed numbers, with all
-positions or with those of the shard; column-parallel layers are given the whole input, or what stands for it (`StandIn`). The
-output of the second run must be the shard's positions of the first one's. No rank waits for another here, no parameter changes.
+positions or with those of the shard; column-parallel layers are given the whole input, or what stands for it (`StandIn`);
+experts are given tokens, which must be the shard's of the first run. The output of the second run must be the shard's positions
+of the first one's. No rank waits for another here, no parameter changes.
 Layers are tried as in training, where dropout shows: the state of the random numbers is another one behind it.
 """
 
