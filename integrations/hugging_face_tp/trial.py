@@ -5,7 +5,8 @@ scales). That is not read from the class but seen: in both runs the tensor-paral
 positions or with those of the shard; column-parallel layers are given the whole input, or what stands for it (`StandIn`);
 experts are given tokens, which must be the shard's of the first run. The output of the second run must be the shard's positions
 of the first one's. No rank waits for another here, no parameter changes.
-Layers are tried as in training, where dropout shows: the state of the random numbers is another one behind it.
+Layers are tried as in training, where dropout shows: two runs over all positions differ. What a router draws may leave no trace
+in them, but in the state of the random numbers, outside of what has all positions anyway (dropout of attention).
 """
 
 from __future__ import annotations
@@ -51,9 +52,8 @@ def layer_obstacle_by_trial(
                 _make_whole(changes, layer, [*answered, *(found.module for found in experts)])
                 arguments = _arguments(layer, owner, x)
                 runs = _Runs(changes, blocks, experts, tuples)
-                before = _random_state(like.device)
-                whole = runs.run(layer, x, arguments)
-                if not torch.equal(_random_state(like.device), before):
+                whole, again = (runs.run(layer, x, arguments) for _ in range(2))
+                if runs.drawn or (isinstance(whole, torch.Tensor) and not _close(again, whole)):
                     return f"{name} draws random numbers (dropout) between its tensor-parallel layers: shards would draw others"
                 part = runs.run(layer, _part(x), arguments, sharded=True)
             except Exception as error:
@@ -153,6 +153,8 @@ class _Runs:
         self._routed: dict[int, tuple[torch.Tensor, ...]] = {}  # what experts were given, whole
         self._tuples = tuples
         self._inputs: dict[int, torch.Tensor] = {}  # of a block, whole
+        self._state = torch.empty(0, device="cpu")  # of the random numbers, when it was looked at
+        self.drawn = False  # whether a layer has drawn some outside of its blocks
 
     def run(self, layer: nn.Module, x: torch.Tensor, arguments: dict[str, Any], sharded: bool = False) -> Any:
         for seed, block in enumerate(self._blocks):
@@ -169,7 +171,13 @@ class _Runs:
                 self._answer(found.module, _row(fixed, sharded))
         for number, found in enumerate(self._experts):
             self._answer(found.module, self._summed(1000 + number, found, sharded))
-        return original_type(layer).forward(layer, x, **arguments)  # type: ignore[attr-defined]
+        self._state = _random_state(x.device)
+        out = original_type(layer).forward(layer, x, **arguments)  # type: ignore[attr-defined]
+        self._look(x.device)
+        return out
+
+    def _look(self, device: torch.device) -> None:
+        self.drawn |= not torch.equal(_random_state(device), self._state)
 
     def _answer(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._changes.set(vars(module), "forward", forward)
@@ -180,6 +188,13 @@ class _Runs:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = args[0] if args else kwargs[INPUT]
+            self._look(given.device)
+            try:
+                return computed(given, args, kwargs)
+            finally:
+                self._state = _random_state(given.device)
+
+        def computed(given: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not sharded:
                 self._inputs[id(module)] = given
                 return stock(module, *args, **kwargs)
