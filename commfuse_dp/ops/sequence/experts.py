@@ -185,12 +185,12 @@ def sharded_experts(
             f"{name}: index is {index.dtype}, weights {weights.dtype}: whole numbers and floating point are needed"
         )
     check_dtype(name, x, {})
-    wanted = (x.requires_grad, weights.requires_grad, any(param.requires_grad for param in params))
-    trains = torch.is_grad_enabled() and any(wanted)
+    leaves = (x.requires_grad, weights.requires_grad, any(param.requires_grad for param in params))
+    wanted = leaves if torch.is_grad_enabled() else (False,) * 3
     place, at_once = _cut(place, sizes, int(index.shape[1]) / experts)
     more: dict[str, Any] = {"features": x.shape[1], "experts": experts, "of a token": index.shape[1], "weights": weights.dtype}
     agree_on(place, x, 0, wanted, sizes, int(x.shape[0]), **more)
-    call = _Call(name, compute, place, tuple(sizes), at_once, trains)
+    call = _Call(name, compute, place, tuple(sizes), at_once, any(wanted))
     y: torch.Tensor = _Experts.apply(call, x, index, weights, *params)
     return y
 

@@ -244,12 +244,16 @@ def test_bad_input() -> None:
             sharded_experts("experts", compute, given_["x"], given_["index"], given_["weights"], (), given_["sizes"], place)
 
 
-def test_ranks_that_do_not_fit_together() -> None:
+@pytest.mark.parametrize(("what", "words"), [("choices", "of a token"), ("gradients", "gradients wanted")])
+def test_ranks_that_do_not_fit_together(what: str, words: str) -> None:
     def body(rank: int, transport: Any) -> None:
         place = place_of(None, transport, "pairwise", None, "experts")
-        index, weights = torch.zeros(2, 1 + rank, dtype=torch.long), torch.ones(2, 1 + rank)
-        sharded_experts("experts", compute, torch.ones(2, D), index, weights, (), (2, 2), place)
+        k = 1 + rank if what == "choices" else 1
+        x = torch.ones(2, D, requires_grad=True)
+        with torch.set_grad_enabled(what == "choices" or rank == 0):
+            index, weights = torch.zeros(2, k, dtype=torch.long), torch.ones(2, k)
+            sharded_experts("experts", compute, x, index, weights, (), (2, 2), place)
 
-    with pytest.raises(CommFuseError, match="of a token") as found:
+    with pytest.raises(CommFuseError, match=words) as found:
         in_world(2, body)
     assert isinstance(found.value, MismatchError)
