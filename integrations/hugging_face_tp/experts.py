@@ -17,6 +17,7 @@ from commfuse_dp.integrations.hugging_face_tp.select import Styled
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from commfuse_dp.errors import ConfigError
 from commfuse_dp.ops.compat import modes_active, transforms_active
 from commfuse_dp.ops.sequence.experts import sharded_experts
 from commfuse_dp.ops.sequence.rows import place_of
@@ -30,12 +31,15 @@ class Experts:
         self.name, self._running, self._compute = found.name, running, found.style.own
         self._place = place_of(None, running.transport, running.order, running.config.slices_per_rank, found.name)
 
+    @property
+    def in_shards(self) -> bool:
+        """Whether the layer around them is running so."""
+        return self._running.sizes is not None
+
     def forward(
         self, module: nn.Module, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, stock: Any
     ) -> torch.Tensor:
         running = self._running
-        if running.sizes is None:
-            return stock(x, index, weights)
         sizes = running.sizes_of(x)
         if modes_active() or transforms_active():
             site = running.site(self.name)
@@ -68,11 +72,18 @@ class HeldExperts(HeldForward):
 
     def __init__(self, found: Styled, experts: Experts) -> None:
         super().__init__(found, experts.forward)
+        self._experts = experts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        if module is None or len(args) != 3 or kwargs or torch.compiler.is_compiling():
+        module, experts = self._module(), self._experts
+        if module is None or not experts.in_shards or torch.compiler.is_compiling():
             return self._stock(*args, **kwargs)
+        if len(args) != 3 or kwargs:
+            raise ConfigError(
+                f"{experts.name}: called with {len(args)} arguments and {sorted(kwargs) or 'no keywords'}, not with tokens, "
+                "indices and weights, as in training. Leave these experts to transformers with "
+                f"CommFuseConfig(exclude=[{experts.name!r}])."
+            )
         return self.compute(module, *args, self._stock)
 
 

@@ -204,6 +204,29 @@ def test_what_is_refused_and_what_is_left(workers: Any) -> None:
     workers(2).run(_refused, timeout=100)
 
 
+def _otherwise(rank: int, n: int) -> None:
+    """Experts that are called otherwise than they were tried: they would be given own tokens in the place of all."""
+    with saved("mixtral", num_local_experts=4) as path:
+        model = load(path, n, experts_implementation="eager")
+    mixture = model.model.layers[1].mlp
+
+    def by_keyword(hidden_states: torch.Tensor) -> torch.Tensor:
+        flat = hidden_states.flatten(0, 1)
+        _, weights, index = mixture.gate(flat)
+        return mixture.experts(flat, index, top_k_weights=weights).view_as(hidden_states)
+
+    with applied(model):
+        mixture.forward = by_keyword
+        with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.experts: called with 2 arguments and \['top_k_weights'\]"):
+            model(batch(0))
+        del mixture.forward
+
+
+@pytest.mark.slow
+def test_experts_that_are_called_otherwise(workers: Any) -> None:
+    workers(2).run(_otherwise, timeout=100)
+
+
 def _unknown(rank: int, n: int) -> None:
     """Functions that look like transformers' own, but are not."""
     linear = nn.Linear(2, 2)
