@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.case import BenchmarkError, Case, CaseResult
 from benchmarks.worker import PROGRESS
 from commfuse_dp.launch.netns import ShapedWorld
-from commfuse_dp.launch.ranks import RankDied, Ranks, python_module
+from commfuse_dp.launch.ranks import RankDied, Ranks, RanksLate, python_module
 from commfuse_dp.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,29 +40,17 @@ def run_case(
             [*(world.command_prefix(rank // case.ranks_per_host) if world is not None else []), *command] for rank in size
         ]
         environments = [_environment(rank, case, port, world) for rank in size]
-        late = threading.Event()
         with Ranks(commands, environments) as ranks:
-
-            def give_up() -> None:
-                late.set()
-                ranks.stop()
-
-            timer = threading.Timer(timeout_s, give_up)
-            timer.daemon = True
-            timer.start()
             try:
-                for line in ranks.lines():
+                for line in ranks.lines(timeout_s):
                     if line.rank == 0 and line.text.startswith(PROGRESS):
                         say(line.text[len(PROGRESS) :])
+            except RanksLate as error:
+                raise BenchmarkError(
+                    f"the ranks were not done after {timeout_s:g} s (--timeout) and were ended:\n{error}"
+                ) from None
             except RankDied as error:
-                reason = (
-                    f"the ranks were not done after {timeout_s:g} s (--timeout) and were ended"
-                    if late.is_set()
-                    else "a rank died"
-                )
-                raise BenchmarkError(f"{reason}:\n{error}") from None
-            finally:
-                timer.cancel()
+                raise BenchmarkError(f"a rank died:\n{error}") from None
         if not result_file.exists():
             raise BenchmarkError("all ranks ended well, but rank 0 stored no result.")
         return CaseResult.load(result_file)

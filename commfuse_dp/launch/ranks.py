@@ -8,6 +8,7 @@ ranks in order. If the parent itself is killed, a rank sees the end of its stand
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import signal
@@ -28,6 +29,10 @@ _GRACE_S = 3.0  # for the other ranks to name their own error, and for a rank to
 
 class RankDied(CommFuseError):
     """A rank ended with an error; the message has its last lines."""
+
+
+class RanksLate(RankDied):
+    """The ranks were not done in time, and were ended."""
 
 
 class Line(NamedTuple):
@@ -91,11 +96,15 @@ class Ranks:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
-    def lines(self) -> Iterator[Line]:
-        """Standard output of all ranks as it comes; ends when all ranks ended well. Raises RankDied as soon as one did not."""
+    def lines(self, limit_s: float | None = None) -> Iterator[Line]:
+        """Standard output of all ranks as it comes; ends when all ranks ended well. Raises RankDied as soon as one did not;
+        RanksLate, once they are ended, if they are not done after limit_s."""
+        until = math.inf if limit_s is None else time.monotonic() + limit_s
         open_streams = len(self._readers)
         while open_streams:
             self._raise_if_dead()
+            if time.monotonic() > until:
+                self._end_late()
             try:
                 item = self._queue.get(timeout=0.1)
             except queue.Empty:
@@ -105,10 +114,17 @@ class Ranks:
             else:
                 yield item
         for process in self._processes:
-            process.wait()
+            try:
+                process.wait(None if limit_s is None else max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self._end_late()
         self._raise_if_dead()
 
-    def _raise_if_dead(self) -> None:
+    def _end_late(self) -> None:
+        self.stop()
+        self._raise_if_dead(RanksLate)
+
+    def _raise_if_dead(self, kind: type[RankDied] = RankDied) -> None:
         first = [rank for rank, process in enumerate(self._processes) if process.poll() not in (None, 0)]
         if not first:
             return
@@ -121,7 +137,7 @@ class Ranks:
         # A rank that was killed could not say so, and its peers then fail because of it: name it first.
         order = sorted(dead, key=lambda rank: (dead[rank] > 0, rank not in first, rank))
         parts = [self._obituary(rank, dead[rank]) for rank in order]
-        raise RankDied("\n".join(parts))
+        raise kind("\n".join(parts))
 
     def _obituary(self, rank: int, code: int) -> str:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"

@@ -50,7 +50,8 @@ def gather(x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
 
 
 def split(x: torch.Tensor, site: Site) -> torch.Tensor:
-    return _Split.apply(x, even_sizes(int(x.shape[-1]), site.transport.world_size), site)
+    sizes = even_sizes(int(x.shape[-1]), site.transport.world_size)
+    return _Across.apply(x, sizes, site, _own_features, _all_features)
 
 
 def summed(param: torch.Tensor, site: Site) -> torch.Tensor:
@@ -66,8 +67,16 @@ def _whole(x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
     return gathered(x, x.dim() - 2, tokens_of(x.shape[:-2].numel(), 1, sizes), site.place)
 
 
+def _own_features(x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
+    return _own(x.unsqueeze(-1), sizes, site).squeeze(-1)
+
+
+def _all_features(x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
+    return _whole(x.unsqueeze(-1), sizes, site).squeeze(-1)
+
+
 class _Across(torch.autograd.Function):
-    """One way there, the other way back: _own and _whole are each other's adjoints."""
+    """One way there, the other way back: _own and _whole are each other's adjoints, of positions as of features."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sizes: tuple[int, ...], site: Site, there: Way, back: Way) -> torch.Tensor:
@@ -78,22 +87,6 @@ class _Across(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         return ctx.back(grad, *ctx.how), None, None, None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sizes: tuple[int, ...], site: Site) -> torch.Tensor:
-        ctx.how = sizes, site
-        rank = site.transport.rank
-        return x.narrow(-1, sum(sizes[:rank]), sizes[rank]).contiguous()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        sizes, site = ctx.how
-        features = grad.unsqueeze(-1)  # in the place of a sequence
-        whole = gathered(features, grad.dim() - 1, tokens_of(grad.shape[:-1].numel(), 1, sizes), site.place)
-        return whole.squeeze(-1), None, None
 
 
 class _Summed(torch.autograd.Function):

@@ -51,8 +51,8 @@ def install(
     rows: list[ParameterRow] = []
     for name, module in selection.whole:
         before(module, WholeEnters(module, name, running), first=True)
+    mixtures = any(layer.experts for layer in selection.layers)
     for owner in selection.owners:
-        mixtures = any(layer.experts for layer in selection.layers)
         before(owner, OwnerEnters(owner, running, [found.module for found in selection.heads], mixtures))
     for layer in selection.layers:
         before(layer.module, LayerEnters(layer.module, layer.name, running), first=True)

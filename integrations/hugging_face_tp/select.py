@@ -14,7 +14,7 @@ Reads the model; changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -168,7 +168,7 @@ def _tried(
             break
         first = first or why
     for block in layer.blocks:
-        if first and any(style.kind == EXPERTS for inner in block.module.modules() if (style := compat.style_of(inner))):
+        if first and _has_experts(block.module.modules()):
             block.obstacle = first
     return layer, why and first
 
@@ -239,7 +239,11 @@ def _is_mixture(module: nn.Module) -> bool:
     """Whether it calls experts, and has nothing to compute with but its parts."""
     if "forward" in vars(module) or next(module.parameters(recurse=False), None) is not None:
         return False
-    return any(style.kind == EXPERTS for child in module.children() if (style := compat.style_of(child)))
+    return _has_experts(module.children())
+
+
+def _has_experts(modules: Iterable[nn.Module]) -> bool:
+    return any(style.kind == EXPERTS for module in modules if (style := compat.style_of(module)))
 
 
 def _experts_obstacle(name: str, module: nn.Module, config: CommFuseConfig, tree: Tree) -> str | None:

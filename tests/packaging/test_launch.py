@@ -15,7 +15,7 @@ import pytest
 from commfuse_dp import ports
 from commfuse_dp.errors import CommFuseError
 from commfuse_dp.launch import ranks as launch
-from commfuse_dp.launch.ranks import RankDied, Ranks
+from commfuse_dp.launch.ranks import RankDied, Ranks, RanksLate
 from commfuse_dp.ports import check_port, free_port
 
 SLEEP = "import time; print('up', flush=True); time.sleep(120)"
@@ -61,6 +61,15 @@ def test_a_rank_that_fails_is_named_with_its_last_lines_and_the_others_are_ended
     assert "line 3\n" not in message, "the last lines only"
     assert "rank 0" not in message, "rank 0 did nothing wrong"
     assert not any(is_alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("output", ["open", "closed"])
+def test_ranks_that_are_late_are_ended(output: str) -> None:
+    close = "" if output == "open" else "import os; os.close(1); os.close(2); "
+    with Ranks([program(close + "import time; time.sleep(120)")] * 2, [{}, {}]) as ranks:
+        with pytest.raises(RanksLate, match="rank 0 was killed by SIGTERM"):
+            list(ranks.lines(1.0))
+        assert not any(is_alive(pid) for pid in ranks.pids())
 
 
 def test_a_killed_rank_is_named_before_those_that_failed_because_of_it(tmp_path: Path) -> None:

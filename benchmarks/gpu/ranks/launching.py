@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.gpu import checkout
-from commfuse_dp.launch.ranks import RankDied, Ranks, python_module
+from commfuse_dp.launch.ranks import RankDied, Ranks, RanksLate, python_module
 from commfuse_dp.ports import free_port
 
 Result = TypeVar("Result")
@@ -45,21 +44,12 @@ def run_ranks(
             }
             for rank in range(size)
         ]
-        late = threading.Event()
         with Ranks([command] * size, environments) as ranks:
-
-            def give_up() -> None:
-                late.set()
-                ranks.stop()
-
-            timer = threading.Timer(limit_s, give_up)
-            timer.daemon = True
-            timer.start()
             try:
-                for line in ranks.lines():
+                for line in ranks.lines(limit_s):
                     print(f"  [rank {line.rank}] {line.text}", flush=True)
+            except RanksLate as error:
+                raise RuntimeError(f"not done after {limit_s:.0f} s; {error}") from None
             except RankDied as error:
-                raise RuntimeError(f"{f'not done after {limit_s:.0f} s; ' if late.is_set() else ''}{error}") from None
-            finally:
-                timer.cancel()
+                raise RuntimeError(str(error)) from None
         return collect(Path(folder))

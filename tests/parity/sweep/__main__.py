@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -45,10 +46,10 @@ def main(
     sys.exit(1 if bad or (lost and not only) else 0)
 
 
-def sweep_one(pools: Workers, case: Case) -> Row:
+def sweep_one(pools: Workers, case: Case, how: Callable[[int, int, Case], Row] = run) -> Row:
     """A crash of a worker is a row, too."""
     try:
-        return pools(2).run(run, case, timeout=180)[0]
+        return pools(2).run(how, case, timeout=180)[0]
     except WorkerError as error:
         return Row(case, "error", "?", f"worker: {str(error)[:3000]}", {}, {}, {}, 0.0)
 

@@ -1,6 +1,6 @@
 """Decoders of the sweep, tensor-parallel by transformers' own plan: stock and CommFuse from equal weights on equal data.
 
-    row = run(rank, world_size, model_type)          # the same on all ranks
+    row = run(rank, world_size, Case(TASK, model_type))          # the same on all ranks
 
 In float64, where nothing but another order of summation shows; norms and routers of some compute in float32 all the same, which
 `train.compare`'s bounds allow for.
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 import commfuse_dp
 from tests.parity.sweep import tiny
-from tests.parity.sweep.cases import TASKS, Case, _no_dropout, architectures
+from tests.parity.sweep.cases import Case, _no_dropout, _transformer, architectures
 from tests.parity.sweep.train import LEARNING_RATE, STEPS, Row, Trained, _brief, _local, compare
 
 TASK = "tensor-parallel"
@@ -82,10 +82,10 @@ def _plan(model_type: str) -> bool:
     return any(re.search(r"\*", name) for plan in plans for name in plan or ())
 
 
-def run(rank: int, world_size: int, model_type: str) -> Row:
+def run(rank: int, world_size: int, case: Case) -> Row:
     os.environ["TQDM_DISABLE"] = "1"
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    start, case = time.monotonic(), Case(TASK, model_type)
+    start = time.monotonic()
     rows: list[Any] = []
 
     def row(verdict: str, text: str = "", worst: float | None = None) -> Row:
@@ -94,9 +94,7 @@ def run(rank: int, world_size: int, model_type: str) -> Row:
         return Row(case, verdict, "fp64", text, figures, dict(paths), dict(reasons), time.monotonic() - start)
 
     try:
-        torch.manual_seed(0)
-        cls, config = _class(model_type)
-        model = cls(config)
+        model, _ = _transformer(case._replace(task="causal"))
     except Exception as error:
         return row("no model", _brief(error))
     box = [tempfile.mkdtemp(prefix="swept-") if rank == 0 else ""]
@@ -107,11 +105,11 @@ def run(rank: int, world_size: int, model_type: str) -> Row:
         if saved[0]:
             return row("no model", saved[0])
         try:
-            stock = _trained(_load(cls, box[0], world_size))
+            stock = _trained(_load(type(model), box[0], world_size))
         except Exception as error:
             return row("stock cannot", _brief(error))
         try:
-            served = _load(cls, box[0], world_size)
+            served = _load(type(model), box[0], world_size)
             rows[:] = commfuse_dp.apply(served).rows
             ours = _trained(served)
         except Exception as error:
@@ -134,15 +132,6 @@ def _saved(model: Any, path: str) -> str:
     except Exception as error:
         return _brief(error)
     return ""
-
-
-def _class(model_type: str) -> tuple[Any, Any]:
-    config = tiny.config(model_type)
-    cls = tiny.model_class(TASKS["causal"], model_type)
-    wanted = cls.config_class
-    if wanted is not None and not isinstance(config, wanted) and isinstance(config.get_text_config(), wanted):
-        config = config.get_text_config()
-    return cls, config
 
 
 def _load(cls: Any, path: str, ranks: int) -> nn.Module:

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.parity.sweep.__main__ import line
+from tests.parity.sweep.__main__ import line, sweep_one
 from tests.parity.sweep.cases import Case
 from tests.parity.sweep.tensor_parallel import STOCK_CANNOT, TASK, UNMADE, UNSERVED, planned, run
 from tests.parity.sweep.tensor_parallel import as_expected as expected
-from tests.parity.sweep.train import Row
-from tests.support.workers import WorkerError, Workers
+from tests.support.workers import Workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 PARTS = 4
@@ -26,17 +25,9 @@ def pools() -> Iterator[Workers]:
     own.close()
 
 
-def swept(pools: Workers, model: str) -> Row:
-    try:
-        row: Row = pools(2).run(run, model, timeout=180)[0]
-    except WorkerError as error:
-        return Row(Case(TASK, model), "error", "?", f"worker: {str(error)[:3000]}", {}, {}, {}, 0.0)
-    return row
-
-
 @pytest.mark.parametrize("part", range(PARTS))
 def test_decoders_train_as_with_stock(part: int, pools: Any) -> None:
-    rows = [swept(pools, model) for model in planned()[part::PARTS]]
+    rows = [sweep_one(pools, Case(TASK, model), run) for model in planned()[part::PARTS]]
     print(*map(line, rows), sep="\n")
     bad = [f"{line(row)}\n{row.text}" for row in rows if not expected(row)]
     assert not bad, "\n\n".join(bad)
