@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
 FRAMEWORKS = {  # module whose first import is waited for -> its integration
+    "torch": "unmodified",  # what it wraps itself; only if COMMFUSE=1 asks for that
     "deepspeed": "deepspeed",
     "accelerate": "accelerate",
-    "torch.distributed.tensor.parallel": "tensor_parallel",
     "transformers": "hugging_face_tp",
 }
 ON = ("1", "true", "yes", "on")
@@ -48,7 +48,7 @@ def activate() -> None:
         if not active():
             sys.meta_path.insert(0, _Finder())
         for framework in FRAMEWORKS:
-            if framework in sys.modules:  # torch is being imported by it, or was imported after it
+            if framework in sys.modules and (framework != "torch" or wish() in ON):  # it imports torch just now, or did before
                 register(framework)
         if wish() in ON and "RANK" in os.environ:
             warn_at_exit()
@@ -125,10 +125,10 @@ def _check_use() -> None:
     if used or wish() not in ON or hasattr(sys, "last_type"):
         return
     warn(
-        "CommFuse was asked for (COMMFUSE=1), but no integration switched it on in this process. With FSDP2, call "
-        "commfuse_dp.apply(model) after the last fully_shard; with FSDP1 or DDP, register the hook of "
-        "commfuse_dp.integrations.fsdp1 or .ddp; or let DeepSpeed or Accelerate wrap the model, or parallelize_module or "
-        "transformers make it tensor-parallel."
+        "CommFuse was asked for (COMMFUSE=1), but nothing in this process has used it. It serves models of fully_shard, "
+        "parallelize_module, FSDP and transformers' tensor parallelism from their first forward on, those of DDP from the first "
+        "in training, and what DeepSpeed and Accelerate wrap. A model whose own forward is never called needs "
+        "commfuse_dp.apply(model) after the last fully_shard."
     )
 
 

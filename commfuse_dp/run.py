@@ -37,10 +37,10 @@ of extensions is disabled (TORCH_DEVICE_BACKEND_AUTOLOAD=0). Put it where the la
   deepspeed --module commfuse_dp.run train.py --deepspeed_config ds.json
   mpiexec -n 2 python -m commfuse_dp.run train.py     (rank, world size and rendezvous come from MPI)
 
-DeepSpeed, Accelerate, parallelize_module (with sequence parallelism, also below fully_shard) and transformers' tensor
-parallelism are hooked into when the script imports them. A script that calls fully_shard, FSDP or DDP itself must say where its
-model is ready, which nobody else can know: commfuse_dp.apply(model) after the last fully_shard (FSDP2), or the hooks of
-commfuse_dp.integrations.fsdp1 and .ddp. If nothing has switched CommFuse on when the script ends, the log says so.
+DeepSpeed and Accelerate are hooked into when the script imports them. Models of fully_shard (FSDP2), FSDP, DDP,
+parallelize_module (also below fully_shard) and transformers' tensor parallelism are served from their first forward on, DDP's
+from the first in training. A script whose model is never called itself says where it is ready: commfuse_dp.apply(model) after the
+last fully_shard. If nothing has switched CommFuse on when the script ends, the log says so.
 
 COMMFUSE=0 in the environment runs the script without CommFuse. Each option sets a variable of the environment, which the
 script's own child processes inherit; lists are separated by commas:

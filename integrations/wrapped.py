@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
+from commfuse_dp.integrations.attach.forwards import nothing
 from commfuse_dp.integrations.ddp_compat import registered_hook
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -28,30 +30,65 @@ class Kind(NamedTuple):
     name: str
     serve: Callable[[Any, CommFuseConfig | None], Any]  # (model, config) -> report; collective
     served: Callable[[Any], bool]  # CommFuse is on for the model already
-    obstacle: Callable[[Any], str | None]  # why the model cannot be served; None: it can
+    obstacle: Callable[[Any], str | None] = nothing  # why the model cannot be served; None: it can
     hook: bool = False  # served by a communication hook
-    waits_for_training: bool = False  # serving waits for the first forward in training: a rank may evaluate alone
+    holds: Callable[[Any], bool] = lambda inner: not isinstance(inner, (DistributedDataParallel, FullyShardedDataParallel))
+    """Whether a module inside of the model is served with it."""
+    ready: Callable[[Any], bool] = lambda model: True
+    """Whether it can be served just ahead of this forward."""
 
 
 def kind_of(model: Any) -> Kind | None:
     """None: a model that nothing is to be done for."""
     if isinstance(model, DistributedDataParallel):
-        from commfuse_dp.integrations.ddp import DDPState, register_ddp
-
-        return Kind("DDP", register_ddp, lambda m: isinstance(registered_hook(m)[1], DDPState), _hook_of_the_script, True, True)
+        return _ddp()
     if isinstance(model, FullyShardedDataParallel):
-        from commfuse_dp.integrations import fsdp1_compat
-        from commfuse_dp.integrations.fsdp1 import obstacle, register_fsdp1
+        return _fsdp1()
+    return _sharded_kind(model) if isinstance(model, nn.Module) and _sharded(model) else None
 
-        return Kind("FSDP1", register_fsdp1, lambda m: _is_ours(fsdp1_compat.registered_hook(m)), obstacle, True)
-    if isinstance(model, nn.Module) and _sharded(model):
-        from commfuse_dp.integrations.fsdp2.apply import engine_of
-        from commfuse_dp.integrations.tensor_parallel import applied
 
-        import commfuse_dp
+def _ddp() -> Kind:
+    from commfuse_dp.integrations.ddp import DDPState, register_ddp
 
-        return Kind("FSDP2", commfuse_dp.apply, lambda m: engine_of(m) is not None or applied(m), lambda m: None)
-    return None
+    return Kind(
+        "DDP",
+        register_ddp,
+        served=lambda model: isinstance(registered_hook(model)[1], DDPState),
+        obstacle=_hook_of_the_script,
+        hook=True,
+        holds=lambda inner: isinstance(inner, DistributedDataParallel),
+        ready=lambda model: model.training and torch.is_grad_enabled(),  # a rank may evaluate alone
+    )
+
+
+def _fsdp1() -> Kind:
+    from commfuse_dp.integrations import fsdp1_compat
+    from commfuse_dp.integrations.fsdp1 import obstacle, register_fsdp1
+
+    return Kind(
+        "FSDP1",
+        register_fsdp1,
+        served=lambda model: _is_ours(fsdp1_compat.registered_hook(model)),
+        obstacle=obstacle,
+        hook=True,
+        holds=lambda inner: isinstance(inner, FullyShardedDataParallel),
+    )
+
+
+def _sharded_kind(model: nn.Module) -> Kind:
+    from commfuse_dp.integrations.fsdp2 import compat
+    from commfuse_dp.integrations.fsdp2.apply import engine_of
+    from commfuse_dp.integrations.tensor_parallel import applied
+
+    import commfuse_dp
+
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return Kind(
+        "FSDP2" if parts else "DTensor",
+        commfuse_dp.apply,
+        served=lambda model: engine_of(model) is not None or applied(model),
+        ready=lambda model: not any(map(compat.is_under_way, parts)),  # another method of it may call its forward
+    )
 
 
 def _sharded(model: nn.Module) -> bool:

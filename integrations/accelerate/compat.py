@@ -39,15 +39,6 @@ def replace_in_modules(module: ModuleType, name: str, make: Callable[[Callable[.
     return True
 
 
-def mark(model: Any) -> None:
-    """Remember that this module is taken care of."""
-    vars(model)[_MARK] = True
-
-
-def is_marked(model: Any) -> bool:
-    return _MARK in vars(model)
-
-
 def version() -> str:
     return str(getattr(sys.modules.get("accelerate"), "__version__", "?"))
 

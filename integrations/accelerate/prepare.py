@@ -122,58 +122,21 @@ def _register_hook(accelerator: Any, model: Any) -> None:
         if accelerator.is_main_process:
             _tell_once("CommFuse does nothing in this run: enabled=False")
         return
-    inner = compat.uncompiled(model)
-    kind = _hooked_kind(inner)
-    if kind is None or compat.is_marked(inner):
-        return
-    import torch
     from commfuse_dp.integrations.comm_hooks import checked_config
-
-    checked_config(None)
-    why = kind.obstacle(inner)
-    if why is not None:
-        _decline(accelerator, kind.name, why)
-        return
-
-    def first_forward(module: Any, args: Any) -> None:
-        if kind.waits_for_training and not (module.training and torch.is_grad_enabled()):
-            return
-        handle.remove()
-        why = _of_any_rank(kind.obstacle(module), module.process_group)
-        if why is not None:
-            _decline(accelerator, kind.name, why)
-        else:
-            _tell(accelerator, kind.serve(module, None).summary)
-
-    handle = inner.register_forward_pre_hook(torch.compiler.disable(first_forward), prepend=True)
-    compat.mark(inner)
-
-
-def _of_any_rank(why: str | None, group: Any) -> str | None:
-    """Collective: what is in the way, on this rank or on another: the others must not begin what one leaves alone."""
-    from commfuse_dp.transport.exchange import exchange_of
-    from commfuse_dp.transport.membership import called_in
-
-    exchange = exchange_of(group)
-    found = [(rank, said) for rank, said in enumerate(exchange(why)) if said is not None]
-    if why is not None or not found:
-        return why
-    return f"on rank {called_in(exchange, found[0][0])} {found[0][1]}"
-
-
-def _hooked_kind(model: Any) -> Any:
-    """The kind of a model that is served by a communication hook, else None (what is sharded has its own way, above)."""
+    from commfuse_dp.integrations.unmodified.first_call import decline, forget, watch
     from commfuse_dp.integrations.wrapped import kind_of
 
-    kind = kind_of(model)
-    return kind if kind is not None and kind.hook else None
-
-
-def _decline(accelerator: Any, framework: str, why: str) -> None:
-    """Raises ConfigError if fusion was insisted on."""
-    if CommFuseConfig.from_environment().fuse == "always":
-        raise ConfigError(f"fuse='always', but {framework} is left as it is: {why}")
-    _tell(accelerator, f"CommFuse leaves {framework} as it is: {why}")
+    inner = compat.uncompiled(model)
+    kind = kind_of(inner)
+    if kind is None or not kind.hook or kind.served(inner):  # what is sharded has its own way, above
+        return
+    checked_config(None)
+    why = kind.obstacle(inner)
+    if why is None:
+        watch(inner)
+    else:
+        forget(inner)
+        decline(kind.name, why, tell=accelerator.is_main_process)
 
 
 def _tell_once(text: str) -> None:

@@ -24,6 +24,7 @@ from commfuse_dp.integrations.fsdp2 import compat, hooks
 from commfuse_dp.integrations.fsdp2.claim import ClaimPolicy, follow, read_whole
 from commfuse_dp.integrations.fsdp2.layers import GroupPolicy, ModuleParameter, ShardedGradients, TensorLayer, gathered_shape
 from commfuse_dp.integrations.fsdp2.select import Left, Selection, select
+from commfuse_dp.integrations.unmodified.first_call import forget
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -49,6 +50,7 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None, *, tensor_laye
     Returns a printable report: path and reason for every parameter.
     Raises ConfigError (wrong settings, apply() twice or before fully_shard), MismatchError (ranks differ), TransportError.
     """
+    forget(model)
     groups = groups_of(model)
     config, selection, facts = Ranks(groups).together(lambda: _prepare(model, config, tensor_layers))
     check_same_left(selection.unserved if config.enabled else OFF, facts, groups)

@@ -295,6 +295,12 @@ def has_begun(module: FSDPModule) -> bool:
     return bool(getattr(state, "_is_root", False)) and hasattr(getattr(state, "_comm_ctx", None), "all_gather_state")
 
 
+def is_under_way(module: FSDPModule) -> bool:
+    """Whether FSDP2 is between the begin and the end of a forward, or of another method, of this module."""
+    state = getattr(module._get_fsdp_state(), "_training_state", None)
+    return getattr(state, "name", "IDLE") != "IDLE"
+
+
 def reset_iteration(module: FSDPModule) -> None:
     """`FSDPModule.reset_iter_state` of a root that `has_begun`; torch 2.11 has none, so there by what it is made of."""
     own = getattr(type(module), "reset_iter_state", None)

@@ -9,17 +9,12 @@ from types import ModuleType
 def register() -> None:
     """Called once, when transformers is imported first."""
     from commfuse_dp.autoload import ON, when_imported, wish
+    from commfuse_dp.integrations.unmodified.autohook import follow
 
     if wish() in ON:
-        when_imported("transformers.distributed.mixin")(follow)
+        # The model is remembered: its weights are loaded afterwards, into the same object.
+        when_imported("transformers.distributed.mixin")(lambda module: follow(module, "apply_tensor_parallelism"))
         when_imported("transformers.modeling_utils")(know_attention)
-
-
-def follow(module: ModuleType) -> None:
-    """Have `module.apply_tensor_parallelism` remember the model: its weights are loaded afterwards, into the same object."""
-    from commfuse_dp.integrations.tensor_parallel import autohook
-
-    autohook.follow(module, "apply_tensor_parallelism")
 
 
 def know_attention(module: ModuleType) -> None:

@@ -1,7 +1,7 @@
 """PyTorch's tensor parallelism with sequence parallelism (`parallelize_module`), alone or below `fully_shard`, and that of
 transformers: see `apply`; and styles that need no call of it: see styles.py.
 
-Imported with torch.distributed.tensor.parallel (autohook), so the names come when they are first used.
+The styles are imported where plans are made, so the names come when they are first used.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from commfuse_dp.integrations.hugging_face_tp.compat import sharded
 from commfuse_dp.integrations.hugging_face_tp.install import install as install_hugging_face
 from commfuse_dp.integrations.hugging_face_tp.layers import HeldForward
 from commfuse_dp.integrations.hugging_face_tp.select import select as select_hugging_face
-from commfuse_dp.integrations.tensor_parallel import autohook, compat
+from commfuse_dp.integrations.tensor_parallel import compat
 from commfuse_dp.integrations.tensor_parallel.layers import (
     ColumnGroup,
     Division,
@@ -37,6 +37,7 @@ from commfuse_dp.integrations.tensor_parallel.replicated import ReplicatedColumn
 from commfuse_dp.integrations.tensor_parallel.rows import left_rows, module_rows, partial_sums, shared_gather, summed_gradient
 from commfuse_dp.integrations.tensor_parallel.select import Selected, Selection, select
 from commfuse_dp.integrations.tensor_parallel.units import tensor_layer
+from commfuse_dp.integrations.unmodified.first_call import forget
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -57,7 +58,7 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     Parameters, optimizer and state_dict stay as they are. The report has path `column` or `row` for what is served, and the
     reason for whatever stays with DTensor. Raises ConfigError, MismatchError, TransportError, as apply() for FSDP2 does.
     """
-    autohook.forget(model)
+    forget(model)
     groups = groups_of(model)
     config, selection, facts = Ranks(groups).together(lambda: _prepare(model, config))
     unserved: dict[str, tuple[Path, str]] = {name: ("stock", why) for name, why in selection.unserved.items()}

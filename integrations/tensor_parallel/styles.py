@@ -10,7 +10,7 @@ environment (COMMFUSE_...). A call of `apply` before goes first."""
 
 from __future__ import annotations
 
-from commfuse_dp.integrations.tensor_parallel.autohook import watch
+from commfuse_dp.integrations.unmodified.first_call import watch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import parallel

@@ -186,7 +186,7 @@ def test_activate_itself_fails(site, variables):
 
 
 # ---- asked for, and nothing came of it ---------------------------------------------------------------------------------
-NOTHING = "no integration switched it on"
+NOTHING = "nothing in this process has used it"
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ ENVIRONMENT = """
     print(line + "\\n", end="", flush=True)
 """
 RUN = [sys.executable, "-m", "commfuse_dp.run"]
-NOTHING = "no integration switched it on"
+NOTHING = "nothing in this process has used it"
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from unittest import mock
 
 import pytest
 from commfuse_dp.integrations import tensor_parallel
-from commfuse_dp.integrations.tensor_parallel import autohook, serving
+from commfuse_dp.integrations.tensor_parallel import serving
+from commfuse_dp.integrations.unmodified import first_call
 from torch.distributed.device_mesh import init_device_mesh
 
 import commfuse_dp
-from commfuse_dp import autoload
 from commfuse_dp.errors import CommFuseError
 from tests.parity.fsdp2.test_all_or_nothing import state_of
 from tests.parity.tensor_parallel.block import batch, parallelize, whole
@@ -53,8 +53,8 @@ def noted(rank: int, world_size: int, culprit: int | None, explicit: bool) -> st
         return attached
 
     original = serving._attach
-    with mock.patch.dict(os.environ, {"COMMFUSE_DEADLINE_S": "20"}), mock.patch.object(autoload, "warn", said.append):
-        autohook.watch(model, explicit=explicit)
+    with mock.patch.dict(os.environ, {"COMMFUSE_DEADLINE_S": "20"}), mock.patch.object(first_call, "warn", said.append):
+        first_call.watch(model, explicit=explicit)
         with mock.patch.object(serving, "_attach", attach):
             if explicit:
                 with pytest.raises(OSError if culprit in (None, rank) else CommFuseError, match="on purpose"):

@@ -9,7 +9,7 @@ import torch
 from commfuse_dp.integrations import tensor_parallel
 from commfuse_dp.integrations.attach.attachment import attachment_of
 from commfuse_dp.integrations.fsdp2 import engine_of
-from commfuse_dp.integrations.tensor_parallel import autohook
+from commfuse_dp.integrations.unmodified import first_call
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -50,7 +50,7 @@ def _styles(rank: int, world_size: int) -> None:
     with applied(model, exclude=("layers.0.*",)) as report:  # a call of one's own goes first
         alike(gradients(model, tokens), wanted)
         assert any("excluded by" in row.reason for row in report.rows)
-    assert not autohook._waiting and autohook._handle is None
+    assert not first_call._waiting and first_call._handle is None
 
 
 def _two_dimensions(rank: int, world_size: int) -> None:

@@ -1,0 +1,138 @@
+"""Models that are served when they are called first: those of an unmodified script under COMMFUSE=1, and those that hold a style
+of ours.
+
+Only then is a model complete: a script calls parallelize_module or fully_shard for every block, and registers hooks of its own
+after DDP has been constructed. So what was wrapped is remembered (`watch`), and a hook that torch calls ahead of every module's
+own finds the model; it is gone as soon as nothing is left to be found.
+
+| called | is |
+| --- | --- |
+| DDP, FSDP1 | that object itself, the outermost; DDP in training only, for a rank may evaluate alone |
+| parts of FSDP2, `parallelize_module` | what holds all of them: if one of them does, this one, and not what it is held by |
+
+That hook comes after torch has looked up which hooks the model itself has, so those that serving it adds are called here once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from commfuse_dp.integrations.attach.announce import announce
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from commfuse_dp.autoload import warn
+from commfuse_dp.config import CommFuseConfig
+from commfuse_dp.errors import ConfigError
+from commfuse_dp.transport.exchange import exchange_of
+from commfuse_dp.transport.membership import called_in
+
+_waiting: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()  # what was watched, is not served -> explicit
+_passed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # were called, and hold nothing of it
+_handle: Any = None  # of the hook ahead of every module
+
+
+def watch(module: Any, *, explicit: bool = False) -> Any:
+    """Serve the model that `module` belongs to, when it is called first. explicit: the script has asked for it by name, so what
+    cannot be served is an error; else it is said, and stays with the framework. Returns the module."""
+    global _handle
+    _waiting[module] = explicit or _waiting.get(module, False)
+    _passed.clear()
+    if _handle is None:
+        _handle = register_module_forward_pre_hook(torch.compiler.disable(_before_any))
+    return module
+
+
+def forget(model: nn.Module) -> None:
+    """The script serves this model itself, or has it left as it is."""
+    _leave(list(model.modules()))
+
+
+def _leave(modules: list[nn.Module]) -> None:
+    global _handle
+    for module in modules:
+        _waiting.pop(module, None)
+    if not _waiting and _handle is not None:
+        _handle.remove()
+        _handle = None
+
+
+def _before_any(module: nn.Module, args: tuple[Any, ...]) -> None:
+    if module in _passed:
+        return
+    model: Any = getattr(module, "_orig_mod", module)  # inside torch.compile's wrapper
+    held = [inner for inner in model.modules() if inner in _waiting]
+    if not held:
+        _passed.add(module)
+        return
+    from commfuse_dp.integrations.wrapped import kind_of
+
+    kind = kind_of(model)
+    if kind is None:
+        return  # its parts are called later
+    held = [inner for inner in held if kind.holds(inner)]
+    if not held or (kind.hook and model not in held) or not kind.ready(model) or not (kind.hook or _is_whole(model, held)):
+        return
+    explicit = any(_waiting[inner] for inner in held)
+    _leave(held)
+    before = set(module._forward_pre_hooks)
+    with torch.inference_mode(False), torch.enable_grad():  # what is made now is used in training
+        _serve(model, kind, explicit)
+    for number, hook in list(module._forward_pre_hooks.items()):
+        if number not in before:
+            hook(module, args)
+
+
+def _is_whole(model: nn.Module, held: list[nn.Module]) -> bool:
+    """Whether `model` is the one to be served for what it holds: neither a part of a sharded model, nor around one."""
+    if any(model is inner for other in _waiting if other is not model for inner in other.modules()):
+        return False
+    parts = {id(inner) for outer in held for inner in outer.modules() if inner is not outer}
+    outermost = [inner for inner in held if id(inner) not in parts]
+    return len(outermost) > 1 or outermost[0] is model
+
+
+def _serve(model: Any, kind: Any, explicit: bool) -> None:
+    """All ranks come here: they call the model together. An error of any kind leaves the framework as it was, on all of them,
+    and all go on, or none: the others hear of it as an error of ours. Raises ConfigError for wrong settings."""
+    config = CommFuseConfig.from_environment()
+    first = dist.get_rank() == 0
+    if kind.served(model):
+        return
+    if not config.enabled:
+        if first:
+            announce("CommFuse does nothing in this run: enabled=False")
+        return
+    why = _of_any_rank(kind.obstacle(model), model.process_group) if kind.hook else None
+    if why is not None:
+        decline(kind.name, why, tell=first)
+        return
+    try:
+        report = kind.serve(model, None)
+    except Exception as error:
+        if explicit or config.fuse == "always":
+            raise
+        warn(f"CommFuse could not serve this model, which stays with {kind.name}: {type(error).__name__}: {error}")
+        return
+    if first and not explicit:
+        announce(str(report).partition("\n\n")[0])
+
+
+def decline(framework: str, why: str, *, tell: bool) -> None:
+    """Raises ConfigError if fusion was insisted on."""
+    if CommFuseConfig.from_environment().fuse == "always":
+        raise ConfigError(f"fuse='always', but {framework} is left as it is: {why}")
+    if tell:
+        announce(f"CommFuse leaves {framework} as it is: {why}")
+
+
+def _of_any_rank(why: str | None, group: Any) -> str | None:
+    """Collective: what is in the way, on this rank or on another: the others must not begin what one leaves alone."""
+    exchange = exchange_of(group)
+    found = [(rank, said) for rank, said in enumerate(exchange(why)) if said is not None]
+    if why is not None or not found:
+        return why
+    return f"on rank {called_in(exchange, found[0][0])} {found[0][1]}"
