@@ -39,8 +39,8 @@ of extensions is disabled (TORCH_DEVICE_BACKEND_AUTOLOAD=0). Put it where the la
 
 DeepSpeed and Accelerate are hooked into when the script imports them. Models of fully_shard (FSDP2), FSDP, DDP,
 parallelize_module (also below fully_shard) and transformers' tensor parallelism are served from their first forward on, DDP's
-from the first in training. A script whose model is never called itself says where it is ready: commfuse_dp.apply(model) after the
-last fully_shard. If nothing has switched CommFuse on when the script ends, the log says so.
+from the first in training. A script that calls nothing but other methods of its model must say where it is ready, which nobody
+else can know: commfuse_dp.apply(model) after the last fully_shard. If nothing has used CommFuse in the end, the log says so.
 
 COMMFUSE=0 in the environment runs the script without CommFuse. Each option sets a variable of the environment, which the
 script's own child processes inherit; lists are separated by commas:
