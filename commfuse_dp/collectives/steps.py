@@ -58,11 +58,6 @@ class Steps(StepState):
         self._calls = 0  # begun in this step
         self._armed: weakref.ref[EndOfBackward] | None = None
 
-    @property
-    def begun(self) -> int:
-        """Calls of this step."""
-        return self._calls
-
     # ---- inside a step -----------------------------------------------------------------------------------------------
     def call(self) -> int:
         """A call begins: its number in this step. Raises BrokenStepError if the step was broken off."""
@@ -111,11 +106,7 @@ class Steps(StepState):
     def _next(self) -> None:
         self.leave()
         if self.end():
-            parted = self.parted()
-            self.recover()
-            self.begin(self.step + 1)
-            if parted is not None:
-                raise parted
+            self.recover_alone()
 
     def leave(self) -> None:
         """The step is over here.
@@ -146,6 +137,20 @@ class Steps(StepState):
         if not lost:
             self.begin(self.step + 1)
         return lost
+
+    @property
+    def unequal(self) -> bool:
+        """The step that has just been lost was so on this transport alone: its ranks began unequally many calls, and none broke
+        it off. Ranks of other engines' groups know nothing of it, and may have begun more calls or fewer: of shorter inputs."""
+        return not any(outcome.broken for outcome in self.outcomes().values())
+
+    def recover_alone(self) -> None:
+        """After a step that was lost on this transport alone. Raises BrokenStepError on all ranks if some have gone through with it."""
+        parted = self.parted()
+        self.recover()
+        self.begin(self.step + 1)
+        if parted is not None:
+            raise parted
 
     def recover(self) -> None:
         """All ranks do this, after a step that is lost. After an exception again, until the next one has begun."""

@@ -105,7 +105,8 @@ class Engine:
         it back.
 
         [Note: Order of two transports] A step is over on both before a rank waits on one. First all hear how it ended on the
-        engine's, then they tell that on the other, so that everybody knows of everybody; then both recover, or none."""
+        engine's, then they tell that on the other, so that everybody knows of everybody; then both recover, or none. Where nobody
+        broke it off, and ranks of `calls` alone find that they have begun unequally many, that transport recovers."""
         alone = self.vote
         self.calls, self.vote = calls, lambda own: vote(alone(own))
         calls.together, self.breakage.together = [self.breakage], [calls]
@@ -183,6 +184,9 @@ class Engine:
         lost = self.transport.recovery is not None and self.breakage.agree()
         if calls is not None:  # only now: they tell what this rank has just heard
             lost = calls.end(self.breakage.of_all())
+            if lost and calls.unequal:
+                lost = False  # here
+                calls.recover_alone()
         if lost:
             self._recover(where)
         if self.transport.recovery is None and self.breakage.unsettled and self.breakage.lose_gradients():
@@ -220,8 +224,7 @@ class Engine:
                 port.progress()
 
     def _outcome(self) -> Outcome:
-        # With those of tensor parallelism: of a row whose ranks have not begun equally many, ranks of other rows hear here.
-        calls = sum(port.calls for port in self.ports) + (self.calls.begun if self.calls is not None else 0)
+        calls = sum(port.calls for port in self.ports)
         return self.breakage.outcome(-1 if any(port.in_doubt for port in self.ports) else calls)
 
     def _recover(self, where: Where) -> None:

@@ -184,7 +184,7 @@ def test_beside_layers_of_the_framework(workers: Any, transport: str) -> None:
 
 
 def _unequal(rank: int, world_size: int, victims: tuple[int, ...]) -> None:
-    """A rank begins a call more than its row, which waits for nobody, and nobody raises."""
+    """A rank begins a call more than its row, which waits for nobody, and nobody raises: the row hears of it, nobody else."""
     mesh = grid(world_size)
     wanted, net = gradients(build(mesh), mesh), build(mesh)
     with serving.applied(net, deadline_s=DEADLINE_S):
@@ -192,8 +192,10 @@ def _unequal(rank: int, world_size: int, victims: tuple[int, ...]) -> None:
             alike(gradients(net, mesh), wanted)
             if rank == victim:
                 steps_of(tensor_transport(net)).call()
-            with pytest.raises(BrokenStepError, match="went through with it"):
-                gradients(net, mesh)
+            if rank // 2 == victim // 2:
+                with pytest.raises(BrokenStepError, match="went through with it"):
+                    gradients(net, mesh)
+            alike(gradients(net, mesh), wanted)
         alike(gradients(net, mesh), wanted)
 
 
@@ -202,7 +204,7 @@ def tensor_transport(net: nn.Module) -> Transport:
 
 
 @pytest.mark.parametrize("victims", [(2,), slow((0, 1, 2, 3))])
-def test_ranks_of_a_row_that_begin_unequally_many_calls_do_not_recover_alone(workers: Any, victims: tuple[int, ...]) -> None:
+def test_ranks_of_a_row_that_begin_unequally_many_calls(workers: Any, victims: tuple[int, ...]) -> None:
     workers(4).run(_unequal, victims, timeout=100)
 
 

@@ -35,9 +35,11 @@ class Block(nn.Module):
         self.up, self.gate = nn.Linear(WIDTH, hidden), nn.Linear(WIDTH, hidden, bias=False)
         self.down = nn.Linear(hidden, WIDTH)
         self.read: Callable[[Block], torch.Tensor | float] = lambda block: 0.0
+        self.calls = 1  # of `down`, each with some of the batch
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.up(x)) * self.gate(x)) + self.read(self)
+        hidden = F.silu(self.up(x)) * self.gate(x)
+        return torch.cat([self.down(part) for part in hidden.chunk(self.calls)]) + self.read(self)
 
 
 class Net(nn.Module):
@@ -112,6 +114,35 @@ class applied:
 
     def __exit__(self, *_: object) -> None:
         commfuse_dp.remove(self._net)
+
+
+def _rows_apart(rank: int, world_size: int) -> None:
+    """Other lengths in each row, which are new to its layers at other times, and a layer that is called more often in one."""
+    mesh = grid(world_size)
+    row = mesh["dp"].get_local_rank()
+
+    def losses(net: Net) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, foreach=False)
+        found = []
+        for step, (lengths, calls) in enumerate([((3, 3), (1, 1)), ((4, 3), (1, 1)), ((3, 4), (1, 2)), ((5, 3), (2, 1))]):
+            for block in net.blocks:
+                block.calls = calls[row]  # type: ignore[assignment]
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            x = torch.randn(2, lengths[row], WIDTH, generator=generator, dtype=torch.float64)
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        return found
+
+    wanted, net = losses(build(mesh)), build(mesh)
+    with applied(net):
+        alike(losses(net), wanted)
+
+
+def test_rows_of_ranks_with_other_lengths_and_calls(workers: Any) -> None:
+    workers(4).run(_rows_apart, timeout=60)
 
 
 def _minimum(net: nn.Module, mesh: DeviceMesh) -> int:
