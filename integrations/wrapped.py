@@ -57,8 +57,13 @@ def _ddp() -> Kind:
         obstacle=_hook_of_the_script,
         hook=True,
         holds=lambda inner: isinstance(inner, DistributedDataParallel),
-        ready=lambda model: model.training and torch.is_grad_enabled(),  # a rank may evaluate alone
+        ready=_trains,
     )
+
+
+def _trains(model: DistributedDataParallel) -> bool:
+    """A rank may evaluate alone. Lightning changes the mode of what is inside, and leaves that of DDP's own module."""
+    return torch.is_grad_enabled() and (model.training or model.module.training)
 
 
 def _fsdp1() -> Kind:

@@ -140,12 +140,13 @@ class Steps(StepState):
 
     @property
     def unequal(self) -> bool:
-        """The step that has just been lost was so on this transport alone: its ranks began unequally many calls, and none broke
-        it off. Ranks of other engines' groups know nothing of it, and may have begun more calls or fewer: of shorter inputs."""
+        """The step that has just been lost was so on this transport alone: its ranks began unequally many calls, and none of
+        them broke it off. Ranks of other groups know nothing of it: of other inputs, they may begin more calls or fewer."""
         return not any(outcome.broken for outcome in self.outcomes().values())
 
     def recover_alone(self) -> None:
-        """After a step that was lost on this transport alone. Raises BrokenStepError on all ranks if some have gone through with it."""
+        """After a step that was lost on this transport alone. Raises BrokenStepError on all its ranks if some went through with
+        it."""
         parted = self.parted()
         self.recover()
         self.begin(self.step + 1)

@@ -105,8 +105,8 @@ class Engine:
         it back.
 
         [Note: Order of two transports] A step is over on both before a rank waits on one. First all hear how it ended on the
-        engine's, then they tell that on the other, so that everybody knows of everybody; then both recover, or none. Where nobody
-        broke it off, and ranks of `calls` alone find that they have begun unequally many, that transport recovers."""
+        engine's, then they tell that on the other, so that everybody knows of everybody; then both recover, or none. But
+        where nobody broke it off, and ranks of `calls` find that they have begun unequally many, that one recovers alone."""
         alone = self.vote
         self.calls, self.vote = calls, lambda own: vote(alone(own))
         calls.together, self.breakage.together = [self.breakage], [calls]

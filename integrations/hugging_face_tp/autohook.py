@@ -8,8 +8,9 @@ from types import ModuleType
 
 def register() -> None:
     """Called once, when transformers is imported first."""
-    from commfuse_dp.autoload import ON, when_imported, wish
     from commfuse_dp.integrations.unmodified.autohook import follow
+
+    from commfuse_dp.autoload import ON, when_imported, wish
 
     if wish() in ON:
         # The model is remembered: its weights are loaded afterwards, into the same object.

@@ -1,8 +1,8 @@
 """Has every function and class of torch by which a script shards a model remember the model. Imports nothing of torch itself.
 
 [Note: Public names]
-`fully_shard` is followed where scripts take it from, `torch.distributed.fsdp`; torch.distributed._composable takes it from there,
-too. Classes are followed in their constructors, wherever they were taken from.
+`fully_shard` is followed where scripts take it from, `torch.distributed.fsdp`; torch.distributed._composable takes it from
+there, too. Classes are followed in their constructors, wherever they were taken from.
 """
 
 from __future__ import annotations

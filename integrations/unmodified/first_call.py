@@ -1,14 +1,14 @@
-"""Models that are served when they are called first: those of an unmodified script under COMMFUSE=1, and those that hold a style
-of ours.
+"""Models that are served when they are called first: those of an unmodified script under COMMFUSE=1, and those that hold a
+style of ours.
 
 Only then is a model complete: a script calls parallelize_module or fully_shard for every block, and registers hooks of its own
 after DDP has been constructed. So what was wrapped is remembered (`watch`), and a hook that torch calls ahead of every module's
 own finds the model; it is gone as soon as nothing is left to be found.
 
-| called | is |
+| wrapped by | is served when this is called |
 | --- | --- |
-| DDP, FSDP1 | that object itself, the outermost; DDP in training only, for a rank may evaluate alone |
-| parts of FSDP2, `parallelize_module` | what holds all of them: if one of them does, this one, and not what it is held by |
+| DDP, FSDP1 | the object itself, the outermost; DDP in training only, for a rank may evaluate alone |
+| `fully_shard`, `parallelize_module` | of what was wrapped, the one that holds the others; if there is none, what holds all |
 
 That hook comes after torch has looked up which hooks the model itself has, so those that serving it adds are called here once.
 """
@@ -30,7 +30,7 @@ from commfuse_dp.errors import ConfigError
 from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.membership import called_in
 
-_waiting: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()  # what was watched, is not served -> explicit
+_waiting: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()  # was watched, is not served -> explicit
 _passed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # were called, and hold nothing of it
 _handle: Any = None  # of the hook ahead of every module
 
@@ -63,24 +63,23 @@ def _leave(modules: list[nn.Module]) -> None:
 def _before_any(module: nn.Module, args: tuple[Any, ...]) -> None:
     if module in _passed:
         return
-    model: Any = getattr(module, "_orig_mod", module)  # inside torch.compile's wrapper
-    held = [inner for inner in model.modules() if inner in _waiting]
+    held = [inner for inner in module.modules() if inner in _waiting]
     if not held:
         _passed.add(module)
         return
     from commfuse_dp.integrations.wrapped import kind_of
 
-    kind = kind_of(model)
+    kind = kind_of(module)
     if kind is None:
         return  # its parts are called later
     held = [inner for inner in held if kind.holds(inner)]
-    if not held or (kind.hook and model not in held) or not kind.ready(model) or not (kind.hook or _is_whole(model, held)):
+    if not held or not kind.ready(module) or not (module in held if kind.hook else _is_whole(module, held)):
         return
     explicit = any(_waiting[inner] for inner in held)
     _leave(held)
     before = set(module._forward_pre_hooks)
     with torch.inference_mode(False), torch.enable_grad():  # what is made now is used in training
-        _serve(model, kind, explicit)
+        _serve(module, kind, explicit)
     for number, hook in list(module._forward_pre_hooks.items()):
         if number not in before:
             hook(module, args)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from commfuse_dp.integrations.hugging_face_tp import attention, compat, layers
+from commfuse_dp.integrations.tensor_parallel import applied as applied_to
+from commfuse_dp.integrations.unmodified import first_call
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -246,6 +249,24 @@ def _unknown(rank: int, n: int) -> None:
 @pytest.mark.slow
 def test_forwards_that_are_not_known(workers: Any) -> None:
     workers(2).run(_unknown, timeout=100)
+
+
+def _evaluated_first(rank: int, n: int) -> None:
+    """The trial of its layers computes gradients, whatever the first forward is for."""
+    with saved("llama") as path:
+        whole, model = load(path), load(path, n)
+    with mock.patch.dict("os.environ", {"COMMFUSE_DEADLINE_S": "30", "COMMFUSE_INBOX_BYTES": "65536"}):
+        first_call.watch(model)
+        with torch.inference_mode():
+            model(batch(0))
+    assert applied_to(model)
+    alike(gradients(model, batch(0)), gradients(whole, batch(0)))
+    commfuse_dp.remove(model)
+
+
+@pytest.mark.slow
+def test_served_in_an_evaluation(workers: Any) -> None:
+    workers(2).run(_evaluated_first, timeout=100)
 
 
 # ---- scripts ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, regist
 from torch.nn.parallel import DistributedDataParallel
 
 import commfuse_dp
+from commfuse_dp import BrokenStepError
 from tests.support.cells import slow
+from tests.support.raising import Boom, blow
 from tests.support.serving import config
 
 SETTINGS = {"COMMFUSE_DEADLINE_S": "30", "COMMFUSE_INBOX_BYTES": "65536"}
@@ -59,16 +61,21 @@ def sharded(*, root: bool = True) -> Any:
     return first_call.watch(fully_shard(net)) if root else net
 
 
-def losses(call: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, steps: int = 2) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    found = []
-    for step in range(steps):
+def descent(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+
+
+def losses(
+    call: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> list[float]:
+    optimizer, found = optimizer or descent(model), []
+    for step in range(2):
         torch.manual_seed(10 * step + dist.get_rank())
         loss = call(torch.rand(3, 6, dtype=torch.float64)).square().sum()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(float(loss))
+        found.append(float(loss.detach()))
     return found
 
 
@@ -140,8 +147,11 @@ def _compiled(rank: int, world_size: int, how: str) -> None:
         else:
             for block in net:
                 block.compile(backend="eager", fullgraph=True)
+            with torch.inference_mode():
+                net(torch.zeros(1, 6, dtype=torch.float64))
+            assert on(net)
         assert losses(call, net) == pytest.approx(wanted, rel=1e-12)
-        assert engine_of(net) is not None and engine_of(net).step == 2  # type: ignore[union-attr]
+        assert on(net)
         commfuse_dp.remove(net)
     torch.compiler.reset()
 
@@ -157,6 +167,22 @@ def _first_without_training(rank: int, world_size: int) -> None:
             assert on(net) and torch.is_grad_enabled()
             assert losses(net, net) == pytest.approx(wanted, rel=1e-12)
             commfuse_dp.remove(net)
+
+
+def _breaks_off(rank: int, world_size: int) -> None:
+    """The first forward is a step like any other: one rank's exception is heard by its peers at once."""
+    wanted = expected()
+    with alone():
+        net = sharded()
+        optimizer = descent(net)
+        handle = net[1].register_forward_pre_hook(blow) if rank == 1 else None
+        with pytest.raises(Boom if rank == 1 else BrokenStepError):
+            losses(net, net, optimizer)
+        dist.barrier()  # rank 1 begins no other step before the other has heard of it
+        if handle is not None:
+            handle.remove()
+        assert losses(net, net, optimizer) == pytest.approx(wanted, rel=1e-12)
+        commfuse_dp.remove(net)
 
 
 def _not_yet(rank: int, world_size: int) -> None:
@@ -235,6 +261,11 @@ def _hooks(rank: int, world_size: int) -> None:
                     f"CommFuse for {'DDP' if kind is DistributedDataParallel else 'FSDP1'}"
                 ] * (rank == 0)
             torch.compiler.reset()
+    with alone():
+        wrapped = model(DistributedDataParallel)
+        wrapped.training = False  # as Lightning leaves it, around a module that trains
+        losses(wrapped, wrapped)
+        assert on(wrapped)
     with alone() as said:
         wrapped = model(DistributedDataParallel)
         if rank == 1:
@@ -244,7 +275,7 @@ def _hooks(rank: int, world_size: int) -> None:
         assert all("on rank 1 the script set a communication hook of its own" in line for line in said)
 
 
-@pytest.mark.parametrize("program", [_plain, _first_without_training, _not_yet, _by_the_script, slow(_hooks)])
+@pytest.mark.parametrize("program", [_plain, _first_without_training, _breaks_off, _not_yet, _by_the_script, slow(_hooks)])
 def test_the_model_that_is_served(workers: Any, program: Any) -> None:
     workers(2).run(program, timeout=120)
 
