@@ -125,10 +125,10 @@ def _check_use() -> None:
     if used or wish() not in ON or hasattr(sys, "last_type"):
         return
     warn(
-        "CommFuse was asked for (COMMFUSE=1), but nothing in this process has used it. It serves models of fully_shard, FSDP, "
-        "parallelize_module and transformers' tensor parallelism from their first forward on, DDP's from the first in training,"
-        " and what DeepSpeed and Accelerate wrap. A model whose own forward is never called needs commfuse_dp.apply(model) after"
-        " the last fully_shard."
+        "CommFuse was asked for (COMMFUSE=1), but nothing in this process has used it. It serves models of fully_shard, FSDP,"
+        " parallelize_module, transformers' tensor parallelism from their first forward on, DDP's from the first in training,"
+        " and what DeepSpeed and Accelerate wrap. Models whose own forward is never called need commfuse_dp.apply(model)"
+        " after the last fully_shard."
     )
 
 
