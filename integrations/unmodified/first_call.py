@@ -8,7 +8,8 @@ own finds the model; it is gone as soon as nothing is left to be found.
 | wrapped by | is served when this is called |
 | --- | --- |
 | DDP, FSDP1 | the object itself, the outermost; DDP in training only, for a rank may evaluate alone |
-| `fully_shard`, `parallelize_module` | of what was wrapped, the one that holds the others; if there is none, what holds all |
+| `fully_shard` | the one that holds all others; if there is none, what holds them all |
+| `parallelize_module`, styles of ours | what holds them all, if that is called |
 
 That hook comes after torch has looked up which hooks the model itself has, so those that serving it adds are called here once.
 """
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from commfuse_dp.integrations.attach.announce import announce
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from commfuse_dp.autoload import warn
@@ -31,7 +33,7 @@ from commfuse_dp.transport.exchange import exchange_of
 from commfuse_dp.transport.membership import called_in
 
 _waiting: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()  # was watched, is not served -> explicit
-_passed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # were called, and hold nothing of it
+_passed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # were called, and are not to be served as long as that stays the same
 _handle: Any = None  # of the hook ahead of every module
 
 
@@ -55,6 +57,7 @@ def _leave(modules: list[nn.Module]) -> None:
     global _handle
     for module in modules:
         _waiting.pop(module, None)
+    _passed.clear()
     if not _waiting and _handle is not None:
         _handle.remove()
         _handle = None
@@ -63,9 +66,12 @@ def _leave(modules: list[nn.Module]) -> None:
 def _before_any(module: nn.Module, args: tuple[Any, ...]) -> None:
     if module in _passed:
         return
+    if not _waiting:  # all of it was dropped without having been called
+        _leave([])
+        return
     held = [inner for inner in module.modules() if inner in _waiting]
-    if not held:
-        _passed.add(module)
+    if not held or any(module is inner for other in _waiting if other is not module for inner in other.modules()):
+        _passed.add(module)  # has nothing to do with it, or is a part
         return
     from commfuse_dp.integrations.wrapped import kind_of
 
@@ -86,12 +92,10 @@ def _before_any(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def _is_whole(model: nn.Module, held: list[nn.Module]) -> bool:
-    """Whether `model` is the one to be served for what it holds: neither a part of a sharded model, nor around one."""
-    if any(model is inner for other in _waiting if other is not model for inner in other.modules()):
-        return False
+    """Whether `model` is the one to be served for what it holds: not what is around the root of FSDP2."""
     parts = {id(inner) for outer in held for inner in outer.modules() if inner is not outer}
     outermost = [inner for inner in held if id(inner) not in parts]
-    return len(outermost) > 1 or outermost[0] is model
+    return len(outermost) > 1 or outermost[0] is model or not isinstance(outermost[0], FSDPModule)
 
 
 def _serve(model: Any, kind: Any, explicit: bool) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from commfuse_dp.integrations import tensor_parallel
 from commfuse_dp.integrations.attach.attachment import attachment_of
+from commfuse_dp.integrations.attach.forwards import TENSOR_ATTACHMENT
 from commfuse_dp.integrations.fsdp2 import engine_of
 from commfuse_dp.integrations.unmodified import first_call
 from torch import nn
@@ -46,6 +47,12 @@ def _styles(rank: int, world_size: int) -> None:
         commfuse_dp.remove(model)
         alike(gradients(model, tokens), wanted, 0.0)
         assert not tensor_parallel.applied(model)  # not again
+    toy = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)).double()
+    styles = {"0": stock.ColwiseParallel(input_layouts=Shard(0)), "1": tensor_parallel.RowwiseParallel(output_layouts=Shard(0))}
+    stock.parallelize_module(toy, mesh, styles)
+    toy(torch.zeros(2, 4, dtype=torch.float64))  # all of the model, not the one layer that was watched
+    assert {row.path for row in attachment_of(toy, TENSOR_ATTACHMENT).report.rows} == {"column", "row"}  # type: ignore[union-attr]
+    commfuse_dp.remove(toy)
     model = parallelized(tensor_parallel, mesh)
     with applied(model, exclude=("layers.0.*",)) as report:  # a call of one's own goes first
         alike(gradients(model, tokens), wanted)

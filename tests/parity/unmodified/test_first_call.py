@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -224,6 +225,11 @@ def _by_the_script(rank: int, world_size: int) -> None:
         with mock.patch.object(nn.Module, "modules", side_effect=AssertionError("looked again")):
             other(torch.zeros(2))
         first_call.forget(net)
+    with alone():
+        net, other = sharded(), nn.Linear(2, 2)
+        del net  # never called
+        gc.collect()
+        other(torch.zeros(2))
     with alone() as said, mock.patch.dict("os.environ", {"COMMFUSE_ENABLED": "0"}):
         net = sharded()
         assert losses(net, net) == pytest.approx(wanted, rel=0.0)
