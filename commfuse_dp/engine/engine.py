@@ -184,10 +184,9 @@ class Engine:
         lost = self.transport.recovery is not None and self.breakage.agree()
         if calls is not None:  # only now: they tell what this rank has just heard
             lost = calls.end(self.breakage.of_all())
-            if lost and calls.unequal:
-                lost = False  # here
-                calls.recover_alone()
-        if lost:
+        if lost and calls is not None and calls.unequal:
+            calls.recover_alone()
+        elif lost:
             self._recover(where)
         if self.transport.recovery is None and self.breakage.unsettled and self.breakage.lose_gradients():
             raise self.breakage.refusal()

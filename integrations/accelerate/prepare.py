@@ -102,12 +102,7 @@ def _apply(accelerator: Any, model: Any) -> None:
     import commfuse_dp
 
     if engine_of(model) is None:  # a script may have called apply() itself
-        _tell(accelerator, _short(commfuse_dp.apply(model)))
-
-
-def _short(report: Any) -> str:
-    """The part of a report before its list of parameters, which apply() has logged at level INFO."""
-    return str(report).partition("\n\n")[0]
+        _tell(accelerator, commfuse_dp.apply(model).summary)
 
 
 def _register_hook(accelerator: Any, model: Any) -> None:
@@ -118,15 +113,16 @@ def _register_hook(accelerator: Any, model: Any) -> None:
     """
     if accelerator.num_processes == 1 and compat.processes_started() > 1:
         return  # check_run has said it
-    if not CommFuseConfig.from_environment().enabled:
-        if accelerator.is_main_process:
-            _tell_once("CommFuse does nothing in this run: enabled=False")
-        return
     from commfuse_dp.integrations.comm_hooks import checked_config
     from commfuse_dp.integrations.unmodified.first_call import decline, forget, watch
     from commfuse_dp.integrations.wrapped import kind_of
 
     inner = compat.uncompiled(model)
+    if not CommFuseConfig.from_environment().enabled:
+        forget(inner)
+        if accelerator.is_main_process:
+            _tell_once("CommFuse does nothing in this run: enabled=False")
+        return
     kind = kind_of(inner)
     if kind is None or not kind.hook or kind.served(inner):  # what is sharded has its own way, above
         return

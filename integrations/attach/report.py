@@ -89,6 +89,11 @@ class Report:
             total[row.path] += row.numel
         return dict(total)
 
+    @property
+    def summary(self) -> str:
+        """What goes before the list of parameters: a line for each path."""
+        return str(self).partition("\n\n")[0]
+
     def __str__(self) -> str:
         whole = sum(row.numel for row in self.rows) or 1
         lines = [f"CommFuse: {self.world_size} ranks, transport {self.transport} ({self.transport_reason})"]

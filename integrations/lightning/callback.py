@@ -58,7 +58,7 @@ class CommFuseCallback(Callback):
         self.reports += reports
         if first_process:
             for report in reports:
-                announce(str(report).partition("\n\n")[0])
+                announce(report.summary)
 
 
 def parallelized(shard: Callable[..., nn.Module], config: CommFuseConfig | None = None) -> Callable[..., nn.Module]:

@@ -16,39 +16,23 @@ def register() -> None:
     from commfuse_dp.autoload import ON, when_imported, wish
 
     if wish() in ON:
-        when_imported("torch.nn.parallel.distributed")(lambda module: follow_class(module, "DistributedDataParallel"))
+        when_imported("torch.nn.parallel.distributed")(lambda module: follow(module, "DistributedDataParallel.__init__"))
         when_imported("torch.distributed.tensor.parallel.api")(lambda module: follow(module, "parallelize_module"))
-        when_imported("torch.distributed.fsdp")(_follow_fsdp)
+        when_imported("torch.distributed.fsdp")(lambda module: follow(module, "fully_shard"))
+        when_imported("torch.distributed.fsdp")(lambda module: follow(module, "FullyShardedDataParallel.__init__"))
 
 
 def follow(module: ModuleType, name: str) -> None:
-    """Have the function `name` of a module remember the models that it returns (or the one that it was given, first)."""
+    """Have a function of a module remember the model, or the models, that it returns; a constructor, what it has made."""
     import wrapt
 
     def note(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from commfuse_dp.integrations.unmodified.first_call import watch
 
         result = wrapped(*args, **kwargs)
-        for model in result if isinstance(result, (list, tuple)) else (result,):
+        made = result if instance is None else instance
+        for model in made if isinstance(made, (list, tuple)) else (made,):
             watch(model)
         return result
 
     wrapt.wrap_function_wrapper(module, name, note)
-
-
-def follow_class(module: ModuleType, name: str) -> None:
-    """Likewise, every object of a class of wrappers."""
-    import wrapt
-
-    def note(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        from commfuse_dp.integrations.unmodified.first_call import watch
-
-        wrapped(*args, **kwargs)
-        watch(instance)
-
-    wrapt.wrap_function_wrapper(module, f"{name}.__init__", note)
-
-
-def _follow_fsdp(module: ModuleType) -> None:
-    follow(module, "fully_shard")
-    follow_class(module, "FullyShardedDataParallel")

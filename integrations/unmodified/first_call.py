@@ -122,7 +122,7 @@ def _serve(model: Any, kind: Any, explicit: bool) -> None:
         warn(f"CommFuse could not serve this model, which stays with {kind.name}: {type(error).__name__}: {error}")
         return
     if first and not explicit:
-        announce(str(report).partition("\n\n")[0])
+        announce(report.summary)
 
 
 def decline(framework: str, why: str, *, tell: bool) -> None:

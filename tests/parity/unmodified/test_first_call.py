@@ -267,6 +267,7 @@ def _hooks(rank: int, world_size: int) -> None:
                     call.train()
                 assert not said
                 assert losses(call, wrapped) == pytest.approx(wanted, rel=1e-12)
+                assert "\n" not in "".join(said)  # the list of parameters is for the log
                 assert on(wrapped) and [line.partition(":")[0] for line in said] == [
                     f"CommFuse for {'DDP' if kind is DistributedDataParallel else 'FSDP1'}"
                 ] * (rank == 0)
