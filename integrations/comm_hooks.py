@@ -24,9 +24,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from commfuse_dp.integrations.attach.announce import log_report
 from commfuse_dp.integrations.attach.fingerprint import check_equal
 from commfuse_dp.integrations.attach.ranks import Ranks
 from commfuse_dp.integrations.attach.report import FROZEN, ParameterRow
+from commfuse_dp.integrations.attach.rows import lines_of
 from commfuse_dp.integrations.attach.transaction import Transaction
 from torch import nn
 
@@ -180,9 +182,8 @@ class HookReport:
         return f"{text}; {frozen:,} are frozen and have none" if frozen else text
 
     def __str__(self) -> str:
-        width = max((len(row.name) for row in self.rows), default=4)
         memory = [f"  memory: {self.memory}"] if self.memory is not None else []
-        return "\n".join([self.summary, *memory, *(f"  {row.name:<{width}}  {row.path:<6} {row.reason}" for row in self.rows)])
+        return "\n".join([self.summary, *memory, *lines_of(self.rows)])
 
 
 class HookState:
@@ -312,7 +313,7 @@ def attach_hook(
 ) -> HookReport:
     """Collective, on all ranks or on none: a state is made, the hook registered with it, the report logged."""
 
-    transaction = Transaction()
+    transaction, ranks = Transaction(), Ranks([getattr(model, "process_group", None)])
 
     def attach() -> HookReport:
         state = transaction.acquire(make, HookState.retire)
@@ -321,11 +322,11 @@ def attach_hook(
         return state.report
 
     try:
-        report = Ranks([getattr(model, "process_group", None)]).together(attach)
+        report = ranks.together(attach)
     except BaseException:
         transaction.roll_back()
         raise
-    log.info("%s", report)
+    log_report(report, ranks)
     return report
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -37,6 +38,16 @@ def workers() -> Iterator[Workers]:
     pools = Workers()
     yield pools
     pools.close()
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported so far stays: each collection of garbage looks through what came since."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # at its end the interpreter looks for cycles in all of it, and extensions for what they have left
 
 
 # ---- which process runs which files ------------------------------------------------------------------------------------

@@ -97,12 +97,15 @@ def check_run(accelerator: Any) -> None:
 
 
 def _apply(accelerator: Any, model: Any) -> None:
+    from commfuse_dp.integrations.attach.announce import announce_report
     from commfuse_dp.integrations.fsdp2.apply import engine_of
 
     import commfuse_dp
 
     if engine_of(model) is None:  # a script may have called apply() itself
-        _tell(accelerator, commfuse_dp.apply(model).summary)
+        report = commfuse_dp.apply(model)
+        if accelerator.is_main_process:
+            announce_report(report)
 
 
 def _register_hook(accelerator: Any, model: Any) -> None:
@@ -138,13 +141,6 @@ def _register_hook(accelerator: Any, model: Any) -> None:
 def _tell_once(text: str) -> None:
     if text not in _told:
         _told.add(text)
-        from commfuse_dp.integrations.attach.announce import announce
-
-        announce(text)
-
-
-def _tell(accelerator: Any, text: str) -> None:
-    if accelerator.is_main_process:
         from commfuse_dp.integrations.attach.announce import announce
 
         announce(text)

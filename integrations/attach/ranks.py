@@ -30,6 +30,11 @@ class Ranks:
                 assert group is not None
                 self.groups.append(group)
 
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the first of the mesh."""
+        return all(dist.get_rank(group) == 0 for group in self.groups)
+
     def together(self, action: Callable[[], T]) -> T:
         """Collective: what `action()` returns here, once it has succeeded on all ranks. No rank goes on alone.
 

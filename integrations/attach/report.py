@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
+from commfuse_dp.integrations.attach.rows import lines_of
 from torch import nn
 
 from commfuse_dp.config import CommFuseConfig
@@ -112,9 +113,8 @@ class Report:
         for path, numel in sorted(self.numel_by_path().items(), key=lambda item: -item[1]):
             lines.append(f"  {path:<9}{numel:>14,} parameters {100 * numel / whole:5.1f} %  {MEANING[path]}")
         lines.append("")
-        width = max((len(row.name) for row in self.rows), default=4)
-        for row in self.rows:
-            lines.append(f"  {row.name:<{width}}  {row.path:<9} {row.reason}")
+        lines += lines_of(self.rows)
+        width = max((len(name) for name in (*self.reads, *self.gathered_inputs)), default=4)
         if self.reads:
             lines += ["", "  read beside their layer's own call so far, and gathered whole and reduced once more for that"]
             lines += ["  (exclude=[name] leaves a layer to the framework, which may be cheaper):"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from commfuse_dp.integrations.attach.announce import log_report
 from commfuse_dp.integrations.attach.attachment import Attachment, attach, check_absent, engine_of, fused, gathered, remove_from
 from commfuse_dp.integrations.attach.fingerprint import OFF, check_equal, check_same_left, describe
 from commfuse_dp.integrations.attach.forwards import whole_function
@@ -39,17 +40,25 @@ from commfuse_dp.errors import CommFuseError, ConfigError
 log = logging.getLogger("commfuse_dp")
 
 
-def apply(model: nn.Module, config: CommFuseConfig | None = None, *, tensor_layers: Sequence[TensorLayer] = ()) -> Report:
+def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     """Replace the communication of an FSDP2 model by CommFuse. Collective: all ranks of the model's mesh call it.
 
     Call it once, after the last `fully_shard`; the optimizer may be built before or after, and state_dict, checkpoints and
     gradient clipping keep working as they do with FSDP2. The default config, CommFuseConfig.from_environment(), fuses whatever
     can be fused. With a torch that lacks the private names this needs (a warning and the report say so), layers are fused only
-    if `claim` got them before `fully_shard`. tensor_layers: those that tensor parallelism serves.
+    if `claim` got them before `fully_shard`.
 
     Returns a printable report: path and reason for every parameter.
     Raises ConfigError (wrong settings, apply() twice or before fully_shard), MismatchError (ranks differ), TransportError.
     """
+    ranks = Ranks(groups_of(model))
+    report = apply_over((), model, config)
+    log_report(report, ranks)
+    return report
+
+
+def apply_over(tensor_layers: Sequence[TensorLayer], model: nn.Module, config: CommFuseConfig | None) -> Report:
+    """`apply`, where tensor parallelism serves `tensor_layers`; it logs the report of both."""
     forget(model)
     groups = groups_of(model)
     config, selection, facts = Ranks(groups).together(lambda: _prepare(model, config, tensor_layers))
@@ -63,9 +72,7 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None, *, tensor_laye
     untouched = ranks.together(lambda: _begin(model, selection, config))
     if untouched is not None:
         return untouched
-    report = attach(model, ranks, lambda attachment: _install(attachment, model, selection, config))
-    log.info("%s", report)
-    return report
+    return attach(model, ranks, lambda attachment: _install(attachment, model, selection, config))
 
 
 def remove(model: nn.Module) -> None:

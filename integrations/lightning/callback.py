@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from commfuse_dp.integrations.attach.announce import announce
+from commfuse_dp.integrations.attach.announce import announce_report
 from commfuse_dp.integrations.wrapped import called_roots, kind_of
 from torch import nn
 
@@ -58,7 +58,7 @@ class CommFuseCallback(Callback):
         self.reports += reports
         if first_process:
             for report in reports:
-                announce(report.summary)
+                announce_report(report)
 
 
 def parallelized(shard: Callable[..., nn.Module], config: CommFuseConfig | None = None) -> Callable[..., nn.Module]:

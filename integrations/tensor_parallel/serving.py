@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 import torch.distributed as dist
+from commfuse_dp.integrations.attach.announce import log_report
 from commfuse_dp.integrations.attach.attachment import Attachment, attach, attachment_of, check_absent, remove_from
 from commfuse_dp.integrations.attach.fingerprint import OFF, check_equal, check_same_left, describe
 from commfuse_dp.integrations.attach.forwards import SERVICE, TENSOR_ATTACHMENT, Service, serve
@@ -14,8 +13,8 @@ from commfuse_dp.integrations.attach.report import ParameterRow, Path, Report
 from commfuse_dp.integrations.attach.root import follow_forward
 from commfuse_dp.integrations.attach.rules import check_exclude, original_type, require_fused
 from commfuse_dp.integrations.attach.transaction import Transaction
-from commfuse_dp.integrations.fsdp2 import apply as apply_fsdp2
 from commfuse_dp.integrations.fsdp2 import remove as remove_fsdp2
+from commfuse_dp.integrations.fsdp2.apply import apply_over
 from commfuse_dp.integrations.fsdp2.layers import TensorLayer
 from commfuse_dp.integrations.hugging_face_tp.compat import sharded
 from commfuse_dp.integrations.hugging_face_tp.install import install as install_hugging_face
@@ -47,8 +46,6 @@ from commfuse_dp.config import CommFuseConfig, resolved
 from commfuse_dp.interrupts import unwatch
 from commfuse_dp.transport.base import Transport
 
-log = logging.getLogger("commfuse_dp")
-
 
 def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
     """Replace the communication of tensor-parallel layers with sequence parallelism by CommFuse; below `fully_shard`, that of
@@ -77,13 +74,13 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
             report = ranks.together(lambda: _untouched(model, selection, served, reason))
         if any(isinstance(module, FSDPModule) for module in model.modules()):
             layers = ranks.together(lambda: _tensor_layers(model))
-            data = apply_fsdp2(model, config, tensor_layers=layers)
+            data = apply_over(layers, model, config)
             report = ranks.together(lambda: _of_both(data, report))
         ranks.together(lambda: _follow_steps(model, group))
     except BaseException:
         transaction.roll_back()
         raise
-    log.info("%s", report)
+    log_report(report, ranks)
     return report
 
 

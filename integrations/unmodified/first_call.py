@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from commfuse_dp.integrations.attach.announce import announce
+from commfuse_dp.integrations.attach.announce import announce, announce_report
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -122,7 +122,7 @@ def _serve(model: Any, kind: Any, explicit: bool) -> None:
         warn(f"CommFuse could not serve this model, which stays with {kind.name}: {type(error).__name__}: {error}")
         return
     if first and not explicit:
-        announce(report.summary)
+        announce_report(report)
 
 
 def decline(framework: str, why: str, *, tell: bool) -> None:

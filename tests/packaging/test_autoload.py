@@ -223,6 +223,7 @@ def test_workers_of_torch_itself_do_not_warn_at_exit(site):
 
 
 # ---- with the real torch -----------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_cost_beside_the_real_torch():
     """Two modules, neither of them heavy, and less than a hundredth of the time of `import torch`."""
     code = """

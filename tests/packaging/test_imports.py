@@ -209,6 +209,7 @@ def test_rooms_are_reachable_from_the_package():
         commfuse_dp.nonsense  # noqa: B018
 
 
+@pytest.mark.slow
 def test_frameworks_are_reachable_and_imported_when_they_are():
     code = "import sys, commfuse_dp; assert 'commfuse_dp.integrations.deepspeed' not in sys.modules"
     subprocess.run([sys.executable, "-c", f"{code}; commfuse_dp.integrations.deepspeed.remove"], check=True, cwd=ROOT)

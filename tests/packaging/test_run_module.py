@@ -197,7 +197,7 @@ def test_help():
 
 
 # ---- behind launchers --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("accelerate", marks=pytest.mark.slow), "mpiexec"])
+@pytest.mark.parametrize("launcher", [slow("torchrun"), slow("accelerate"), "mpiexec"])
 def test_launchers(place, launcher):
     folder = Path(sys.executable).parent
     if launcher == "torchrun":

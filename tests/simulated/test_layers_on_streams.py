@@ -215,6 +215,7 @@ def transformers_model(rank: int, world_size: int, kind: str, seed: int) -> None
             on_streams(kind, 2, body, seed=seed)
 
 
-@pytest.mark.parametrize("kind", ["nccl", pytest.param("symmetric", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nccl", "symmetric"])
 def test_transformers(workers: Any, kind: str) -> None:
     workers(1).run(transformers_model, kind, 0, timeout=100)

@@ -299,6 +299,7 @@ def test_training_part_rehearsed_on_the_host(tmp_path: Path) -> None:
         assert row["wrong"] == 0 and row["gradients"] == 2 * 12 and 0 < row["worst_error_over_allowed"] <= 1
 
 
+@pytest.mark.slow
 def test_runs_from_a_checkout_where_nothing_is_installed() -> None:
     code = (
         "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]; "
@@ -321,6 +322,7 @@ def test_missing_requirements_are_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert report.outcome.failures == [checkout.advice()] and not report.outcome.rows
 
 
+@pytest.mark.slow
 def test_no_part_imports_what_may_be_missing() -> None:
     """A machine with torch, and without pydantic, typer, rich and wrapt: every part but training runs there."""
     parts = [f"benchmarks.gpu.{share.name}" for share in gpu_check.SHARES]

@@ -84,7 +84,7 @@ def test_a_pool_keeps_no_more_than_its_limit():
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("keep", [False, True], ids=["window", "pinned"])
+@pytest.mark.parametrize("keep", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["window", "pinned"])
 def test_twenty_layer_sizes_stay_inside_the_budget(keep):
     """Memory of the process, not the library's figure; and the figure is right, and steps come to allocate nothing.
 

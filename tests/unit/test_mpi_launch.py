@@ -138,6 +138,7 @@ def test_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text is not None and "libmpi.so.12" in text and "pip install" in text
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_transport_without_a_launcher() -> None:
     """torchrun and transport 'mpi': every rank is alone in its MPI world."""

@@ -246,6 +246,7 @@ def test_place_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert cubins.default_folder() == Path("/home/somebody/.cache/commfuse_dp/cubins")
 
 
+@pytest.mark.slow
 def test_imports_cost_nothing_and_compile_nothing(tmp_path: Path) -> None:
     code = (
         "import sys, torch; before = set(sys.modules); import commfuse_dp.kernels.inbox_sum, commfuse_dp.kernels.publish; "

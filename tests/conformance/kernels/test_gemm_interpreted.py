@@ -22,7 +22,9 @@ SLOW = {  # more shapes, layouts and dtypes of what others have
     "cell_layouts_even",
     "cell_layouts_ragged",
     "cell_layouts_ragged_fp16_in_halves",
+    "cell_layouts_tma_with_tails",
     "cell_mutation_of_strides_is_caught",
+    "cell_products_of_tensor_parallelism",
     "cell_row_bias",
     "cell_whole_sequences",
 }

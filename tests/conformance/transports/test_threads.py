@@ -86,7 +86,7 @@ def sockets() -> int:
     return sum("socket:" in kind or "eventpoll" in kind for kind in kinds)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_nothing_is_lost_between_threads(hasty: None, world_size: int) -> None:
     threads, before = set(threading.enumerate()), sockets()
 

@@ -56,7 +56,7 @@ def test_training_equals_stock(workers, world_size, dtype, accumulation):
     results = workers(world_size).run(twin, dtype, accumulation, {}, {}, {})
     text = results[0][0]
     assert f"{world_size} ranks, transport shm" in text and "module" not in text
-    assert "  blocks.0.1.weight  hooks  in a DDP bucket" in text, text
+    assert "  blocks.0-2.0-1,3.weight  hooks     in a DDP bucket\n" in text, text
     # Reduce-scatter and all-gather, each (N-1)/N of all gradients, once a step whatever the accumulation.
     numel = sum(p.numel() for p in Net().parameters())
     least = 2 * (world_size - 1) / world_size * numel * getattr(torch, dtype).itemsize * STEPS

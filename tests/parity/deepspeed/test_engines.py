@@ -79,7 +79,7 @@ def side_by_side(rank: int, world_size: int, stages: tuple[int, int], fused: tup
 @pytest.mark.parametrize(
     ("stages", "fused"),
     [
-        ((3, 3), (True, False)),
+        pytest.param((3, 3), (True, False), marks=pytest.mark.slow),
         pytest.param((2, 3), (False, True), marks=pytest.mark.slow),
         pytest.param((3, 2), (True, True), marks=pytest.mark.slow),
         pytest.param((1, 1), (True, False), marks=pytest.mark.slow),

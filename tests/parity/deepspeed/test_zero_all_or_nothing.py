@@ -88,7 +88,7 @@ def broken(rank: int, world_size: int, stage: int, block: dict[str, Any], every:
     ("stage", "block", "every"),
     [
         (3, {}, 4),
-        (1, {"defer_gather": True}, 4),
+        pytest.param(1, {"defer_gather": True}, 4, marks=pytest.mark.slow),
         pytest.param(3, {}, 1, marks=pytest.mark.slow),
         pytest.param(1, {"defer_gather": True}, 1, marks=pytest.mark.slow),
     ],

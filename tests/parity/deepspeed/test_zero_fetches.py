@@ -72,6 +72,7 @@ def lost_alone(rank: int, world_size: int) -> tuple[Result, list[Result]]:
     return stock, results
 
 
+@pytest.mark.slow
 def test_as_if_it_had_not_been(workers):
     for stock, results in workers(2).run(lost_alone, timeout=240):
         for ours in results:

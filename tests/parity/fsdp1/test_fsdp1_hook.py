@@ -99,7 +99,7 @@ def test_training_equals_stock(workers, world_size, strategy, precision, accumul
     results = workers(world_size).run(twin, strategy, accumulation, limit, options, {})
     text, _, later = results[0]
     assert f"{world_size} ranks, transport shm" in text
-    assert "  blocks.0.1.weight  hooks  in a flat parameter\n" in text, text
+    assert "  blocks.0-2.0-1,3.weight  hooks     in a flat parameter\n" in text, text
     units = 4  # three blocks and the root
     assert later == (0 if strategy == "NO_SHARD" else units * STEPS - 1)  # the very first tells the modules apart
     numel = sum(p.numel() for p in Net().parameters())
@@ -261,7 +261,7 @@ def off_and_alone(rank: int, world_size: int) -> tuple[str, str]:
 
 def test_off_and_one_rank(workers):
     off, single = workers(2).run(off_and_alone)[0]
-    assert "stock  enabled=False" in off and "transport none (one rank)" in single
+    assert "stock     enabled=False" in off and "transport none (one rank)" in single
 
 
 def lost(rank: int, world_size: int) -> str:

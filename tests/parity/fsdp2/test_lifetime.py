@@ -82,6 +82,7 @@ def test_a_dropped_model_leaves_nothing(workers, transport, how, rounds):
     workers(2).run(dropped, transport, how, rounds, timeout=200)
 
 
-@pytest.mark.parametrize("rounds", [8, pytest.param(ROUNDS, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [8, ROUNDS])
 def test_one_with_replicas_leaves_nothing(workers, rounds):
     workers(4).run(dropped, "shm", "replicas", rounds, timeout=200)

@@ -159,6 +159,7 @@ def hybrid(rank: int, world_size: int) -> None:
         twin.update()
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_accumulates_before_the_all_reduce(workers):
     workers(4).run(hybrid)
 
@@ -250,7 +251,8 @@ def windows(rank: int, world_size: int) -> None:
     window(rank, world_size, 700, None, False)
 
 
-@pytest.mark.parametrize("world_size", [2, slow(3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_the_window_holds_prefetch_bytes_and_one_slice(workers, world_size):
     workers(world_size).run(windows)
 

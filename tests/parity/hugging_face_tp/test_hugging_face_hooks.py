@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -58,5 +59,6 @@ def _hooked(rank: int, n: int) -> None:
         logging.getLogger("commfuse_dp").removeHandler(lines)
 
 
+@pytest.mark.slow
 def test_full_backward_hooks(workers: Any) -> None:
     workers(2).run(_hooked, timeout=60)

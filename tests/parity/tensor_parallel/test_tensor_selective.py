@@ -49,7 +49,8 @@ def _policies(rank: int, world_size: int, save: str) -> None:
     assert again == AGAIN[save], again
 
 
-@pytest.mark.parametrize("save", ["shard", pytest.param("gathered", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("save", ["shard", "gathered"])
 def test_gradients_and_what_moves(workers: Any, save: str) -> None:
     workers(2).run(_policies, save)
 

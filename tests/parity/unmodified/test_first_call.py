@@ -94,6 +94,7 @@ def alone() -> Iterator[list[str]]:
         mock.patch.dict("os.environ", SETTINGS),
         mock.patch.object(first_call, "warn", said.append),
         mock.patch.object(first_call, "announce", said.append),
+        mock.patch.object(first_call, "announce_report", lambda report: said.append(report.summary)),
     ):
         assert first_call._handle is None
         yield said
