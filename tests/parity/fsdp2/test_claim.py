@@ -190,7 +190,7 @@ def on_and_off(rank: int, world_size: int) -> None:
     """Plain, applied, removed, applied again: always right, and by public names only. fp64: the steps need no new start."""
     kind = lambda: Odd().double()  # noqa: E731
     stock, (fused, _) = stock_model(kind=kind), claimed_model(kind=kind)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4, foreach=True) for m in (stock, fused)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4, fused=True) for m in (stock, fused)]
     with blind() as touched:
         for on in (False, True, False, True):
             if on:

@@ -73,7 +73,7 @@ def checkpoint(rank: int, world_size: int, folder: str, fused: bool, resume: boo
     model = claimed_model(seed)[0] if fused else stock_model(seed)
     if fused:
         commfuse_dp.apply(model, settings())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5 if resume else 0.01, eps=1e-4, foreach=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5 if resume else 0.01, eps=1e-4, fused=True)
     if not resume:
         _trained(model, optimizer, range(3))
     model_state, optimizer_state = get_state_dict(model, optimizer)

@@ -105,8 +105,8 @@ class Twin:
         prepare(self.fused)
         self.report = commfuse_dp.apply(self.fused, config if config is not None else settings())
         make_optimizer = optimizer or (
-            lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4, foreach=True)
-        )  # DTensor dispatches once
+            lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-4, fused=True)
+        )  # DTensor dispatches one operation
         self.optimizers = self.each(lambda model: make_optimizer(model.parameters()))
         self.generator = torch.Generator().manual_seed(SEED + 1 + dist.get_rank())
         self.paths = {row.name: row.path for row in self.report.rows}
