@@ -279,12 +279,16 @@ def _save(rank: int, n: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_unmodified_script_of_transformers(workers: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("n", "kind", "paths"),
+    [(2, "auto", {"column", "row"}), (2, "sharded", {"fused", "gathered"}), (4, "both", {"column", "row", "hooks"})],
+)
+def test_an_unmodified_script_of_transformers(workers: Any, tmp_path: Path, n: int, kind: str, paths: set[str]) -> None:
     folder = str(tmp_path / "model")
     workers(2).run(_save, folder, timeout=100)
-    command = ["torchrun", "--nproc-per-node", "2", "--master-port", "{port}"]
-    stock, err = launch([*command, SCRIPT, folder, "size"], tmp_path)
+    command = ["torchrun", "--nproc-per-node", str(n), "--master-port", "{port}"]
+    stock, err = launch([*command, SCRIPT, folder, "size" if kind == "auto" else kind], tmp_path)
     assert "CommFuse" not in err and len(stock.splitlines()) == 4
-    out, err = launch([*command, SCRIPT, folder, "auto"], tmp_path, COMMFUSE="1")
+    out, err = launch([*command, SCRIPT, folder, kind], tmp_path, COMMFUSE="1")
     assert out == stock
-    assert "  column " in err and "  row " in err, err
+    assert paths <= {line.split()[0] for line in err.splitlines() if line.startswith("  ") and "parameters" in line}, err

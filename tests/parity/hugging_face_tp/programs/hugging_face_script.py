@@ -1,4 +1,8 @@
-"""A script that knows nothing of CommFuse: a model of transformers, tensor-parallel over all ranks, trained for some steps."""
+"""A script that knows nothing of CommFuse: a model of transformers, tensor-parallel or sharded over all ranks, or both, trained for
+some steps.
+
+hugging_face_script.py FOLDER size|auto|sharded|both
+"""
 
 import os
 import sys
@@ -11,8 +15,13 @@ from transformers.distributed import DistributedConfig
 
 def main() -> None:
     dist.init_process_group("gloo")
-    sizes = {"tp_size": int(os.environ["WORLD_SIZE"])} if sys.argv[2] == "size" else {"tp_plan": "auto"}
-    plan = DistributedConfig(**sizes, enable_sequence_parallel=True)
+    ranks = int(os.environ["WORLD_SIZE"])
+    plan = {
+        "size": DistributedConfig(tp_size=ranks, enable_sequence_parallel=True),
+        "auto": DistributedConfig(tp_plan="auto", enable_sequence_parallel=True),
+        "sharded": DistributedConfig(fsdp_size=ranks),
+        "both": DistributedConfig(tp_size=2, fsdp_size=ranks // 2),
+    }[sys.argv[2]]
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float64, distributed_config=plan)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
