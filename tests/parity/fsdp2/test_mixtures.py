@@ -127,7 +127,7 @@ def test_random_mixtures(workers, world_size, transport, seed, fuse):
 def long_run(rank: int, world_size: int, transport: str, steps: int) -> tuple[float, float, float]:
     """Both models run freely in fp32, on a task that can be learnt: the next id is a function of this one and its rank."""
     with Twin(
-        lambda: ByteModel(16, 32, 1), config=settings(transport), optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3, fused=True)
+        lambda: ByteModel(16, 32, 1), config=settings(transport), optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3)
     ) as twin:
         worst, history = 0.0, []
         for _ in range(steps):

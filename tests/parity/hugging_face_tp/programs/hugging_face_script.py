@@ -1,5 +1,5 @@
-"""A script that knows nothing of CommFuse: a model of transformers, tensor-parallel or sharded over all ranks, or both, trained for
-some steps.
+"""A script that knows nothing of CommFuse: a model of transformers, tensor-parallel or sharded over all ranks, or both, trained
+for some steps.
 
 hugging_face_script.py FOLDER size|auto|sharded|both
 """
