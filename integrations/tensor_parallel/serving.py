@@ -77,10 +77,10 @@ def apply(model: nn.Module, config: CommFuseConfig | None = None) -> Report:
             data = apply_over(layers, model, config)
             report = ranks.together(lambda: _of_both(data, report))
         ranks.together(lambda: _follow_steps(model, group))
+        ranks.together(lambda: log_report(report, ranks))
     except BaseException:
         transaction.roll_back()
         raise
-    log_report(report, ranks)
     return report
 
 
